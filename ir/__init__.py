@@ -1,0 +1,31 @@
+"""What a graph is: the forward graph as ONNX states it, the training graph to be planned, the JSON formats."""
+
+from rematplan.ir.errors import (
+    InfeasibleBudget,
+    LatticeTooLarge,
+    ModelError,
+    ProblemError,
+    RematplanError,
+    UsageError,
+    show_bytes,
+)
+from rematplan.ir.formats import load_problem, problem_from_json, problem_to_json, save_problem
+from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
+
+__all__ = [
+    "InfeasibleBudget",
+    "LatticeTooLarge",
+    "ModelError",
+    "Op",
+    "Phase",
+    "ProblemError",
+    "RematplanError",
+    "Tensor",
+    "TrainingGraph",
+    "UsageError",
+    "load_problem",
+    "problem_from_json",
+    "problem_to_json",
+    "save_problem",
+    "show_bytes",
+]

@@ -1,0 +1,169 @@
+"""``rematplan.problem/1``: the planning problem as JSON, written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from rematplan.ir.errors import ProblemError
+from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
+
+PROBLEM_FORMAT = "rematplan.problem/1"
+
+
+def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
+    """The problem as plain JSON data."""
+    data: dict[str, Any] = {
+        "format": PROBLEM_FORMAT,
+        "name": graph.name,
+        "tensors": [{"name": t.name, "bytes": t.bytes} for t in graph.tensors],
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+        "ops": [_op_to_json(o) for o in graph.ops],
+    }
+    if graph.inverses:
+        data["inverses"] = [_op_to_json(o) for o in graph.inverses]
+    if graph.ordered:
+        data["ordered"] = list(graph.ordered)
+    if graph.fixed_split:
+        data["fixed_split"] = dict(graph.fixed_split)
+    return data
+
+
+def problem_from_json(data: object) -> TrainingGraph:
+    """The problem that plain JSON data states.
+
+    Raises:
+        ProblemError: the data is not of the format, or its parts do not fit together.
+    """
+    root = _typed(data, dict, "the problem")
+    if root.get("format") != PROBLEM_FORMAT:
+        raise ProblemError(f"format is {root.get('format')!r}, not {PROBLEM_FORMAT!r}")
+    tensors = tuple(
+        Tensor(_field(t, "name", str, f"tensor {i}"), _field(t, "bytes", int, f"tensor {i}"))
+        for i, t in enumerate(_field(root, "tensors", list, "the problem"))
+    )
+    split = _typed(root.get("fixed_split", {}), dict, "fixed_split")
+    return TrainingGraph(
+        name=_typed(root.get("name", "problem"), str, "name"),
+        tensors=tensors,
+        inputs=_names(_field(root, "inputs", list, "the problem"), "inputs"),
+        outputs=_names(_field(root, "outputs", list, "the problem"), "outputs"),
+        ops=tuple(_op_from_json(o, f"op {i}") for i, o in enumerate(_field(root, "ops", list, "the problem"))),
+        inverses=tuple(
+            _op_from_json(o, f"inverse {i}") for i, o in enumerate(_typed(root.get("inverses", []), list, "inverses"))
+        ),
+        ordered=_names(_typed(root.get("ordered", []), list, "ordered"), "ordered"),
+        fixed_split={_typed(k, str, "fixed_split"): _typed(v, int, "fixed_split") for k, v in split.items()},
+    )
+
+
+def save_problem(graph: TrainingGraph, path: Path) -> None:
+    """Write the problem file, whole or not at all."""
+    write_whole(path, json.dumps(problem_to_json(graph)))
+
+
+def load_problem(path: Path) -> TrainingGraph:
+    """Read a problem file.
+
+    Raises:
+        ProblemError: the file cannot be read, is no JSON, or states no valid problem.
+    """
+    try:
+        return problem_from_json(read_json(path))
+    except ProblemError as error:
+        raise ProblemError(f"{path}: {error}") from None
+
+
+def read_json(path: Path) -> object:
+    """The JSON data of a file; ``NaN`` and ``Infinity`` are refused, as the JSON standard has it.
+
+    Raises:
+        ProblemError: the file cannot be read or is no JSON.
+    """
+
+    def refuse(word: str) -> float:
+        raise ProblemError(f"{word} is no number")
+
+    try:
+        return cast(object, json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse))
+    except OSError as error:
+        raise ProblemError(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ProblemError(f"is no JSON: {error}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file through a temporary neighbour, so that nothing half-written is ever left behind.
+
+    Raises:
+        ProblemError: the folder or the file cannot be written.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ProblemError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _op_to_json(op: Op) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": op.name,
+        "reads": list(op.reads),
+        "writes": list(op.writes),
+        "cost": op.cost,
+        "workspace": op.workspace,
+    }
+    return data | ({"phase": op.phase} if op.phase else {})
+
+
+def _op_from_json(data: object, where: str) -> Op:
+    name = _field(data, "name", str, where)
+    where = f"op {name!r}"
+    row = _typed(data, dict, where)
+    cost = _field(row, "cost", (int, float), where)
+    phase = row.get("phase")
+    if phase not in (None, "forward", "backward"):
+        raise ProblemError(f"{where}: phase is {phase!r}, not forward or backward")
+    try:
+        cost = float(cost)
+    except OverflowError:
+        raise ProblemError(f"{where}: cost is too large") from None
+    return Op(
+        name=name,
+        # An op may state a read twice (x·x); residency needs it once.
+        reads=tuple(dict.fromkeys(_names(_field(row, "reads", list, where), where))),
+        writes=_names(_field(row, "writes", list, where), where),
+        cost=cost,
+        workspace=_typed(row.get("workspace", 0), int, f"{where}: workspace"),
+        phase=cast("Phase | None", phase),
+    )
+
+
+def _names(values: Iterable[object], where: str) -> tuple[str, ...]:
+    return tuple(_typed(v, str, where) for v in values)
+
+
+def _field(data: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    row = _typed(data, dict, where)
+    if key not in row:
+        raise ProblemError(f"{where}: {key!r} is missing")
+    return _typed(row[key], kind, f"{where}: {key}")
+
+
+def _typed(value: object, kind: type | tuple[type, ...], where: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ProblemError(f"{where} is {str(value)[:40]!r}, not of type {wanted}")
+    return value

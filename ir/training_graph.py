@@ -1,0 +1,178 @@
+"""The planning problem: a training step as ops over storages, with sizes and costs. Pure data, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from rematplan.ir.errors import ProblemError
+
+Phase = Literal["forward", "backward"]
+
+MAX_BYTES = 2**63 - 1  # sizes are summed in 64-bit integers
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A storage. Views of it are the same tensor.
+
+    ``bytes``: its size, an exact integer.
+    """
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One recipe: reads tensors, writes tensors.
+
+    ``cost``: microseconds when profiled or modelled, any unit otherwise. ``workspace``: bytes held only while it runs.
+    ``phase``: which half of the step it belongs to, or None in a plain DAG.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    cost: float
+    workspace: int = 0
+    phase: Phase | None = None
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """A planning problem (``rematplan.problem/1``).
+
+    ``ops`` stand in a valid order, the base order. ``inputs`` are resident from start to end (parameters, buffers,
+    batch). ``outputs`` must be resident at the end (loss, gradients, new buffers). ``inverses`` are further recipes
+    that bring a tensor back from later ones. ``ordered`` names the ops whose *first* runs must keep this order (they
+    draw random numbers, so another order would be another computation).
+
+    Raises:
+        ProblemError: if the parts do not fit together.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    inverses: tuple[Op, ...] = ()
+    ordered: tuple[str, ...] = ()
+    fixed_split: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of ``inputs`` by kind (``parameters``, ``buffers``, ``batch``, ...), for reports. May be empty."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @cached_property
+    def size(self) -> dict[str, int]:
+        """Bytes by tensor name."""
+        return {t.name: t.bytes for t in self.tensors}
+
+    @cached_property
+    def op(self) -> dict[str, Op]:
+        """Ops and inverses by name."""
+        return {o.name: o for o in (*self.ops, *self.inverses)}
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Position in ``ops`` of the op that writes a tensor; inputs have none."""
+        return {t: i for i, o in enumerate(self.ops) for t in o.writes}
+
+    @cached_property
+    def base_cost(self) -> float:
+        """Cost of running every op once."""
+        return math.fsum(o.cost for o in self.ops)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes resident for the whole step."""
+        return sum(self.size[t] for t in self.inputs)
+
+    @cached_property
+    def has_phases(self) -> bool:
+        """Whether some op belongs to a backward half."""
+        return any(o.phase == "backward" for o in self.ops)
+
+
+def check(graph: TrainingGraph) -> None:
+    """Refuse a graph whose parts do not fit together, naming the first fault.
+
+    Raises:
+        ProblemError: duplicate names, unknown tensors, double writes, missing producers, an order that is not
+            topological (so also every cycle), sizes or costs that are negative, not finite or too large.
+    """
+    sizes = _unique((t.name for t in graph.tensors), "tensor")
+    for t in graph.tensors:
+        _check_bytes(t.bytes, f"tensor {t.name!r}: bytes")
+    if sum(t.bytes for t in graph.tensors) > MAX_BYTES:
+        raise ProblemError(f"the tensors' sizes sum to more than 2^63 − 1 bytes in problem {graph.name!r}")
+    _unique((o.name for o in (*graph.ops, *graph.inverses)), "op")
+    for kind, names in (("input", graph.inputs), ("output", graph.outputs)):
+        _unique(names, kind)
+        for t in names:
+            if t not in sizes:
+                raise ProblemError(f"{kind} {t!r} is not among the tensors")
+    for op in (*graph.ops, *graph.inverses):
+        _check_op(op, sizes)
+    written = _check_order(graph)
+    for t in graph.outputs:
+        if t not in written:
+            raise ProblemError(f"output {t!r} is neither an input nor written by an op")
+    for inverse in graph.inverses:
+        for t in (*inverse.reads, *inverse.writes):
+            if t not in written:
+                raise ProblemError(f"inverse {inverse.name!r}: no op writes {t!r}")
+    known = {o.name for o in graph.ops}
+    for name in graph.ordered:
+        if name not in known:
+            raise ProblemError(f"ordered op {name!r} is not among the ops")
+
+
+def _check_order(graph: TrainingGraph) -> set[str]:
+    inputs = set(graph.inputs)
+    written = set(inputs)
+    later = {t: o.name for o in graph.ops for t in o.writes}
+    writer: dict[str, str] = {}
+    for op in graph.ops:
+        for t in op.reads:
+            if t not in written:
+                why = f"only {later[t]!r} writes, which stands later (a cycle?)" if t in later else "nothing writes"
+                raise ProblemError(f"op {op.name!r} reads {t!r}, which {why}")
+        for t in op.writes:
+            if t in inputs:
+                raise ProblemError(f"op {op.name!r} writes {t!r}, which is an input")
+            if t in writer:
+                raise ProblemError(f"tensor {t!r} is written twice, by {writer[t]!r} and by {op.name!r}")
+            writer[t] = op.name
+        written.update(op.writes)
+    return written
+
+
+def _check_op(op: Op, known: set[str]) -> None:
+    for t in (*op.reads, *op.writes):
+        if t not in known:
+            raise ProblemError(f"op {op.name!r} names {t!r}, which is not among the tensors")
+    if len(set(op.writes)) != len(op.writes):
+        raise ProblemError(f"op {op.name!r} writes a tensor twice")
+    if not (math.isfinite(op.cost) and op.cost >= 0):
+        raise ProblemError(f"op {op.name!r}: cost is {op.cost}; it must be finite and not negative")
+    _check_bytes(op.workspace, f"op {op.name!r}: workspace")
+
+
+def _check_bytes(n: int, what: str) -> None:
+    if not 0 <= n <= MAX_BYTES:
+        raise ProblemError(f"{what} is {n}; it must lie between 0 and 2^63 − 1")
+
+
+def _unique(names: Iterable[str], kind: str) -> set[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ProblemError(f"two {kind}s share the name {name!r}")
+        seen.add(name)
+    return seen

@@ -1,0 +1,24 @@
+"""Store all: run every op once, in the base order. The time floor and the memory a step needs without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.strategy import FamilyStrategy, Progress, silent
+
+
+@dataclass(frozen=True)
+class StoreAll(FamilyStrategy):
+    """No recomputation; tensors are freed at their last use. O(reads + writes)."""
+
+    name: ClassVar[str] = "store_all"
+    summary: ClassVar[str] = "run every op once and keep what the backward reads"
+
+    def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
+        """The one plan."""
+        del progress
+        yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)

@@ -1,0 +1,81 @@
+"""What every strategy is: a name and a function from a problem and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.plan import Plan
+
+Progress: TypeAlias = Callable[[float, str], None]
+"""Called during long work with the fraction done (0..1) and a short text. Raising from it interrupts the work."""
+
+
+def silent(_fraction: float, _text: str) -> None:
+    """Progress that goes nowhere."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy. Its fields are its options, on the command line too (``--objective time``); its name is the
+    literature's."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+        """The plan of least overhead that this strategy finds within ``budget`` bytes of simulated peak.
+
+        Raises:
+            InfeasibleBudget: it knows no schedule that fits; carries the smallest peak that it can reach.
+        """
+        raise NotImplementedError
+
+    def curve(
+        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+    ) -> tuple[Plan, ...]:
+        """Plans along the memory/overhead trade-off, by falling peak and rising overhead, none dominated.
+
+        ``budgets`` are suggestions: a strategy that plans for one budget at a time uses them, one whose plans form a
+        family of its own returns the whole family's Pareto front.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FamilyStrategy(Strategy):
+    """A strategy whose candidate plans do not depend on the budget.
+
+    The best candidate under the budget is the plan, so that peak and overhead are monotone in the budget by
+    construction, and the smallest reachable peak is the family's least.
+    """
+
+    def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
+        """All candidate plans, unbudgeted, each priced by the simulator."""
+        raise NotImplementedError
+
+    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+        """See `Strategy.plan`."""
+        front = self.curve(graph, (), progress)
+        fitting = [p for p in front if p.estimate.peak <= budget]
+        if not fitting:
+            raise InfeasibleBudget(self.name, budget, min(p.estimate.peak for p in front))
+        return replace(fitting[0], budget=budget)
+
+    def curve(
+        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+    ) -> tuple[Plan, ...]:
+        """See `Strategy.curve`. The budgets are not used."""
+        del budgets
+        return pareto(self.family(graph, progress))
+
+
+def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """The plans that no other dominates, by rising overhead and falling peak; the first of equals is kept."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.estimate.cost, p.estimate.peak)):
+        if not front or plan.estimate.peak < front[-1].estimate.peak:
+            front.append(plan)
+    return tuple(front)

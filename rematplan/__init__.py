@@ -1,0 +1,1 @@
+"""rematplan: a training step within a memory budget, at the least extra time."""
