@@ -1,0 +1,327 @@
+"""From an ONNX file to :class:`rematplan.ir.graph.Graph`: the steps, in order.
+
+Read, bind symbolic dimensions, sort, drop aliases, fold constants, assign roles, drop what nothing reads, say what was
+noticed. Reading is in ``onnx_reader``, folding in ``folding``, roles in ``onnx_roles``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from rematplan.ir import onnx_roles as roles
+from rematplan.ir.errors import ModelError, UsageError
+from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
+from rematplan.ir.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx
+
+COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
+
+
+def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None) -> Graph:
+    """Load the forward graph that an ONNX file states.
+
+    Args:
+        path: the file; external data are looked for beside it and read when a weight is loaded.
+        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any input dimension that is not fixed.
+
+    Raises:
+        ModelError: the file is no valid ONNX model, or an input dimension stays unbound.
+        UsageError: ``dims`` names no dimension of the model, or a size is not positive.
+    """
+    path = Path(path)
+    draft = read_onnx(path)
+    try:
+        return _graph(draft, dict(dims or {}))
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:
+    inputs, bound = _bind(draft.inputs, dims)
+    nodes, outputs = _without_aliases(_sorted(draft), draft)
+    nodes = _live(nodes, outputs)
+    work = _Work(draft.initialisers, roles.uses(nodes))
+    nodes = _live(work.fold(nodes), outputs)
+    weights = _weights(work, nodes, outputs)
+    return Graph(
+        name=draft.name,
+        inputs=inputs,
+        outputs=tuple(
+            Value(o, d.dtype, _known_shape(d, bound)) for o, d in zip(outputs, draft.outputs, strict=True)
+        ),
+        weights=weights,
+        nodes=_silenced(nodes, outputs),
+        notes=_notes(draft, weights, nodes),
+    )
+
+
+# ------------------------------------------------------------------ symbolic dimensions
+
+
+def _bind(inputs: Sequence[Declared], dims: Mapping[str, int]) -> tuple[tuple[Value, ...], dict[str, int]]:
+    """The inputs with every dimension a number, and the numbers by symbol."""
+    for name, size in dims.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
+    known = {
+        _dim_name(d, at): None for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)
+    }
+    places = {f"{d.name}.{at}" for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)}
+    for name in dims:
+        if name not in known and name not in places:
+            listed = ", ".join(known) or "none, every input dimension is fixed"
+            raise UsageError(f"--dim {name}: no input has a dimension of that name (known: {listed})")
+    values = tuple(Value(d.name, d.dtype, _bound_shape(d, dims)) for d in inputs)
+    bound = {
+        dim: size
+        for d, v in zip(inputs, values, strict=True)
+        for dim, size in zip(d.shape or (), v.shape or (), strict=True)
+        if isinstance(dim, str)
+    }
+    return values, bound
+
+
+def _fixed(dim: int | str | None) -> bool:
+    return isinstance(dim, int) and dim >= 0
+
+
+def _dim_name(declared: Declared, at: int) -> str:
+    dim = (declared.shape or ())[at]
+    return dim if isinstance(dim, str) and dim else f"{declared.name}.{at}"
+
+
+def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]:
+    if declared.shape is None:
+        raise ModelError(f"input {declared.name!r} states no shape, so its dimensions cannot be bound")
+    shape = []
+    for at, dim in enumerate(declared.shape):
+        name = _dim_name(declared, at)
+        size = dim if isinstance(dim, int) and dim >= 0 else dims.get(f"{declared.name}.{at}", dims.get(name))
+        if size is None:
+            raise ModelError(
+                f"input {declared.name!r}: dimension {at} ({name}) is not bound; bind it with --dim {name}=8"
+            )
+        shape.append(size)
+    return tuple(shape)
+
+
+def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
+    """An output's shape, if every dimension is fixed or a symbol of an input."""
+    if declared.shape is None:
+        return None
+    sizes = [bound.get(d) if isinstance(d, str) else d for d in declared.shape]
+    known = tuple(s for s in sizes if s is not None and s >= 0)
+    return known if len(known) == len(sizes) else None
+
+
+# ------------------------------------------------------------------ order, aliases, liveness
+
+
+def _sorted(draft: Draft) -> tuple[Node, ...]:
+    """The nodes in topological order: the file's own order as far as it is one (Kahn, smallest index first)."""
+    writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
+    waits = [len({writer[n] for n in node.inputs if n in writer}) for node in draft.nodes]
+    readers: dict[int, set[int]] = defaultdict(set)
+    for i, node in enumerate(draft.nodes):
+        for name in node.inputs:
+            if name in writer:
+                readers[writer[name]].add(i)
+    ready = [i for i, count in enumerate(waits) if count == 0]
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in readers[i]:
+            waits[j] -= 1
+            if waits[j] == 0:
+                heapq.heappush(ready, j)
+    if len(order) < len(draft.nodes):
+        stuck = next(n for n, count in zip(draft.nodes, waits, strict=True) if count)
+        raise ModelError(f"the graph has a cycle, in or before node {stuck.name!r} ({stuck.op})")
+    return tuple(draft.nodes[i] for i in order)
+
+
+def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+    """Drop Identity nodes, so that tied weights read through them are one weight. Outputs keep their names."""
+    outputs = tuple(d.name for d in draft.outputs)
+    alias: dict[str, str] = {}
+    kept = []
+    for node in nodes:
+        inputs = tuple(alias.get(n, n) for n in node.inputs)
+        if node.op == "Identity" and not node.domain and node.inputs and node.outputs:
+            alias[node.outputs[0]] = inputs[0]
+            if node.outputs[0] not in outputs:
+                continue
+        kept.append(replace(node, inputs=inputs))
+    return tuple(kept), outputs
+
+
+def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
+    """The nodes that some output needs."""
+    needed = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if any(o in needed for o in node.outputs):
+            kept.append(node)
+            needed.update(filter(None, node.inputs))
+    return tuple(reversed(kept))
+
+
+def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
+    """Name an output that nothing reads ``""``, so that nobody computes it. The places before a read one stay."""
+    read = {name for node in nodes for name in node.inputs} | set(outputs)
+    return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
+
+
+# ------------------------------------------------------------------ constants and weights
+
+
+@dataclass
+class _Work:
+    """Constants as they become known, and the tensors that the file generates instead of stating them."""
+
+    initialisers: Mapping[str, Array]
+    used: roles.Uses
+    constants: dict[str, Array] = field(default_factory=dict)
+    generated: dict[str, Array] = field(default_factory=dict)
+
+    def fold(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Compute what can be computed now; the nodes that are left. Float initialisers are never folded away."""
+        known = {
+            name: array.load()
+            for name, array in self.initialisers.items()
+            if _foldable(array) and name in self.used.readers
+        }
+        left = []
+        for node in nodes:
+            if self._take_generated(node, known):
+                continue
+            results = _constant(node) or fold(node, known)
+            if results is None:
+                left.append(node)
+                continue
+            for name, array in zip(node.outputs, results, strict=False):
+                self.constants[name] = _in_memory(name, array)
+                if math.prod(array.shape) <= MAX_ELEMENTS:
+                    known[name] = array
+        return tuple(left)
+
+    def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
+        """Whether the node fills a tensor that stands for a weight; if so it becomes one."""
+        if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
+            return False
+        fill = np.asarray(node.attributes.get("value", np.zeros(1, np.float32))).ravel()
+        shape = tuple(int(d) for d in known[node.inputs[0]].ravel())
+        dtype, name = fill.dtype.name, node.outputs[0]
+        if fill.size != 1 or any(d < 0 for d in shape):
+            raise ModelError(
+                f"node {node.name!r} (ConstantOfShape): a shape of {shape} filled with {fill.size} values"
+            )
+        if (
+            not shape
+            or dtype not in roles.FLOATS
+            or not roles.is_generated_weight(name, float(fill[0]), self.used)
+        ):
+            return False
+        self.generated[name] = Array(name, dtype, shape, partial(np.full, shape, fill[0]))
+        return True
+
+    def source(self, name: str) -> Array | None:
+        """The stated, folded or generated tensor of that name."""
+        return self.initialisers.get(name) or self.constants.get(name) or self.generated.get(name)
+
+
+def _foldable(array: Array) -> bool:
+    return (
+        array.dtype not in roles.FLOATS
+        and COUNTERS not in array.name
+        and math.prod(array.shape) <= MAX_ELEMENTS
+    )
+
+
+def _constant(node: Node) -> tuple[np.ndarray] | None:
+    if node.op != "Constant" or node.domain:
+        return None
+    value = constant_value(node)
+    if value is None:
+        raise ModelError(
+            f"node {node.name!r}: this form of Constant is not supported ({', '.join(node.attributes)})"
+        )
+    return (value,)
+
+
+def _in_memory(name: str, array: np.ndarray) -> Array:
+    return Array(name, array.dtype.name, array.shape, lambda: array)
+
+
+def _weights(work: _Work, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
+    """Every tensor that is still read, with its role: the file's initialisers first, then the others."""
+    used = roles.uses(nodes)
+    trained = roles.differentiable_values(nodes, outputs)
+    read = used.readers.keys() | set(outputs)
+    found = []
+    for name in (*work.initialisers, *work.generated, *work.constants):
+        array = work.source(name)
+        if array is None or name not in read:
+            continue
+        role: Role = "constant"
+        if roles.is_statistic(name, used) or COUNTERS in name:
+            role = "buffer"
+        elif name not in work.constants and array.dtype in roles.FLOATS and name in trained:
+            role = "parameter"
+        found.append(
+            Weight(name, array.dtype, array.shape, role, array.load, generated=name in work.generated)
+        )
+    if any(w.role == "parameter" for w in found):
+        return tuple(found)
+    return tuple(_promoted(w, used) for w in found)
+
+
+def _promoted(weight: Weight, used: roles.Uses) -> Weight:
+    """In a file without float initialisers, Constant nodes hold the weights; those of layers are trained."""
+    layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
+    return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
+
+
+# ------------------------------------------------------------------ what a person should know
+
+
+def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tuple[str, ...]:
+    kinds = Counter(n.op for n in nodes)
+    biased = sum(1 for n in nodes if n.op == "Conv" and len(n.inputs) > 2 and n.inputs[2])
+    frozen = sum(1 for n in nodes if n.op == "BatchNormalization" and not trains_statistics(n))
+    generated = sum(1 for w in weights if w.generated)
+    unused = len(draft.initialisers) - sum(1 for w in weights if w.name in draft.initialisers)
+    promoted = [
+        w for w in weights if w.role == "parameter" and w.name not in draft.initialisers and not w.generated
+    ]
+    said = (
+        (biased > 1 and not kinds["BatchNormalization"])
+        and f"looks like a folded inference export: {biased} Conv nodes have a bias and no batch norm is left",
+        frozen
+        and f"{frozen} of {kinds['BatchNormalization']} batch norms are in inference form: statistics stay fixed",
+        generated and f"{generated} weights have no values in the file and start random",
+        promoted and f"{len(promoted)} weights are stored in Constant nodes and are trained all the same",
+        unused and f"{unused} initialisers are folded or unused and are no weights of the graph",
+    )
+    return tuple(text for text in said if text)
+
+
+def trains_statistics(node: Node) -> bool:
+    """Whether a batch norm node normalises by the batch and updates its statistics.
+
+    ONNX has said it in three ways: ``training_mode`` since opset 14, five outputs since 7, ``is_test`` = 0 before.
+    """
+    if node.version >= 14:
+        return bool(node.attributes.get("training_mode", 0))
+    if node.version >= 7:
+        return len(node.outputs) > 1
+    return not node.attributes.get("is_test", 0)

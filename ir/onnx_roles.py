@@ -1,0 +1,169 @@
+"""What each initialiser is: a trained parameter, a batch norm statistic, or a constant.
+
+A float initialiser is a parameter if a gradient reaches it: there is a path from it to an output through inputs that
+ops are differentiable in. Batch norm's mean and variance are buffers. Everything else is a constant.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rematplan.ir.graph import Node
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+# Nodes that only re-arrange one tensor: a weight seen through them is still that weight.
+VIEW_OPS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+# The inputs an op is differentiable in, where that is not all of them.
+DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
+    **dict.fromkeys(
+        (
+            "CenterCropPad",
+            "Clip",
+            "CumSum",
+            "Dropout",
+            "Expand",
+            "Gather",
+            "GatherElements",
+            "GatherND",
+            "Pad",
+        )
+        + ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin")
+        + (
+            "ReduceProd",
+            "ReduceSum",
+            "ReduceSumSquare",
+            "Reshape",
+            "Resize",
+            "Slice",
+            "Split",
+            "Squeeze",
+            "Tile",
+        )
+        + ("TopK", "Trilu", "Unsqueeze", "Upsample", "Pow", "MaxUnpool", "Compress"),
+        frozenset({0}),
+    ),
+    "BatchNormalization": frozenset({0, 1, 2}),
+    "ScatterElements": frozenset({0, 2}),
+    "ScatterND": frozenset({0, 2}),
+    "Where": frozenset({1, 2}),
+    **dict.fromkeys(
+        (
+            "And",
+            "ArgMax",
+            "ArgMin",
+            "ConstantOfShape",
+            "Equal",
+            "EyeLike",
+            "Greater",
+            "GreaterOrEqual",
+            "IsInf",
+        )
+        + (
+            "IsNaN",
+            "Less",
+            "LessOrEqual",
+            "NonZero",
+            "NonMaxSuppression",
+            "Not",
+            "OneHot",
+            "Or",
+            "Range",
+            "Shape",
+        )
+        + (
+            "Size",
+            "Xor",
+            "Bernoulli",
+            "RandomNormalLike",
+            "RandomUniformLike",
+            "Multinomial",
+            "QuantizeLinear",
+        ),
+        frozenset(),
+    ),
+}
+
+# The inputs where layers keep their weights: a generated tensor that arrives here was a weight once.
+WEIGHT_INPUTS: dict[str, frozenset[int]] = {
+    "BatchNormalization": frozenset({1, 2}),
+    "Conv": frozenset({1, 2}),
+    "ConvTranspose": frozenset({1, 2}),
+    "GRU": frozenset({1, 2, 3}),
+    "Gather": frozenset({0}),
+    "Gemm": frozenset({1, 2}),
+    "GroupNormalization": frozenset({1, 2}),
+    "InstanceNormalization": frozenset({1, 2}),
+    "LSTM": frozenset({1, 2, 3}),
+    "LayerNormalization": frozenset({1, 2}),
+    "MatMul": frozenset({0, 1}),
+    "PRelu": frozenset({1}),
+    "RMSNormalization": frozenset({1}),
+    "RNN": frozenset({1, 2, 3}),
+}
+AFFINE_OPS = frozenset({"Add", "Div", "Mul", "Sub"})  # per-channel scale and shift written as arithmetic
+STATISTICS = frozenset({3, 4})  # batch norm's mean and variance
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Who reads each value: pairs (node, input position)."""
+
+    readers: Mapping[str, tuple[tuple[Node, int], ...]]
+
+    def through_views(self, name: str) -> Iterable[tuple[Node, int]]:
+        """The readers of a value, looking through nodes that only re-arrange it."""
+        waiting = [name]
+        while waiting:
+            for node, at in self.readers.get(waiting.pop(), ()):
+                if node.op in VIEW_OPS and at == 0 and not node.domain:
+                    waiting.append(node.outputs[0])
+                else:
+                    yield node, at
+
+
+def uses(nodes: Iterable[Node]) -> Uses:
+    """The readers of every value."""
+    readers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
+    for node in nodes:
+        for at, name in enumerate(node.inputs):
+            if name:
+                readers[name].append((node, at))
+    return Uses({name: tuple(found) for name, found in readers.items()})
+
+
+def is_statistic(name: str, used: Uses) -> bool:
+    """Whether a batch norm reads the value as its mean or variance."""
+    return any(node.op == "BatchNormalization" and at in STATISTICS for node, at in used.through_views(name))
+
+
+def in_weight_input(name: str, used: Uses) -> bool:
+    """Whether a layer reads the value where it keeps its weights."""
+    return any(at in WEIGHT_INPUTS.get(node.op, ()) for node, at in used.through_views(name))
+
+
+def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
+    """Whether a tensor that the file fills with one value stands for a trained weight.
+
+    In a layer's weight input it does. As an operand of plain arithmetic it does too, unless the value is one that
+    programs compute with (0, ±1, not finite): that is a mask or an initial state.
+    """
+    if in_weight_input(name, used) or is_statistic(name, used):
+        return True
+    if fill in (0.0, 1.0, -1.0) or not abs(fill) < 1e4:
+        return False
+    return any(node.op in AFFINE_OPS for node, _ in used.through_views(name))
+
+
+def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> frozenset[str]:
+    """The values from which a differentiable path leads to an output. ``nodes`` in topological order."""
+    reached = set(outputs)
+    for node in reversed(tuple(nodes)):
+        if not any(o in reached for o in node.outputs if o):
+            continue
+        positions = DIFFERENTIABLE_INPUTS.get(node.op)
+        reached.update(n for at, n in enumerate(node.inputs) if n and (positions is None or at in positions))
+    return frozenset(reached)
