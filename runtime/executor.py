@@ -1,0 +1,232 @@
+"""A schedule becomes one flat Python function over ATen calls with explicit ``del``s, readable when printed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from rematplan.ir import ProblemError
+from rematplan.planner.schedule import Free, Run, Schedule, runs_of
+from rematplan.runtime.capture import Call, CapturedStep, Ref, refs
+
+Generator = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled schedule. ``source`` is the function that runs.
+
+    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is made.
+    """
+
+    source: str
+    function: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the step on tensors that stand in the order of `CapturedStep.inputs`."""
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            return self.function(*inputs)
+
+
+def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
+    """Compile a schedule of the step's planning problem.
+
+    Raises:
+        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
+            another order than the step does, which would draw other numbers.
+    """
+    _check_order_of_draws(step, schedule)
+    writer = _Writer(step, schedule)
+    source = writer.write()
+    scope: dict[str, Any] = dict(writer.scope)
+    exec(compile(source, f"<rematplan step of {step.name}>", "exec"), scope)
+    return Executable(source, scope["step"])
+
+
+def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
+    seeded = [c.name for c in step.calls if c.seeded]
+    wanted = set(seeded)
+    first = [name for name in dict.fromkeys(runs_of(schedule)) if name in wanted]
+    if first != seeded:
+        raise ProblemError(f"{step.name}: the schedule's first runs of random ops stand in another order than the step's")
+
+
+class _Writer:
+    """Writes the source of one schedule, line by line, following which values are alive.
+
+    A storage's views are made when first used and dropped with it, so that no view is evaluated twice. A call that
+    runs again drops what is left of its old results first: the simulator counts each storage once.
+    """
+
+    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+        self.step, self.schedule = step, schedule
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+        self.targets: dict[Any, str] = {}
+        self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
+        self.dead: list[str] = []  # values freed since the last call
+        self.variable: dict[str, str] = {}
+        self.states: set[str] = set()
+        self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
+
+    def write(self) -> str:
+        step = self.step
+        for i in step.inputs:
+            self._bring_to_life(i.value)
+        names = ", ".join(self._name(i.value) for i in step.inputs)
+        for at, one in enumerate(self.schedule):
+            if isinstance(one, Free):
+                self._free(one.tensor)
+            else:
+                self._run(one, at)
+        self._drop_dead()
+        results = [self._use(o.value) for o in step.outputs]
+        self.lines.append(f"return ({', '.join(results)},)")
+        return f"def step({names}):\n" + "".join(f"    {line}\n" for line in self.lines)
+
+    def _run(self, run: Run, at: int) -> None:
+        call = self.step.call.get(run.op)
+        if call is None:
+            raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
+        for storage in self.step.writes(call):
+            self._free(storage)
+        self._drop_dead()
+        expression = self._expression(call)
+        if call.seeded and call.name in self.rerun:
+            self._replayed(call, expression)
+        else:
+            self.lines.append(f"{self._results(call)} = {expression}")
+        for result in call.results:
+            if result:
+                self._bring_to_life(result)
+
+    def _replayed(self, call: Call, expression: str) -> None:
+        state = f"rng_{self._name(call.name)}"
+        assign = f"{self._results(call)} = {expression}"
+        self.scope.update(save_rng=save_rng(self.step.device), load_rng=load_rng(self.step.device))
+        if state not in self.states:
+            self.states.add(state)
+            self.lines += [f"{state} = save_rng()", assign]
+        else:
+            self.lines += ["rng_now = save_rng()", f"load_rng({state})", assign, "load_rng(rng_now)", "del rng_now"]
+
+    def _results(self, call: Call) -> str:
+        if call.single:
+            return self._name(call.results[0] or "_")
+        left = ", ".join(self._name(r) if r else "_" for r in call.results)
+        return left + ("," if len(call.results) == 1 else "")
+
+    def _free(self, storage: str) -> None:
+        self.dead += self.alive.pop(storage, ())
+
+    def _drop_dead(self) -> None:
+        if self.dead:
+            self.lines.append(f"del {', '.join(map(self._name, self.dead))}")
+            self.dead.clear()
+
+    def _bring_to_life(self, value: str) -> None:
+        self.alive.setdefault(self.step.values[value].storage, {})[value] = None
+
+    def _use(self, value: str) -> str:
+        """The variable of a value; a view that does not stand in one yet is made here (an explicit stack, since
+        chains of views may be long)."""
+        stack = [value]
+        while stack:
+            top = self.step.values[stack[-1]]
+            if top.name in self.alive.get(top.storage, ()):
+                stack.pop()
+                continue
+            call = self.step.call[top.call or ""]
+            if not call.is_view:
+                raise ProblemError(f"{self.step.name}: {top.name!r} is read, but its storage is not resident")
+            missing = [
+                r.value
+                for r in refs((call.args, call.kwargs))
+                if r.value not in self.alive.get(self.step.values[r.value].storage, ())
+            ]
+            if missing:
+                stack += missing
+                continue
+            self.lines.append(f"{self._results(call)} = {self._expression(call)}")
+            for result in call.results:
+                if result:
+                    self._bring_to_life(result)
+            stack.pop()
+        return self._name(value)
+
+    def _expression(self, call: Call) -> str:
+        arguments = [self._literal(a) for a in call.args]
+        arguments += [f"{k}={self._literal(a)}" for k, a in call.kwargs.items()]
+        return f"{self._target(call.target)}({', '.join(arguments)})"
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return self._use(value.value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            body = ", ".join(self._literal(v) for v in value)
+            return f"[{body}]" if isinstance(value, list) else f"({body}{',' if len(value) == 1 else ''})"
+        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+            return str(value)
+        name = f"constant_{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def _target(self, target: Any) -> str:
+        if target not in self.targets:
+            name = "_".join(re.sub(r"\W", "_", part) for part in str(target).split(".") if part != "default")
+            name = f"{name}_{len(self.targets)}" if name in self.scope else name
+            self.targets[target] = name
+            self.scope[name] = target
+        return self.targets[target]
+
+    def _name(self, value: str) -> str:
+        if value not in self.variable:
+            name = "v_" + re.sub(r"\W", "_", value)
+            # Values' names are identifiers by construction; a collision after cleaning would be a silent wrong result.
+            if name in self.variable.values():
+                name += f"_{len(self.variable)}"
+            self.variable[value] = name
+        return self.variable[value]
+
+
+def save_rng(device: torch.device) -> Generator:
+    """A function that gives the state of the device's default generator."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.get_rng_state(device)
+    return torch.get_rng_state
+
+
+def load_rng(device: torch.device) -> Callable[[Any], None]:
+    """A function that sets the state of the device's default generator."""
+    if device.type == "cuda":
+        return lambda state: torch.cuda.set_rng_state(state, device)
+    return torch.set_rng_state
+
+
+def bind_inputs(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The step's inputs in order: parameters and buffers by name, the batch by position, constants, a tangent of 1."""
+    take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
+        {
+            "parameter": lambda i: named[i.target].detach(),
+            "buffer": lambda i: named[i.target],
+            "batch": lambda i: batch[int(i.target)],
+            "constant": lambda i: step.constants[i.value],
+            "tangent": lambda i: torch.ones_like(_real_like(step.values[i.value].fake)),
+        }
+    )
+    return tuple(take[i.kind](i) for i in step.inputs)
+
+
+def _real_like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
