@@ -58,7 +58,9 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
         else:
             t = step.tensor
             if t not in resident or t in inputs:
-                raise ProblemError(f"step {at}: frees {t!r}, which is {'an input' if t in inputs else 'not resident'}")
+                raise ProblemError(
+                    f"step {at}: frees {t!r}, which is {'an input' if t in inputs else 'not resident'}"
+                )
             resident.remove(t)
             held -= size[t]
     for t in graph.outputs:

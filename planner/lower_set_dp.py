@@ -1,0 +1,243 @@
+"""The dynamic program over a family of lower sets that `exact_dp` and `approx_dp` share.
+
+Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
+memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a chain that
+ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and B the budget::
+
+    feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
+    time       t′ = t + T(V′ ∖ ∂(L′))
+    cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
+
+Time-centric plans take the least feasible t at V; memory-centric plans the largest, whose coarser blocks leave more to
+free early. The table is dense in t, in ticks. Costs that are integers with a sum of at most ``ticks`` are exact;
+otherwise each block's time is rounded up to ticks of total/``ticks``, so that a chain of k blocks is overcharged by less
+than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.planner.forward_graph import ForwardGraph, bits
+from rematplan.planner.kernel import kernel
+from rematplan.planner.lattice import blocks_of, boundary
+
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+NEVER = np.int64(2**62)  # no chain reaches this entry
+
+
+def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
+    """The paper's peak (bytes) and recomputation time of a chain; ``charge_last``: the last block's time counts."""
+    peak, time, cached = 0, 0.0, 0
+    for block, mask in zip(blocks_of(chain), chain, strict=True):
+        peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
+        edge = boundary(view, mask)
+        if charge_last or mask != view.everything:
+            time += sum(view.cost[v] for v in bits(block & ~edge))
+        cached |= edge
+    return peak, time
+
+
+class Family(NamedTuple):
+    """A family of lower sets as arrays, by size, from ∅ to V.
+
+    ``words``: the masks, 64 nodes a word. ``bytes``: M(L). ``time``: T(L). ``transient``: M(δ⁺(L) ∖ L) +
+    M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost units.
+    """
+
+    words: Words
+    bytes: Ints
+    time: Ints
+    transient: Ints
+    edge_start: Ints
+    edge: Ints
+    node_bytes: Ints
+    node_time: Ints
+
+
+@dataclass(frozen=True)
+class LowerSetDP:
+    """A family of lower sets, prepared.
+
+    ``masks``: the family by size, from ∅ to V. ``unit``: the fine cost units of one tick; ``width``: ticks in a row.
+    ``charge_last``: as the paper has it; a schedule need not recompute the last block.
+    """
+
+    masks: tuple[int, ...]
+    family: Family
+    unit: int
+    width: int
+    charge_last: bool
+
+    def least_budget(self) -> int:
+        """The least formula budget that some chain of the family meets, bytes; by bisection."""
+        low, high = 0, self.most_budget()
+        while low < high:
+            middle = (low + high) // 2
+            fits = _fill(self.family, 0, middle, 1, self.charge_last)[-1, 0] < NEVER
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return low
+
+    def most_budget(self) -> int:
+        """A formula budget that every chain of the family meets."""
+        return 2 * int(self.family.bytes[-1]) + int(self.family.transient.max())
+
+    def solve(self, budget: int) -> Table:
+        """The whole table for a formula budget."""
+        return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
+
+
+@dataclass(frozen=True)
+class Table:
+    """opt[L, t] for one budget."""
+
+    dp: LowerSetDP
+    budget: int
+    opt: Ints
+
+    def times(self) -> list[int]:
+        """The ticks of recomputation at which some chain reaches V, ascending; empty if the budget is too small."""
+        return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
+
+    def chain(self, time: int) -> tuple[int, ...]:
+        """The chain of least cached memory that reaches V in ``time`` ticks, L₁ ⊂ … ⊂ L_k = V."""
+        dp = self.dp
+        found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
+        return tuple(dp.masks[i] for i in found[::-1])
+
+
+def prepare(view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool) -> LowerSetDP:
+    """The arrays of a family of lower sets (by size, from ∅ to V)."""
+    edges = [list(bits(boundary(view, mask))) for mask in masks]
+    fine = _fine_costs(view)
+    total = sum(fine)
+    unit = max(1, -(-total // ticks))
+    count = -(-total // unit)
+    node_bytes = np.array([*view.bytes, 0], dtype=np.int64)
+    node_time = np.array([*fine, 0], dtype=np.int64)
+    member = _membership(masks, len(view))
+    family = Family(
+        words=_words(masks, len(view)),
+        bytes=member @ node_bytes[:-1],
+        time=member @ node_time[:-1],
+        transient=np.array([_transient(view, mask) for mask in masks], dtype=np.int64),
+        edge_start=np.cumsum([0] + [len(e) for e in edges], dtype=np.int64),
+        edge=np.array([v for e in edges for v in e] + [0], dtype=np.int64),
+        node_bytes=node_bytes,
+        node_time=node_time,
+    )
+    # Rounding each block up may pass the total; what lies far beyond it is of no use.
+    width = count + 1 if unit == 1 else count + count // 4 + 2
+    return LowerSetDP(tuple(masks), family, unit, width, charge_last)
+
+
+def _sum(values: Sequence[int], mask: int) -> int:
+    return sum(values[v] for v in bits(mask))
+
+
+def _transient(view: ForwardGraph, mask: int) -> int:
+    """M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the gradients that leave L wait for."""
+    after = 0
+    for v in bits(mask):
+        after |= view.succs[v]
+    before = 0
+    for v in bits(after):
+        before |= view.preds[v]
+    return _sum(view.bytes, after & ~mask) + _sum(view.bytes, before & ~mask)
+
+
+def _fine_costs(view: ForwardGraph) -> list[int]:
+    """The costs as integers: themselves if they are integers, else in units of total · 2⁻⁴⁰."""
+    total = sum(view.cost)
+    if all(c == int(c) for c in view.cost) and total < 2**53:
+        return [int(c) for c in view.cost]
+    return [round(c / total * 2**40) for c in view.cost]
+
+
+def _words(masks: Sequence[int], nodes: int) -> Words:
+    width = max(1, -(-nodes // 64))
+    data = b"".join(mask.to_bytes(8 * width, "little") for mask in masks)
+    return np.frombuffer(data, dtype="<u8").reshape(len(masks), width).astype(np.uint64)
+
+
+def _membership(masks: Sequence[int], nodes: int) -> Ints:
+    member = np.zeros((len(masks), nodes), dtype=np.int64)
+    for i, mask in enumerate(masks):
+        member[i, list(bits(mask))] = 1
+    return member
+
+
+@kernel
+def _subset(words: Words, i: int, j: int) -> bool:
+    for w in range(words.shape[1]):
+        if words[i, w] & ~words[j, w]:
+            return False
+    return True
+
+
+@kernel
+def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int, int]:
+    """From L_i to L_j: bytes needed beside the cache, bytes added to it, ticks of recomputation."""
+    more, work = np.int64(0), family.time[j] - family.time[i]
+    for e in range(family.edge_start[j], family.edge_start[j + 1]):
+        v = family.edge[e]
+        if not (family.words[i, v >> 6] >> np.uint64(v & 63)) & np.uint64(1):
+            more += family.node_bytes[v]
+            work -= family.node_time[v]
+    if unit == 0 or (last_free and j == len(family.bytes) - 1):
+        work = np.int64(0)
+    need = 2 * (family.bytes[j] - family.bytes[i]) + family.transient[j]
+    return need, more, -(-work // max(unit, 1))
+
+
+@kernel
+def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
+    """opt, by a sweep over pairs L_i ⊂ L_j in the order of j, then i. ``unit`` 0: time is not counted."""
+    count = len(family.bytes)
+    opt = np.full((count, width), NEVER)
+    opt[0, 0] = 0
+    first = np.full(count, width)  # a row's entries lie at first <= t < end
+    end = np.zeros(count, np.int64)
+    first[0], end[0] = 0, 1
+    for j in range(1, count):
+        for i in range(j):
+            if first[i] >= end[i] or not _subset(family.words, i, j):
+                continue
+            need, more, ticks = _step(family, unit, i, j, not charge_last)
+            most = budget - need
+            if most >= 0:
+                before, after = opt[i], opt[j]
+                for t in range(first[i], min(end[i], width - ticks)):
+                    if before[t] <= most:
+                        after[t + ticks] = min(after[t + ticks], before[t] + more)
+        for t in range(width):
+            if opt[j, t] < NEVER:
+                first[j] = min(first[j], t)
+                end[j] = t + 1
+    return opt
+
+
+@kernel
+def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
+    """The chain behind opt[V, t], from V down, ∅ left out: any predecessor that explains an entry is one."""
+    j = len(family.bytes) - 1
+    found = [j]
+    while True:
+        for i in range(j):
+            if not _subset(family.words, i, j):
+                continue
+            need, more, ticks = _step(family, unit, i, j, not charge_last)
+            at = t - ticks
+            if at >= 0 and opt[i, at] <= budget - need and opt[i, at] + more == opt[j, t]:
+                j, t = i, at
+                break
+        if j == 0:
+            return np.array(found)
+        found.append(j)

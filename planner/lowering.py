@@ -1,0 +1,167 @@
+"""The one lowering: from a partition of the forward half to a run sequence, and so to a schedule.
+
+Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward: the ops are
+ordered by (−stage, base position), where an op's stage is the earliest block it must wait for: the least block of the
+tensors it reads that were dropped, or of the backward ops it depends on. That is a topological order, and it does each
+block's backward together. When a stage begins, exactly those ops run again that bring back what the stage's ops
+read; what they need in turn is found by demand, so the result is valid for any blocks and any kept tensors.
+
+Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was dropped in
+name but is read before its next run simply stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.forward_graph import ForwardGraph, bits
+from rematplan.planner.indexed import Indexed, indexed
+from rematplan.planner.lattice import blocks_of, boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What the block strategies choose.
+
+    ``blocks``: V_1..V_k, each the names of its forward ops; together all forward ops, no op before its producers'
+    block. ``kept``: the tensors that stay resident at the turn from forward to backward.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    kept: tuple[str, ...]
+
+
+def partition_of(
+    graph: TrainingGraph, view: ForwardGraph, chain: Sequence[int], lean: bool = False
+) -> Partition:
+    """The canonical partition of a chain of lower sets: blocks V_i, kept U_k = ∪ ∂(L_j).
+
+    Kept are the boundary's tensors that a later block reads and, as in the formula that charges no recomputation of a
+    boundary node, its others that anything outside it reads (batch norm's saved statistics, max-pool's indices).
+    ``lean`` keeps of these others only what is small beside the tensors that cross.
+    """
+    ix = indexed(graph)
+    blocks = blocks_of(chain)
+    block = [0] * len(ix.ops)
+    for i, mask in enumerate(blocks):
+        for v in bits(mask):
+            for o in view.members[v]:
+                block[o] = i
+    kept: list[int] = []
+    edges = 0
+    for mask in chain:
+        edges |= boundary(view, mask)
+    for v in bits(edges):
+        kept += _kept_of_node(ix, view.members[v], block, lean)
+    return Partition(
+        blocks=tuple(
+            tuple(ix.ops[o] for o in sorted(o for v in bits(mask) for o in view.members[v]))
+            for mask in blocks
+        ),
+        kept=tuple(ix.tensors[t] for t in sorted(kept)),
+    )
+
+
+SMALL = 8
+"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than what crosses."""
+
+
+def _kept_of_node(ix: Indexed, members: tuple[int, ...], block: list[int], lean: bool) -> list[int]:
+    crossing, further = [], []
+    for o in members:
+        for t in ix.writes[o]:
+            if any(ix.forward[r] and block[r] != block[o] for r in ix.readers[t]):
+                crossing.append(t)
+            elif any(r not in members for r in ix.readers[t]):
+                further.append(t)
+    most = sum(ix.bytes[t] for t in crossing) // SMALL
+    return crossing + [t for t in further if not lean or ix.bytes[t] <= most]
+
+
+def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
+    """The run sequence of a partition. Linear in the reads and writes of what runs, but for sorting."""
+    ix = indexed(graph)
+    id_of = {name: o for o, name in enumerate(ix.ops)}
+    block = [-1] * len(ix.ops)
+    for i, names in enumerate(partition.blocks):
+        for name in names:
+            block[id_of[name]] = i
+    kept = set(partition.kept)
+    last = len(partition.blocks) - 1
+    resident = [
+        p < 0 or name in kept or out or (ix.forward[p] and block[p] == last)
+        for name, p, out in zip(ix.tensors, ix.producer, ix.is_output, strict=True)
+    ]
+    forward = sorted((o for o, f in enumerate(ix.forward) if f), key=lambda o: (block[o], o))
+    runs = forward + _backward(ix, _stages(ix, block, kept), resident)
+    return [ix.ops[o] for o in runs]
+
+
+def _stages(ix: Indexed, block: list[int], kept: set[str]) -> dict[int, int]:
+    """The stage of each backward op: no later op's is larger than that of an op it depends on."""
+    free = len(ix.ops)  # waits for nothing yet
+    backward = [o for o, forward in enumerate(ix.forward) if not forward]
+    stage = dict.fromkeys(backward, free)
+    for o in backward:
+        waits = [stage[p] for p in _depends(ix, o) if not ix.forward[p]]
+        waits += [
+            block[ix.producer[t]]
+            for t in ix.reads[o]
+            if ix.producer[t] >= 0
+            and ix.forward[ix.producer[t]]
+            and not ix.is_output[t]
+            and ix.tensors[t] not in kept
+        ]
+        stage[o] = min(waits, default=free)
+    # An op that waits for no block runs when the first op that depends on it does, not at once: nothing is held early.
+    due = dict.fromkeys(backward, -1)
+    for o in reversed(backward):
+        if stage[o] == free:
+            stage[o] = max(due[o], 0)
+        for p in _depends(ix, o):
+            if not ix.forward[p]:
+                due[p] = max(due[p], stage[o])
+    return stage
+
+
+def _depends(ix: Indexed, o: int) -> Iterable[int]:
+    for t in ix.reads[o]:
+        if ix.producer[t] >= 0:
+            yield ix.producer[t]
+    if ix.after[o] >= 0:
+        yield ix.after[o]
+
+
+def _backward(ix: Indexed, stage: dict[int, int], resident: list[bool]) -> list[int]:
+    """The backward ops by stage, each stage after the forward ops that bring back what it reads."""
+    order = sorted(stage, key=lambda o: (-stage[o], o))
+    runs: list[int] = []
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and stage[order[end]] == stage[order[start]]:
+            end += 1
+        ops = order[start:end]
+        again = _demand(ix, ops, resident)
+        for o in (*again, *ops):
+            for t in ix.writes[o]:
+                resident[t] = True
+        runs += again
+        runs += ops
+        start = end
+    return runs
+
+
+def _demand(ix: Indexed, ops: Sequence[int], resident: list[bool]) -> list[int]:
+    """The forward ops that must run again for ``ops`` to run, in the base order."""
+    again: set[int] = set()
+    waiting = list(ops)
+    while waiting:
+        for t in ix.reads[waiting.pop()]:
+            p = ix.producer[t]
+            if not resident[t] and p not in again and ix.forward[p]:
+                again.add(p)
+                waiting.append(p)
+    return sorted(again)

@@ -1,0 +1,28 @@
+"""Remember what was worked out for a problem, for as long as the problem itself lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from rematplan.ir import TrainingGraph
+
+Value = TypeVar("Value")
+
+_kept: dict[int, dict[Hashable, object]] = {}
+
+
+def remember(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
+    """The value of ``work()``, done once for this graph object and key.
+
+    Keyed by identity: a problem is frozen, and hashing thousands of ops would cost more than most look-ups save. The
+    value must not hold the graph, or neither would ever be freed.
+    """
+    row = _kept.get(id(graph))
+    if row is None:
+        row = _kept[id(graph)] = {}
+        weakref.finalize(graph, _kept.pop, id(graph), None)
+    if key not in row:
+        row[key] = work()
+    return row[key]  # type: ignore[return-value]

@@ -1,0 +1,28 @@
+"""Approximate dynamic program: the best block partition over the pruned family of lower sets.
+
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence stands in `lower_set_dp`. The family holds each
+node with its ancestors, ∅ and V: at most #V + 2 lower sets whatever the graph's width, so O(#V²·ticks) for each table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rematplan.planner.forward_graph import ForwardGraph
+from rematplan.planner.lattice import pruned_lower_sets
+from rematplan.planner.strategies.dp_strategy import DPStrategy
+
+
+@dataclass(frozen=True)
+class ApproxDP(DPStrategy):
+    """Never better than `exact_dp` under the formula at the same formula budget; needs no enumeration."""
+
+    name: ClassVar[str] = "approx_dp"
+    summary: ClassVar[str] = (
+        "block partition by dynamic programming over each op's ancestors (Kusumoto et al. 2019)"
+    )
+
+    def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
+        """Each node with its ancestors."""
+        return pruned_lower_sets(view)

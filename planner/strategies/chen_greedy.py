@@ -1,0 +1,73 @@
+"""Greedy checkpointing: sweep, accumulate, cut at the next cut point once the sum exceeds b.
+
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3. With x the
+bytes kept and y the largest segment's, the paper searches b on a small grid around √(x·y). Here the grid also reaches
+from one segment to one for each cut point, so that the family covers all budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rematplan.ir import UsageError
+from rematplan.planner.forward_graph import ForwardGraph, bits
+from rematplan.planner.lattice import blocks_of, boundary, cut_points
+from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
+from rematplan.planner.strategy import Progress
+
+
+@dataclass(frozen=True)
+class ChenGreedy(BlockStrategy):
+    """A grid of thresholds b; one plan each. O(grid · n).
+
+    ``grid``: how many thresholds are tried, half of them over the whole range and half around √(x·y).
+    """
+
+    name: ClassVar[str] = "chen_greedy"
+    summary: ClassVar[str] = "cut when the accumulated bytes exceed a threshold (Chen et al. 2016, alg. 3)"
+
+    grid: int = 32
+
+    def __post_init__(self) -> None:
+        if self.grid < 1:
+            raise UsageError(f"{self.name}: grid is {self.grid}; it must be at least 1")
+
+    def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
+        """One chain for each threshold."""
+        cuts = cut_points(view)
+        largest, total = max(view.bytes, default=0), sum(view.bytes)
+        wide = _geometric(max(1, largest // 2), max(1, total), max(1, self.grid // 2))
+        chains = [_sweep(view, cuts, b) for b in wide]
+        kept, segment = min((_price(view, chain) for chain in chains), key=sum)
+        near = math.sqrt(kept * segment)
+        for b in _geometric(near / math.sqrt(2), near * math.sqrt(2), self.grid // 2):
+            progress(len(chains) / self.grid, f"threshold {b:.3g} bytes")
+            chains.append(_sweep(view, cuts, b))
+        return chains
+
+
+def _geometric(low: float, high: float, count: int) -> list[float]:
+    if count < 2 or low <= 0:
+        return [high] * count
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+
+
+def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
+    """Algorithm 3: ends a segment at each cut point where its bytes exceed the threshold."""
+    chain: list[int] = []
+    held = 0
+    for block, cut in zip(blocks_of(cuts), cuts, strict=True):
+        held += sum(view.bytes[v] for v in bits(block))
+        if held > threshold:
+            chain.append(cut)
+            held = 0
+    return (*chain, view.everything)
+
+
+def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
+    """x and y of the paper: the bytes of the cut points, and of the largest segment."""
+    kept = sum(view.bytes[v] for mask in chain for v in bits(boundary(view, mask)))
+    return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

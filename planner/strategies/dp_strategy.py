@@ -1,0 +1,87 @@
+"""What `exact_dp` and `approx_dp` share: budgets of the paper's formula in, chains out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rematplan.ir import UsageError
+from rematplan.planner.forward_graph import ForwardGraph
+from rematplan.planner.lower_set_dp import LowerSetDP, prepare
+from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
+from rematplan.planner.strategy import Progress
+
+SHARES = {"time": (0.0, 0.05, 0.2), "memory": (1.0, 0.9, 0.6)}
+"""Where along the feasible recomputation times of a table a plan is taken, by objective; its own end first."""
+
+
+@dataclass(frozen=True)
+class DPStrategy(BlockStrategy):
+    """Chains by the dynamic program over a family of lower sets (`lower_set_dp`).
+
+    The formula's budgets run over a grid from the least feasible one up, where chains differ the grid is refined; each
+    table gives a few chains from its least time up (``objective`` time) or from its largest down (memory). The formula
+    knows no liveness, so its budget is only a handle: the plans are judged by their simulated peaks.
+
+    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled.
+    """
+
+    objective: Literal["time", "memory"] = "time"
+    ticks: int = 400
+    budgets: int = 24
+
+    def __post_init__(self) -> None:
+        if self.objective not in SHARES:
+            raise UsageError(f"{self.name}: objective is {self.objective!r}; it must be time or memory")
+        for option in ("ticks", "budgets"):
+            if getattr(self, option) < 1:
+                raise UsageError(f"{self.name}: {option} is {getattr(self, option)}; it must be at least 1")
+
+    def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
+        """The family, by size, ∅ and V included."""
+        raise NotImplementedError
+
+    def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
+        """Chains from each table."""
+        masks = self.lower_sets(view)
+        # The paper charges the last block too; its largest time is the coarsest chain only then.
+        dp = prepare(view, masks, self.ticks, charge_last=self.objective == "memory")
+        for at, chains in enumerate(self._tables(dp)):
+            progress((at + 1) / self.budgets, f"{len(masks)} lower sets, table {at + 1} of {self.budgets}")
+            yield from chains
+
+    def _tables(self, dp: LowerSetDP) -> Iterator[tuple[Chain, ...]]:
+        """A coarse grid of budgets, then the middle of the widest gap between budgets whose chains differ."""
+        least, most = dp.least_budget(), dp.most_budget()
+        coarse = max(2, self.budgets // 2)
+        found: dict[int, tuple[Chain, ...]] = {}
+        for i in range(self.budgets):
+            budget = _geometric(least, most, i, coarse) if i < coarse else _widest(found)
+            if budget is None:
+                return
+            if budget not in found:
+                found[budget] = self._chains_at(dp, budget)
+                yield found[budget]
+
+    def _chains_at(self, dp: LowerSetDP, budget: int) -> tuple[Chain, ...]:
+        table = dp.solve(budget)
+        times = table.times()
+        picks = dict.fromkeys(
+            times[round(share * (len(times) - 1))] for share in SHARES[self.objective] if times
+        )
+        return tuple(table.chain(t) for t in picks)
+
+
+def _geometric(least: int, most: int, i: int, count: int) -> int:
+    return least if least == 0 else round(least * (most / least) ** (i / (count - 1)))
+
+
+def _widest(found: dict[int, tuple[Chain, ...]]) -> int | None:
+    budgets = sorted(found)
+    gaps = [
+        (high / max(low, 1), (low + high) // 2)
+        for low, high in zip(budgets, budgets[1:], strict=False)
+        if found[low] != found[high] and high - low > 1
+    ]
+    return max(gaps)[1] if gaps else None

@@ -1,0 +1,40 @@
+"""Exact dynamic program: the best block partition over all lower sets.
+
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence stands in `lower_set_dp`. The lower sets are
+visited by size, a linear extension of inclusion. (The authors' public code visits them in the order of discovery and so
+misses transitions.) O(#L²·ticks) for each table; #L can be exponential in the width of the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rematplan.ir import UsageError
+from rematplan.planner.forward_graph import ForwardGraph
+from rematplan.planner.lattice import lower_sets
+from rematplan.planner.strategies.dp_strategy import DPStrategy
+
+
+@dataclass(frozen=True)
+class ExactDP(DPStrategy):
+    """Optimal under the paper's formula at every formula budget it tries, to the resolution of ``ticks``.
+
+    ``max_lower_sets``: refuse a graph with more (`LatticeTooLarge`), so that nothing hangs.
+    """
+
+    name: ClassVar[str] = "exact_dp"
+    summary: ClassVar[str] = (
+        "block partition by dynamic programming over all lower sets (Kusumoto et al. 2019)"
+    )
+
+    max_lower_sets: int = 3000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_lower_sets < 2:
+            raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
+
+    def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
+        """All of them."""
+        return lower_sets(view, self.max_lower_sets, self.name)
