@@ -1,0 +1,113 @@
+"""ResNet-18/34/50/101/152: He, Zhang, Ren, Sun, CVPR 2016, arXiv:1512.03385.
+
+With the stride of a bottleneck on its 3×3 convolution («v1.5»), as everybody trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import cast
+
+from torch import Tensor, nn
+
+DEPTHS: Mapping[int, tuple[bool, tuple[int, ...]]] = MappingProxyType(
+    {
+        18: (False, (2, 2, 2, 2)),
+        34: (False, (3, 4, 6, 3)),
+        50: (True, (3, 4, 6, 3)),
+        101: (True, (3, 4, 23, 3)),
+        152: (True, (3, 8, 36, 3)),
+    }
+)
+"""Table 1 of the paper: depth → (bottleneck blocks?, blocks of each stage)."""
+
+EXPANSION = 4
+"""Output channels of a bottleneck ÷ its inner channels."""
+
+
+def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution without bias (batch norm follows), padded so that stride 1 keeps the image size."""
+    return nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2, bias=False)
+
+
+def plain_body(inside: int, width: int, stride: int) -> nn.Sequential:
+    """Two 3×3 convolutions."""
+    return nn.Sequential(
+        conv(inside, width, 3, stride),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        conv(width, width, 3),
+        nn.BatchNorm2d(width),
+    )
+
+
+def bottleneck_body(inside: int, width: int, stride: int) -> nn.Sequential:
+    """1×1 down to ``width``, 3×3, 1×1 up to ``EXPANSION · width``."""
+    return nn.Sequential(
+        conv(inside, width, 1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        conv(width, width, 3, stride),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        conv(width, EXPANSION * width, 1),
+        nn.BatchNorm2d(EXPANSION * width),
+    )
+
+
+class Residual(nn.Module):
+    """relu(body(x) + shortcut(x)); the shortcut is a strided 1×1 convolution where the shapes differ."""
+
+    def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.body = body
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return cast(Tensor, self.relu(self.body(x) + self.shortcut(x)))
+
+
+class ResNet(nn.Module):
+    """Images (N, 3, H, W) of any size to class scores (N, ``classes``).
+
+    ``depth``: a key of `DEPTHS`. ``width``: channels of the stem; stage i works at width·2^i.
+    """
+
+    def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        bottleneck, blocks = DEPTHS[depth]
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        self.stages, features = make_stages(bottleneck, blocks, width)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(features, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.head(self.pool(self.stages(self.stem(x))).flatten(1)))
+
+
+def make_stages(bottleneck: bool, blocks: Sequence[int], width: int) -> tuple[nn.Sequential, int]:
+    """The residual stages, and how many channels leave the last."""
+    body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
+    stages, inside = [], width
+    for stage, count in enumerate(blocks):
+        inner, rows = width * 2**stage, []
+        for block in range(count):
+            stride = 2 if stage and not block else 1
+            rows.append(Residual(body(inside, inner, stride), inside, expansion * inner, stride))
+            inside = expansion * inner
+        stages.append(nn.Sequential(*rows))
+    return nn.Sequential(*stages), inside

@@ -1,0 +1,69 @@
+"""U-Net: Ronneberger, Fischer, Brox, MICCAI 2015, arXiv:1505.04597.
+
+The paper's four levels, doubled channels, transposed 2×2 convolutions up and concatenated skips; with padded
+convolutions and batch norm, as it is trained today, so that the output has the input's size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import torch
+from rematplan.models.errors import ZooError
+from torch import Tensor, nn
+
+LEVELS = 4
+"""Poolings by two. The image size must be divisible by 2^LEVELS for the skips to meet what comes up."""
+
+
+def double_conv(inside: int, outside: int) -> nn.Sequential:
+    """Two 3×3 convolutions, each with batch norm and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+    )
+
+
+class UNet(nn.Module):
+    """Images (N, 3, H, W) to class scores for every pixel (N, ``classes``, H, W).
+
+    ``base``: channels of the first level; level i has base·2^i.
+
+    Raises:
+        ZooError: in forward, if H or W is not divisible by 16.
+    """
+
+    def __init__(self, base: int = 64, classes: int = 2) -> None:
+        super().__init__()
+        widths = [base * 2**level for level in range(LEVELS + 1)]
+        self.down = nn.ModuleList(
+            double_conv(a, b) for a, b in zip([3, *widths[:-2]], widths[:-1], strict=True)
+        )
+        self.pool = nn.MaxPool2d(2)
+        self.bottom = double_conv(widths[-2], widths[-1])
+        rising = list(reversed(widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in itertools.pairwise(rising))
+        self.merge = nn.ModuleList(double_conv(2 * b, b) for b in rising[1:])
+        self.head = nn.Conv2d(base, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of every pixel."""
+        height, width = x.shape[-2:]
+        if height % 2**LEVELS or width % 2**LEVELS:
+            raise ZooError(
+                f"U-Net needs sides divisible by {2**LEVELS}; the image is {int(height)}×{int(width)}"
+            )
+        skips = []
+        for level in self.down:
+            x = level(x)
+            skips.append(x)
+            x = self.pool(x)
+        x = self.bottom(x)
+        for up, merge, skip in zip(self.up, self.merge, reversed(skips), strict=True):
+            x = merge(torch.cat((skip, up(x)), dim=1))
+        return cast(Tensor, self.head(x))

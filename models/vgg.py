@@ -1,0 +1,67 @@
+"""VGG-19: Simonyan, Zisserman, ICLR 2015, arXiv:1409.1556 (configuration E), with the paper's dropout."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from rematplan.models.errors import ZooError
+from torch import Tensor, nn
+
+CONFIGURATION_E = ((1, 2), (2, 2), (4, 4), (8, 4), (8, 4))
+"""Stages of 3×3 convolutions, each ended by a 2×2 pooling: (channels ÷ width, convolutions)."""
+
+STRIDE = 2 ** len(CONFIGURATION_E)
+GRID = 7
+"""Side of what the classifier sees, at most: that of a 224×224 image."""
+
+
+def grid_side(image: int) -> int:
+    """The side, at most `GRID`, to which the last features are averaged: the largest that divides theirs.
+
+    A divisor, because ONNX has an average pooling but no adaptive one. 224 → 7, the paper's; 256 → 4; 32 → 1.
+
+    Raises:
+        ZooError: if the image vanishes in the poolings.
+    """
+    side = image // STRIDE
+    if side < 1:
+        raise ZooError(f"VGG-19 needs images of side {STRIDE} or more; the image is {image}×{image}")
+    return max(s for s in range(1, GRID + 1) if side % s == 0)
+
+
+class VGG(nn.Module):
+    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+
+    ``width``: channels of the first stage; the classifier's hidden layers have 64·width (4096 in the paper).
+    ``image`` sets the classifier's grid (see `grid_side`).
+    """
+
+    def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        side, layers, inside = grid_side(image), list[nn.Module](), 3
+        for multiple, count in CONFIGURATION_E:
+            for _ in range(count):
+                layers += [nn.Conv2d(inside, multiple * width, 3, padding=1), nn.ReLU(inplace=True)]
+                inside = multiple * width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(side)
+        hidden = 64 * width
+        self.classifier = nn.Sequential(
+            nn.Linear(inside * side * side, hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(hidden, classes),
+        )
+        # Without batch norm torch's default start would halve the signal at each layer, nineteen times.
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(cast(Tensor, module.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.classifier(self.pool(self.features(x)).flatten(1)))
