@@ -25,7 +25,7 @@ class ZooEntry:
 
     ``make``: image side, width, classes → the network. ``image``, ``batch``, ``width``, ``classes``: what it
     is built with when nobody says otherwise. ``image_step``: image sides must be multiples of it.
-    ``least_image``: the least side. ``stride``: image side ÷ side of the smallest features if batch norm stands
+    ``least_image``: the least side. ``stride``: image side ÷ side of the smallest features if batch norm is
     there, else None.
     """
 
