@@ -1,0 +1,60 @@
+"""A small table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rematplan.ir import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """What the roofline model knows of a device, from its vendor's data sheet.
+
+    ``flops``: dense peak by dtype, 10¹² operations a second (float32 without tensor cores). ``bandwidth``: 10⁹ bytes a
+    second. ``launch``: microseconds that any op takes at least.
+    """
+
+    name: str
+    summary: str
+    flops: Mapping[torch.dtype, float]
+    bandwidth: float
+    launch: float
+
+    def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
+        """Microseconds for an op of ``flops`` operations in ``dtype`` that moves ``moved`` bytes."""
+        rate = self.flops.get(dtype, self.flops[torch.float32])
+        return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
+
+
+def _rates(f64: float, f32: float, f16: float) -> dict[torch.dtype, float]:
+    return {torch.float64: f64, torch.float32: f32, torch.float16: f16, torch.bfloat16: f16}
+
+
+_MODELS = (
+    DeviceModel("laptop-cpu", "4 cores with AVX2", _rates(0.1, 0.2, 0.2), 50, 3.0),
+    DeviceModel("server-cpu", "32 cores with AVX-512", _rates(1.5, 3.0, 6.0), 200, 5.0),
+    DeviceModel("t4", "NVIDIA T4 16 GB", _rates(0.25, 8.1, 65), 320, 4.0),
+    DeviceModel("v100", "NVIDIA V100 32 GB SXM2", _rates(7.8, 15.7, 125), 900, 4.0),
+    DeviceModel("rtx4090", "NVIDIA RTX 4090 24 GB", _rates(1.3, 82.6, 165), 1008, 3.0),
+    DeviceModel("a100", "NVIDIA A100 80 GB SXM", _rates(9.7, 19.5, 312), 2039, 3.0),
+    DeviceModel("h100", "NVIDIA H100 80 GB SXM", _rates(34, 67, 989), 3350, 3.0),
+    DeviceModel("h200", "NVIDIA H200 141 GB SXM", _rates(34, 67, 989), 4800, 3.0),
+)
+
+DEVICE_MODELS: Mapping[str, DeviceModel] = {m.name: m for m in _MODELS}
+DEFAULT_DEVICE_MODEL = "a100"
+
+
+def device_model(name: str) -> DeviceModel:
+    """The device model of that name.
+
+    Raises:
+        UsageError: no such model; lists the known ones.
+    """
+    if name not in DEVICE_MODELS:
+        raise UsageError(f"unknown device model {name!r}; known: {', '.join(DEVICE_MODELS)}")
+    return DEVICE_MODELS[name]

@@ -1,0 +1,104 @@
+"""Rows of the op table: what an ONNX op of one version does, as a function on torch tensors.
+
+A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one) and returns
+a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` places (a shape, axes, pads)
+arrive as numpy arrays; with ``scalars`` a known operand of one element arrives as a Python number, so that it is no
+tensor in the captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rematplan.ir.errors import ModelError
+from rematplan.ir.graph import Node
+
+Handler = Callable[..., Any]
+SizeRule = Callable[..., int]
+H = TypeVar("H", bound=Handler)
+Known = np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One op at one since_version.
+
+    ``known``: input places whose values must be known when the op runs. ``size``: the number of elements of the
+    result, from known inputs, where the inputs' sizes do not bound it. ``random``: it draws random numbers.
+    """
+
+    domain: str
+    op: str
+    since: int
+    run: Handler
+    known: frozenset[int] = frozenset()
+    scalars: bool = False
+    size: SizeRule | None = None
+    random: bool = False
+
+
+@dataclass
+class Rows:
+    """The rows of one theme, collected by decoration."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def add(
+        self,
+        op: str,
+        *since: int,
+        known: tuple[int, ...] = (),
+        scalars: bool = False,
+        size: SizeRule | None = None,
+        random: bool = False,
+    ) -> Callable[[H], H]:
+        """Rows of ``op``, one for each since_version at which this handler is its meaning."""
+
+        def collect(handler: H) -> H:
+            for version in since:
+                self.rows.append(Row("", op, version, handler, frozenset(known), scalars, size, random))
+            return handler
+
+        return collect
+
+
+def refuse(node: Node, why: str) -> ModelError:
+    """The error for a node that says something its row cannot do."""
+    return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
+
+
+def text(node: Node, name: str, default: str) -> str:
+    """A string attribute."""
+    value = node.attributes.get(name, default)
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def ints(node: Node, name: str) -> tuple[int, ...] | None:
+    """A list attribute of whole numbers, or None if it is absent."""
+    value = node.attributes.get(name)
+    return None if value is None else tuple(int(v) for v in value)  # type: ignore[union-attr]
+
+
+def integer(node: Node, name: str, default: int) -> int:
+    """A whole-number attribute."""
+    return int(node.attributes.get(name, default))  # type: ignore[arg-type]
+
+
+def number(node: Node, name: str, default: float) -> float:
+    """A float attribute."""
+    return float(node.attributes.get(name, default))  # type: ignore[arg-type]
+
+
+def known_ints(array: Known) -> tuple[int, ...] | None:
+    """A known input as whole numbers, or None if it is absent."""
+    return None if array is None else tuple(int(v) for v in array.ravel())
+
+
+def given(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The inputs of a variadic op."""
+    return [t for t in tensors if t is not None]

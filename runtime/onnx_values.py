@@ -1,0 +1,71 @@
+"""Between numpy's and torch's values: dtypes by ONNX's number and numpy's name, arrays to tensors and back."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from rematplan.ir.errors import ModelError
+
+# ONNX's TensorProto.DataType numbers, for Cast and its kin.
+ONNX_DTYPES: dict[int, torch.dtype] = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    4: torch.uint16,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    12: torch.uint32,
+    13: torch.uint64,
+    14: torch.complex64,
+    15: torch.complex128,
+    16: torch.bfloat16,
+}
+BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONNX_DTYPES.values()}
+
+
+def torch_dtype(name: str, what: str) -> torch.dtype:
+    """The torch dtype of numpy's name.
+
+    Raises:
+        ModelError: torch has no such type.
+    """
+    if name not in BY_NAME:
+        raise ModelError(f"{what} is of type {name}, which cannot be computed with")
+    return BY_NAME[name]
+
+
+def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
+    """The array as a tensor with memory of its own.
+
+    Raises:
+        ModelError: torch has no such type.
+    """
+    dtype = torch_dtype(array.dtype.name, what)
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(np.array(array).view(np.int16)).view(dtype)
+    return torch.from_numpy(np.array(array))
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's values as a numpy array."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
+    """The array as a tensor, made so that a tracer sees a constant."""
+    dtype = torch_dtype(array.dtype.name, what)
+    if math.prod(array.shape) == 1:
+        return torch.full(array.shape, array.ravel()[0].item(), dtype=dtype)
+    wide = array.astype(np.float32) if dtype == torch.bfloat16 else array
+    return torch.tensor(wide.tolist(), dtype=dtype).reshape(array.shape)

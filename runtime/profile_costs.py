@@ -1,0 +1,195 @@
+"""Profiled costs: each distinct call run on the present device, timed, its workspace measured; kept in a cache file.
+
+Calls are distinct by op, shapes, strides, dtypes and plain arguments, so that a deep network's repeated blocks are run
+once. Their arguments are synthetic: a step too large for the machine can still be profiled op by op.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rematplan.ir import ProblemError
+from rematplan.ir.formats import write_whole
+from rematplan.runtime.capture import Call, CallCost, CapturedStep, substitute
+from rematplan.runtime.measure import Event, high_water, mark, memory_profile, synchronize
+
+Progress = Callable[[float, str], None]
+
+_ENOUGH_SECONDS = 0.03  # timed per distinct call, at least
+_MOST_RUNS = 20
+_CACHE_VERSION = 1
+
+
+class ProfileError(RuntimeError):
+    """A call that cannot be run on synthetic arguments."""
+
+
+def profile_costs(
+    step: CapturedStep, progress: Progress = lambda _fraction, _text: None, cache: Path | None = None
+) -> dict[str, CallCost]:
+    """A measured cost for every call that is no view: microseconds, and workspace in bytes.
+
+    ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was
+    measured so far.
+    """
+    calls = {c.name: signature(step, c) for c in step.calls if not c.is_view}
+    file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
+    known = _load(file)
+    missing = {s: name for name, s in calls.items() if s not in known}
+    try:
+        _measure_all(step, missing, known, progress)
+    finally:
+        if missing:
+            _save(file, known)
+    return {name: CallCost(*known[s]) for name, s in calls.items()}
+
+
+def signature(step: CapturedStep, call: Call) -> str:
+    """What a call's cost depends on, as text."""
+
+    def describe(name: str) -> str:
+        t = step.values[name].fake
+        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{list(t.stride())}@{t.storage_offset()}"
+
+    return f"{call.target}{substitute((call.args, dict(call.kwargs)), describe)}"
+
+
+def _measure_all(
+    step: CapturedStep, missing: Mapping[str, str], known: dict[str, tuple[float, int]], progress: Progress
+) -> None:
+    arguments = _Arguments(step)
+    state = torch.get_rng_state()
+    try:
+        for done, (signature_, name) in enumerate(missing.items()):
+            progress(done / len(missing), f"profiling {name}")
+            call = step.call[name]
+            with torch.no_grad():
+                args, kwargs = arguments.of(call)
+                workspace = _workspace(step, call, args, kwargs)
+                known[signature_] = (_microseconds(step, call, args, kwargs), workspace)
+    finally:
+        torch.set_rng_state(state)
+    progress(1.0, "profiled")
+
+
+def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
+    times: list[float] = []
+    while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+        synchronize(step.device)
+        start = time.perf_counter()
+        call.target(*args, **kwargs)
+        synchronize(step.device)
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e6  # noise only adds
+
+
+def _workspace(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> int:
+    """Bytes held at the call's worst moment beyond its results; the call is run once before, to warm up."""
+    try:
+        result = call.target(*args, **kwargs)
+    except Exception as error:
+        raise ProfileError(f"{call.name} ({call.target}) cannot be run on synthetic arguments: {error}") from error
+    results = [r for r in ((result,) if isinstance(result, torch.Tensor) else result) if isinstance(r, torch.Tensor)]
+    kept = sum({r.untyped_storage()._cdata: r.untyped_storage().nbytes() for r in results}.values())
+    del result, results
+    if step.device.type == "cuda":
+        return max(0, _cuda_peak(step.device, lambda: call.target(*args, **kwargs)) - kept)
+    with memory_profile() as (events, marks), mark("call"):
+        call.target(*args, **kwargs)
+    return max(0, _peak_within(events, marks["call"]) - kept)
+
+
+def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_within(events: list[Event], span: tuple[int, int]) -> int:
+    return high_water([size for at, size in events if span[0] <= at <= span[1]])
+
+
+class _Arguments:
+    """Synthetic arguments: positive reals, valid indices (zeros), fair masks, with the captured layout."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step = step
+        generator = torch.Generator().manual_seed(0)
+        # One block of numbers in (0.1, 1.1), safe for logarithms and divisions, repeated to any size.
+        self.pool = torch.rand(1 << 16, generator=generator) + 0.1
+
+    def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        made: dict[str, torch.Tensor] = {}
+
+        def value_of(name: str) -> torch.Tensor:
+            if name not in made:
+                made[name] = self._tensor(name)
+            return made[name]
+
+        return substitute(call.args, value_of), dict(substitute(call.kwargs, value_of))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name in self.step.constants:
+            return self.step.constants[name]
+        fake = self.step.values[name].fake
+        span = 1 + sum((n - 1) * stride for n, stride in zip(fake.shape, fake.stride(), strict=True))
+        span = 0 if fake.numel() == 0 else span
+        flat = self._flat(span, fake.dtype, fake.device)
+        return flat.as_strided(fake.shape, fake.stride(), 0)
+
+    def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+            return torch.zeros(n, dtype=dtype, device=device)
+        pool = (self.pool > 0.6) if dtype == torch.bool else self.pool.to(dtype)
+        return pool.repeat(-(-n // len(pool)))[:n].to(device)
+
+
+def _machine(device: torch.device) -> str:
+    """What the timings hold for: the device, PyTorch and the number of threads."""
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name(device)
+    else:
+        what = f"{_cpu_name()}-{torch.get_num_threads()}-threads"
+    parts = (what, torch.__version__, f"v{_CACHE_VERSION}")
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rematplan"
+
+
+def _load(file: Path) -> dict[str, tuple[float, int]]:
+    """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured again."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return {str(k): (float(cost), int(workspace)) for k, (cost, workspace) in data.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _save(file: Path, known: Mapping[str, tuple[float, int]]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(_load(file) | dict(known)))
+    except (OSError, ProblemError):  # a read-only home costs the next run its time, nothing else
+        return

@@ -1,0 +1,146 @@
+"""A planned training step on a module: run it, check it against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rematplan.planner.schedule import Schedule
+from rematplan.runtime.capture import CapturedStep
+from rematplan.runtime.executor import bind_inputs, compile_step
+
+
+class PlannedStep:
+    """A training step of ``module`` that follows a schedule.
+
+    Calling it with a batch does what ``loss = module(*batch); loss.backward()`` does: gradients are added to
+    ``.grad``, buffers get their new content, the loss is returned (detached).
+    """
+
+    def __init__(self, module: nn.Module, step: CapturedStep, schedule: Schedule) -> None:
+        self.module, self.step = module, step
+        self.executable = compile_step(step, schedule)
+
+    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Run the step; the loss as a scalar."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        results = self.executable(bind_inputs(self.step, named, batch))
+        loss = None
+        with torch.no_grad():
+            for output, result in zip(self.step.outputs, results, strict=True):
+                if output.kind == "loss":
+                    loss = result
+                elif output.kind == "buffer":
+                    named[output.target].copy_(result)
+                else:
+                    parameter = named[output.target]
+                    parameter.grad = result if parameter.grad is None else parameter.grad.add_(result)
+        assert loss is not None
+        return loss
+
+
+def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same step by plain autograd."""
+    loss: torch.Tensor = module(*batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A result that is not bit-equal: its name and the largest absolute and relative (L2) differences."""
+
+    name: str
+    absolute: float
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A planned step compared bit by bit with plain autograd from the same state and seed."""
+
+    compared: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether loss, every gradient and every buffer agree in every bit, and so does the random state after."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.bit_equal:
+            return f"loss, gradients and buffers are bit-equal to plain autograd ({self.compared} tensors)"
+        worst = max(self.differences, key=lambda d: d.relative)
+        return (
+            f"{len(self.differences)} of {self.compared} tensors differ from plain autograd; "
+            f"the worst, {worst.name}, by {worst.relative:.2e} relative"
+        )
+
+
+def verify(planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0) -> Verification:
+    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare everything.
+
+    The module's buffers, gradients and the random state are put back as they were.
+    """
+    module = planned.module
+    expected = _results(module, lambda: eager_step(module, batch), seed)
+    found = _results(module, lambda: planned(*batch), seed)
+    differences = []
+    for name in dict.fromkeys((*expected, *found)):
+        a, b = expected.get(name), found.get(name)
+        if a is None or b is None:
+            differences.append(Difference(name, float("inf"), float("inf")))
+        elif not same_bits(a, b):
+            distance = (a.double() - b.double()).abs()
+            scale = float(a.double().norm()) or 1.0
+            differences.append(Difference(name, float(distance.max()), float(distance.norm()) / scale))
+    return Verification(len(expected), tuple(differences))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits (so that NaN equals itself, and 0 is not −0)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(as_integers), b.contiguous().view(as_integers))
+
+
+def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tensor]:
+    assert callable(run)
+    with untouched(module):
+        torch.manual_seed(seed)
+        results = {"loss": run()}
+        results["random state"] = torch.get_rng_state()
+        results |= {f"gradient {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+        results |= {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+    return results
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """A block that begins without gradients and after which buffers, gradients and random state are as before."""
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    for p in module.parameters():
+        p.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, b in module.named_buffers():
+                b.copy_(buffers[name])
+        for name, p in module.named_parameters():
+            p.grad = gradients[name]
+        torch.set_rng_state(state)
+        for index, cuda_state in enumerate(cuda_states):
+            torch.cuda.set_rng_state(cuda_state, index)
