@@ -1,0 +1,40 @@
+# The project's commands. Each makes its own virtual environment if there is none.
+# PYTHON: the interpreter to make it with (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := ir planner runtime models rematplan benchmarks tests
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
+	$(BIN)/rematplan demo --folder demo
+
+test: $(READY)  ## run the tests; PYTEST_ARGS="-k name" narrows them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)  ## ruff, and strict types of the package as it is installed, from outside the checkout
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@types=$$(mktemp -d) && trap 'rm -rf "$$types"' EXIT && root=$$(pwd) && \
+	copy="$$types/source" && mkdir "$$copy" && \
+	cp -R ir planner runtime models rematplan pyproject.toml README.md "$$copy" && \
+	$(BIN)/python -m pip install --quiet --no-deps --target "$$types/installed" "$$copy" && \
+	cd "$$types/installed" && \
+	"$$root/$(BIN)/mypy" --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" \
+		--strict --python-executable "$$root/$(BIN)/python" -p rematplan
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rematplan needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $(READY)
