@@ -1,20 +1,21 @@
 """The block strategies' view of a problem: the forward half as a small graph of nodes with a cost and a size.
 
-A node is a group of forward ops. One op a node would do, but a captured step has many ops that offer no choice worth
-having, and each of them multiplies the lower sets. Three contractions, each to a fixpoint, keep the lattice small. All
-keep the graph acyclic by one invariant: a group stands at the base position of its anchor, and every edge leads from a
-lower anchor to a higher one.
+A node is a group of forward ops. One op a node would do, but a captured step has many ops that offer no choice
+worth having, and each of them multiplies the lower sets. Three contractions, to a common fixpoint, keep the lattice
+small. All keep the graph acyclic by one invariant: a group stands at the base position of its anchor, and every edge
+leads from a lower anchor to a higher one.
 
 - *Side source*: a group with no predecessor (a constant, a weight's cast or transpose) joins its earliest consumer.
   Nothing leads into it, and its other consumers stand after the earliest.
-- *Side sink*: a group that no other reads (running statistics, counters) joins its latest predecessor. Nothing leads
-  out of it, and its other predecessors stand before the latest.
-- *Pass-through*: a group that only one other reads, which reads nothing else, joins it, if no backward op reads it and
-  it is at least as large (batch norm before ReLU). Contracting the only path out of one node and into the next closes
-  no cycle, and as a boundary the second is never worse: it costs no more bytes and saves more work.
+- *Side sink*: a group that no other reads (running statistics) joins its latest predecessor. Nothing leads out of
+  it, and its other predecessors stand before the latest. One without predecessors (a counter) joins the main sink.
+- *Pass-through*: a group that only one other reads, which reads nothing else, joins it, if together they are no
+  larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two small vectors).
+  It joins the only edge out of one node and into the next, which closes no cycle; and as a boundary both are never
+  worse than the first: they hold no more bytes and save more work.
 
-The main source (the one with most descendants) and the main sink stay, and a side group that the backward reads and that
-has grown past `SIDE` ops stays too: it is no side group but a second tower or a second head, whose blocks are worth
+The main source and sink, those with most descendants and ancestors, stay. So does a side source that has grown past
+`SIDE` ops, and such a side sink if the backward reads it: these are second towers and heads, whose blocks are worth
 choosing.
 """
 
@@ -131,20 +132,21 @@ class _Groups:
         main = max(sinks, key=lambda g: (reach[g].bit_count(), g), default=-1)
         merged = False
         for g in sinks:
-            small = len(self.members[g]) <= SIDE
-            if g != main and self.preds[g] and (small or not self._backward_bytes(g)):
-                self._join(g, max(self.preds[g]))
-                merged = True
+            if g == main or (len(self.members[g]) > SIDE and self._backward_reads(g)):
+                continue
+            # Without a predecessor either it may stand anywhere: no edge comes or goes with it.
+            self._join(g, max(self.preds[g], default=main))
+            merged = True
         return merged
 
     def merge_pass_throughs(self) -> bool:
         """Join groups that are only a step on the way to their one consumer; whether any did."""
         merged = False
         for g in sorted(self.members):
-            if len(self.succs[g]) != 1 or self._backward_bytes(g):
+            if len(self.succs[g]) != 1:
                 continue
             (to,) = self.succs[g]
-            if self.preds[to] == {g} and 0 < self._bytes(to) <= self._bytes(g):
+            if self.preds[to] == {g} and self._bytes(g, to) <= self._bytes(g):
                 self._join(g, to)
                 merged = True
         return merged
@@ -189,8 +191,9 @@ class _Groups:
                 masks[g] |= masks[other]
         return masks
 
-    def _bytes(self, g: int) -> int:
-        inside, ix = set(self.members[g]), self.ix
+    def _bytes(self, *groups: int) -> int:
+        """M of groups taken together."""
+        inside, ix = {o for g in groups for o in self.members[g]}, self.ix
         return sum(
             ix.bytes[t]
             for o in inside
@@ -198,14 +201,9 @@ class _Groups:
             if not ix.is_output[t] and any(r not in inside for r in ix.readers[t])
         )
 
-    def _backward_bytes(self, g: int) -> int:
+    def _backward_reads(self, g: int) -> bool:
         ix = self.ix
-        return sum(
-            ix.bytes[t]
-            for o in self.members[g]
-            for t in ix.writes[o]
-            if any(not ix.forward[r] for r in ix.readers[t])
-        )
+        return any(not ix.forward[r] for o in self.members[g] for t in ix.writes[o] for r in ix.readers[t])
 
 
 def _mask(nodes: Iterator[int]) -> int:
