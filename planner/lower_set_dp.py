@@ -50,6 +50,7 @@ class Family(NamedTuple):
 
     ``words``: the masks, 64 nodes a word. ``bytes``: M(L). ``time``: T(L). ``transient``: M(δ⁺(L) ∖ L) +
     M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost units.
+    ``copies``: how often M(V′) counts.
     """
 
     words: Words
@@ -60,6 +61,7 @@ class Family(NamedTuple):
     edge: Ints
     node_bytes: Ints
     node_time: Ints
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class LowerSetDP:
 
     def most_budget(self) -> int:
         """A formula budget that every chain of the family meets."""
-        return 2 * int(self.family.bytes[-1]) + int(self.family.transient.max())
+        return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
         """The whole table for a formula budget."""
@@ -113,8 +115,14 @@ class Table:
         return tuple(dp.masks[i] for i in found[::-1])
 
 
-def prepare(view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool) -> LowerSetDP:
-    """The arrays of a family of lower sets (by size, from ∅ to V)."""
+def prepare(
+    view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
+) -> LowerSetDP:
+    """The arrays of a family of lower sets (by size, from ∅ to V).
+
+    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block costs
+    M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it is made from.
+    """
     edges = [list(bits(boundary(view, mask))) for mask in masks]
     fine = _fine_costs(view)
     total = sum(fine)
@@ -127,11 +135,12 @@ def prepare(view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: b
         words=_words(masks, len(view)),
         bytes=member @ node_bytes[:-1],
         time=member @ node_time[:-1],
-        transient=np.array([_transient(view, mask) for mask in masks], dtype=np.int64),
+        transient=np.array([_transient(view, mask) if gradients else 0 for mask in masks], dtype=np.int64),
         edge_start=np.cumsum([0] + [len(e) for e in edges], dtype=np.int64),
         edge=np.array([v for e in edges for v in e] + [0], dtype=np.int64),
         node_bytes=node_bytes,
         node_time=node_time,
+        copies=2 if gradients else 1,
     )
     # Rounding each block up may pass the total; what lies far beyond it is of no use.
     width = count + 1 if unit == 1 else count + count // 4 + 2
@@ -193,7 +202,7 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
             work -= family.node_time[v]
     if unit == 0 or (last_free and j == len(family.bytes) - 1):
         work = np.int64(0)
-    need = 2 * (family.bytes[j] - family.bytes[i]) + family.transient[j]
+    need = family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j]
     return need, more, -(-work // max(unit, 1))
 
 

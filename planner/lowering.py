@@ -2,9 +2,10 @@
 
 Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward: the ops are
 ordered by (−stage, base position), where an op's stage is the earliest block it must wait for: the least block of the
-tensors it reads that were dropped, or of the backward ops it depends on. That is a topological order, and it does each
-block's backward together. When a stage begins, exactly those ops run again that bring back what the stage's ops
-read; what they need in turn is found by demand, so the result is valid for any blocks and any kept tensors.
+tensors it reads that were dropped, or of the backward ops it depends on. That is a topological order, and it does
+each block's backward together. Just before an op, exactly those ops run again that bring back what it reads; what they
+need in turn is found by demand, so the result is valid for any blocks and any kept tensors. (In a chain that is the
+whole block at once; where a block branches, each branch waits until it is needed, and measured peaks are never higher.)
 
 Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was dropped in
 name but is read before its next run simply stays.
@@ -135,29 +136,20 @@ def _depends(ix: Indexed, o: int) -> Iterable[int]:
 
 
 def _backward(ix: Indexed, stage: dict[int, int], resident: list[bool]) -> list[int]:
-    """The backward ops by stage, each stage after the forward ops that bring back what it reads."""
-    order = sorted(stage, key=lambda o: (-stage[o], o))
+    """The backward ops by stage, each after the forward ops that bring back what it reads."""
     runs: list[int] = []
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and stage[order[end]] == stage[order[start]]:
-            end += 1
-        ops = order[start:end]
-        again = _demand(ix, ops, resident)
-        for o in (*again, *ops):
-            for t in ix.writes[o]:
+    for o in sorted(stage, key=lambda o: (-stage[o], o)):
+        for r in (*_demand(ix, o, resident), o):
+            runs.append(r)
+            for t in ix.writes[r]:
                 resident[t] = True
-        runs += again
-        runs += ops
-        start = end
     return runs
 
 
-def _demand(ix: Indexed, ops: Sequence[int], resident: list[bool]) -> list[int]:
-    """The forward ops that must run again for ``ops`` to run, in the base order."""
+def _demand(ix: Indexed, op: int, resident: list[bool]) -> list[int]:
+    """The forward ops that must run again for ``op`` to run, in the base order."""
     again: set[int] = set()
-    waiting = list(ops)
+    waiting = [op]
     while waiting:
         for t in ix.reads[waiting.pop()]:
             p = ix.producer[t]

@@ -20,11 +20,12 @@ SHARES = {"time": (0.0, 0.05, 0.2), "memory": (1.0, 0.9, 0.6)}
 class DPStrategy(BlockStrategy):
     """Chains by the dynamic program over a family of lower sets (`lower_set_dp`).
 
-    The formula's budgets run over a grid from the least feasible one up, where chains differ the grid is refined; each
-    table gives a few chains from its least time up (``objective`` time) or from its largest down (memory). The formula
-    knows no liveness, so its budget is only a handle: the plans are judged by their simulated peaks.
+    The formula's budgets run over a grid from the least feasible one up, refined where chains differ; each table gives
+    a few chains from its least time up (``objective`` time) or from its largest down (memory). The formula knows no
+    liveness, so its budget is only a handle: the plans are judged by their simulated peaks, and the search is done
+    twice, with the paper's formula and with one that counts no gradients (`prepare`).
 
-    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled.
+    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled, at most, for each formula.
     """
 
     objective: Literal["time", "memory"] = "time"
@@ -46,9 +47,14 @@ class DPStrategy(BlockStrategy):
         """Chains from each table."""
         masks = self.lower_sets(view)
         # The paper charges the last block too; its largest time is the coarsest chain only then.
-        dp = prepare(view, masks, self.ticks, charge_last=self.objective == "memory")
-        for at, chains in enumerate(self._tables(dp)):
-            progress((at + 1) / self.budgets, f"{len(masks)} lower sets, table {at + 1} of {self.budgets}")
+        charge_last = self.objective == "memory"
+        tables = (
+            chains
+            for gradients in (True, False)
+            for chains in self._tables(prepare(view, masks, self.ticks, charge_last, gradients))
+        )
+        for at, chains in enumerate(tables, 1):
+            progress(at / (2 * self.budgets), f"{len(masks)} lower sets, table {at} of {2 * self.budgets}")
             yield from chains
 
     def _tables(self, dp: LowerSetDP) -> Iterator[tuple[Chain, ...]]:
