@@ -149,7 +149,11 @@ def _trained_batch_norm(
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
     """Training form if ``training_mode`` says so."""
-    return _trained_batch_norm(node, *inputs) if integer(node, "training_mode", 0) else _batch_norm(node, *inputs)
+    return (
+        _trained_batch_norm(node, *inputs)
+        if integer(node, "training_mode", 0)
+        else _batch_norm(node, *inputs)
+    )
 
 
 @ROWS.add("BatchNormalization", 7, 9)
@@ -211,7 +215,9 @@ def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
     """Divide the axes from ``axis`` on by their root mean square."""
     axis = integer(node, "axis", -1) % x.dim()
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
+    wide = (
+        x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
+    )
     square = wide.pow(2).mean(tuple(range(axis, x.dim())), keepdim=True)
     return (wide * torch.rsqrt(square + number(node, "epsilon", 1e-5))).to(x.dtype) * w
 
@@ -240,7 +246,9 @@ def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
 def lp_norm(node: Node, x: Tensor) -> Tensor:
     """Divide by the L1 or L2 norm along an axis; where that is zero the result is zero."""
     norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
-    return torch.where(norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm))
+    return torch.where(
+        norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
+    )
 
 
 # ------------------------------------------------------------------ dropout

@@ -37,7 +37,9 @@ class Window:
     @property
     def native(self) -> bool:
         """Whether torch's own pooling takes it: even padding of at most half a kernel."""
-        return self.before == self.after and all(2 * p <= k for p, k in zip(self.before, self.kernel, strict=True))
+        return self.before == self.after and all(
+            2 * p <= k for p, k in zip(self.before, self.kernel, strict=True)
+        )
 
 
 def window(node: Node, x: Tensor) -> Window:
@@ -64,16 +66,22 @@ def max_pool(node: Node, x: Tensor) -> Any:
     """Maximum of each window; the second output is its place in the flattened input."""
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
-    exact = x if x.is_floating_point() else x.to(torch.float32)  # torch pools floats only; eight bits are exact
+    exact = (
+        x if x.is_floating_point() else x.to(torch.float32)
+    )  # torch pools floats only; eight bits are exact
     if w.native:
         pads, padded = w.before, exact
     else:
         pads, padded = (0,) * len(w.kernel), pad_spatial(exact, w.before, w.reach, -math.inf)
-    result = MAX_POOL[len(w.kernel)](padded, w.kernel, w.strides, pads, w.dilations, w.ceil and w.native, indices)
+    result = MAX_POOL[len(w.kernel)](
+        padded, w.kernel, w.strides, pads, w.dilations, w.ceil and w.native, indices
+    )
     if not indices:
         return result.to(x.dtype)
     values, places = result
-    return values.to(x.dtype), _global_places(node, x, padded, places, (0,) * len(pads) if w.native else w.before)
+    return values.to(x.dtype), _global_places(
+        node, x, padded, places, (0,) * len(pads) if w.native else w.before
+    )
 
 
 def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,85 @@
+"""Random starts for weights that a file generates instead of stating them.
+
+He's normal initialisation by fan-in for what multiplies, ones for scales, zeros for shifts (He, Zhang, Ren, Sun, 2015,
+arXiv:1502.01852).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from rematplan.ir.graph import Graph, Node, Weight
+
+Fill = Callable[[torch.Tensor, Node, torch.Generator], object]
+
+VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def _normal(fan_in: Callable[[torch.Tensor, Node], int]) -> Fill:
+    def fill(tensor: torch.Tensor, node: Node, generator: torch.Generator) -> None:
+        tensor.normal_(0.0, math.sqrt(2.0 / max(1, fan_in(tensor, node))), generator=generator)
+
+    return fill
+
+
+def _constant(value: float) -> Fill:
+    return lambda tensor, node, generator: tensor.fill_(value)
+
+
+ZEROS, ONES = _constant(0.0), _constant(1.0)
+SMALL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
+
+# What a weight is, by who reads it and where. What is not here starts small.
+FILLS: Mapping[tuple[str, int], Fill] = {
+    ("Add", 0): ZEROS,
+    ("Add", 1): ZEROS,
+    ("BatchNormalization", 1): ONES,
+    ("BatchNormalization", 2): ZEROS,
+    ("BatchNormalization", 3): ZEROS,
+    ("BatchNormalization", 4): ONES,
+    ("Conv", 1): _normal(lambda w, node: w[0].numel()),
+    ("Conv", 2): ZEROS,
+    ("ConvTranspose", 1): _normal(lambda w, node: w[:, 0].numel()),
+    ("ConvTranspose", 2): ZEROS,
+    ("Gemm", 1): _normal(lambda w, node: w.shape[1 if node.attributes.get("transB") else 0]),
+    ("Gemm", 2): ZEROS,
+    ("GroupNormalization", 1): ONES,
+    ("GroupNormalization", 2): ZEROS,
+    ("InstanceNormalization", 1): ONES,
+    ("InstanceNormalization", 2): ZEROS,
+    ("LayerNormalization", 1): ONES,
+    ("LayerNormalization", 2): ZEROS,
+    ("MatMul", 1): _normal(lambda w, node: w.shape[-2] if w.dim() > 1 else w.shape[0]),
+    ("Mul", 0): ONES,
+    ("Mul", 1): ONES,
+    ("Div", 1): ONES,
+    ("PRelu", 1): _constant(0.25),
+    ("RMSNormalization", 1): ONES,
+    ("Sub", 1): ZEROS,
+}
+
+
+def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
+    """For each value the first node that computes with it, looking through nodes that only re-arrange it."""
+    found: dict[str, tuple[Node, int]] = {}
+    source: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op in VIEWS and node.inputs:
+            source[node.outputs[0]] = source.get(node.inputs[0], node.inputs[0])
+            continue
+        for at, name in enumerate(node.inputs):
+            found.setdefault(source.get(name, name), (node, at))
+    return found
+
+
+def initialise(
+    weight: Weight, tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator
+) -> None:
+    """Fill a generated weight in place, by what reads it."""
+    node, at = reader if reader is not None else (None, 0)
+    fill = FILLS.get((node.op, at), SMALL) if node is not None else SMALL
+    with torch.no_grad():
+        fill(tensor, node, seed)  # type: ignore[arg-type]

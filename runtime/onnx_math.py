@@ -1,0 +1,541 @@
+"""Rows of the op table: elementwise arithmetic, activations, comparisons, reductions, matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.graph import Node
+from rematplan.runtime.onnx_rows import Known, Rows, given, integer, ints, known_ints, number, text
+
+ROWS = Rows()
+
+Unary = Callable[[Tensor], Tensor]
+Binary = Callable[[Any, Any], Tensor]
+
+
+# ------------------------------------------------------------------ one tensor in, one out
+
+UNARY: dict[tuple[str, tuple[int, ...]], Unary] = {
+    ("Abs", (1, 6, 13)): torch.abs,
+    ("Acos", (7, 22)): torch.acos,
+    ("Acosh", (9, 22)): torch.acosh,
+    ("Asin", (7, 22)): torch.asin,
+    ("Asinh", (9, 22)): torch.asinh,
+    ("Atan", (7, 22)): torch.atan,
+    ("Atanh", (9, 22)): torch.atanh,
+    ("BitwiseNot", (18,)): torch.bitwise_not,
+    ("Ceil", (1, 6, 13)): torch.ceil,
+    ("Cos", (7, 22)): torch.cos,
+    ("Cosh", (9, 22)): torch.cosh,
+    ("Erf", (9, 13)): torch.erf,
+    ("Exp", (1, 6, 13)): torch.exp,
+    ("Floor", (1, 6, 13)): torch.floor,
+    ("HardSwish", (14, 22)): F.hardswish,
+    ("IsNaN", (9, 13, 20)): torch.isnan,
+    ("Log", (1, 6, 13)): torch.log,
+    ("Mish", (18, 22)): F.mish,
+    ("Neg", (1, 6, 13)): torch.neg,
+    ("Not", (1,)): torch.logical_not,
+    ("Reciprocal", (1, 6, 13)): torch.reciprocal,
+    ("Relu", (1, 6, 13, 14)): torch.relu,
+    ("Round", (11, 22)): torch.round,
+    ("Sigmoid", (1, 6, 13)): torch.sigmoid,
+    ("Sign", (9, 13)): torch.sign,
+    ("Sin", (7, 22)): torch.sin,
+    ("Sinh", (9, 22)): torch.sinh,
+    ("Softplus", (1, 22)): F.softplus,
+    ("Softsign", (1, 22)): F.softsign,
+    ("Sqrt", (1, 6, 13)): torch.sqrt,
+    ("Tan", (7, 22)): torch.tan,
+    ("Tanh", (1, 6, 13)): torch.tanh,
+}
+
+
+def _unary(function: Unary) -> Callable[[Node, Tensor], Tensor]:
+    return lambda node, x: function(x)
+
+
+for (_op, _since), _function in UNARY.items():
+    ROWS.add(_op, *_since)(_unary(_function))
+
+
+@ROWS.add("Elu", 1, 6, 22)
+def elu(node: Node, x: Tensor) -> Tensor:
+    """``alpha (eˣ − 1)`` below zero."""
+    return F.elu(x, number(node, "alpha", 1.0))
+
+
+@ROWS.add("Celu", 12, 28)
+def celu(node: Node, x: Tensor) -> Tensor:
+    """``alpha (exp(x / alpha) − 1)`` below zero."""
+    return F.celu(x, number(node, "alpha", 1.0))
+
+
+@ROWS.add("Selu", 1, 6, 22)
+def selu(node: Node, x: Tensor) -> Tensor:
+    """Scaled ELU with the node's own constants."""
+    alpha, gamma = (
+        number(node, "alpha", 1.67326319217681884765625),
+        number(node, "gamma", 1.05070102214813232421875),
+    )
+    return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0)))
+
+
+@ROWS.add("Gelu", 20)
+def gelu(node: Node, x: Tensor) -> Tensor:
+    """Exact, or by tanh."""
+    return F.gelu(x, approximate=text(node, "approximate", "none"))
+
+
+@ROWS.add("LeakyRelu", 1, 6, 16)
+def leaky_relu(node: Node, x: Tensor) -> Tensor:
+    """``alpha x`` below zero."""
+    return F.leaky_relu(x, number(node, "alpha", 0.01))
+
+
+@ROWS.add("ThresholdedRelu", 10, 22)
+def thresholded_relu(node: Node, x: Tensor) -> Tensor:
+    """x above ``alpha``, else zero."""
+    return F.threshold(x, number(node, "alpha", 1.0), 0.0)
+
+
+@ROWS.add("HardSigmoid", 1, 6, 22)
+def hard_sigmoid(node: Node, x: Tensor) -> Tensor:
+    """``alpha x + beta`` held between 0 and 1."""
+    return (x * number(node, "alpha", 0.2) + number(node, "beta", 0.5)).clamp(0, 1)
+
+
+@ROWS.add("Shrink", 9)
+def shrink(node: Node, x: Tensor) -> Tensor:
+    """Move towards zero by ``bias`` outside ``±lambd``, zero inside."""
+    bias, edge = number(node, "bias", 0.0), number(node, "lambd", 0.5)
+    zero = torch.zeros_like(x)
+    return torch.where(x < -edge, (x + bias).to(x.dtype), torch.where(x > edge, (x - bias).to(x.dtype), zero))
+
+
+@ROWS.add("Swish", 24)
+def swish(node: Node, x: Tensor) -> Tensor:
+    """``x σ(alpha x)``."""
+    alpha = number(node, "alpha", 1.0)
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+@ROWS.add("PRelu", 7, 9, 16)
+def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
+    """A slope below zero, broadcast to the input."""
+    return torch.where(x < 0, x * slope, x)
+
+
+@ROWS.add("PRelu", 1, 6)
+def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
+    """A slope a channel, or one for all."""
+    return F.prelu(x, slope)
+
+
+@ROWS.add("IsInf", 10, 20)
+def is_inf(node: Node, x: Tensor) -> Tensor:
+    """Infinite, of the signs asked for."""
+    found = torch.zeros_like(x, dtype=torch.bool)
+    if integer(node, "detect_positive", 1):
+        found = found | (x == math.inf)
+    if integer(node, "detect_negative", 1):
+        found = found | (x == -math.inf)
+    return found
+
+
+@ROWS.add("Clip", 11, 12, 13, scalars=True)
+def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    """Held between two bounds; the upper one wins."""
+    if low is None and high is None:
+        return x
+    bounds = [b.to(x.dtype) if isinstance(b, Tensor) else b for b in (low, high)]
+    if any(isinstance(b, Tensor) for b in bounds):
+        x = x if bounds[0] is None else torch.maximum(x, _as_tensor(bounds[0], x))
+        return x if bounds[1] is None else torch.minimum(x, _as_tensor(bounds[1], x))
+    return torch.clamp(x, *bounds)
+
+
+def _as_tensor(value: Any, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+@ROWS.add("Clip", 1, 6)
+def clip_by_attributes(node: Node, x: Tensor) -> Tensor:
+    """Held between two attributes."""
+    return torch.clamp(x, number(node, "min", -math.inf), number(node, "max", math.inf))
+
+
+# ------------------------------------------------------------------ two tensors in, one out
+
+
+def _divide(a: Any, b: Any) -> Tensor:
+    exact = any(isinstance(v, Tensor) and not v.is_floating_point() and not v.is_complex() for v in (a, b))
+    return torch.div(a, b, rounding_mode="trunc") if exact else torch.div(a, b)
+
+
+def _power(a: Any, b: Any) -> Tensor:
+    """The result has the base's type, whatever the exponent's."""
+    if not isinstance(a, Tensor):
+        return torch.pow(a, b)
+    if isinstance(b, (int, float)) and not a.is_floating_point() and float(b).is_integer() and b >= 0:
+        return torch.pow(a, int(b))
+    return torch.pow(a, b).to(a.dtype)
+
+
+def _subtract(a: Any, b: Any) -> Tensor:
+    return torch.sub(a, b) if isinstance(a, Tensor) else torch.rsub(b, a)
+
+
+BINARY: dict[tuple[str, tuple[int, ...]], Binary] = {
+    ("Add", (7, 13, 14)): torch.add,
+    ("And", (7,)): torch.logical_and,
+    ("BitwiseAnd", (18,)): torch.bitwise_and,
+    ("BitwiseOr", (18,)): torch.bitwise_or,
+    ("BitwiseXor", (18,)): torch.bitwise_xor,
+    ("Div", (7, 13, 14)): _divide,
+    ("Equal", (7, 11, 13, 19)): torch.eq,
+    ("Greater", (7, 9, 13)): torch.gt,
+    ("GreaterOrEqual", (12, 16)): torch.ge,
+    ("Less", (7, 9, 13)): torch.lt,
+    ("LessOrEqual", (12, 16)): torch.le,
+    ("Mul", (7, 13, 14)): torch.mul,
+    ("Or", (7,)): torch.logical_or,
+    ("Pow", (7, 12, 13, 15)): _power,
+    ("Sub", (7, 13, 14)): _subtract,
+    ("Xor", (7,)): torch.logical_xor,
+}
+LEGACY: dict[tuple[str, tuple[int, ...]], Binary] = {
+    ("Add", (1, 6)): torch.add,
+    ("And", (1,)): torch.logical_and,
+    ("Div", (1, 6)): _divide,
+    ("Equal", (1,)): torch.eq,
+    ("Greater", (1,)): torch.gt,
+    ("Less", (1,)): torch.lt,
+    ("Mul", (1, 6)): torch.mul,
+    ("Or", (1,)): torch.logical_or,
+    ("Pow", (1,)): _power,
+    ("Sub", (1, 6)): _subtract,
+    ("Xor", (1,)): torch.logical_xor,
+}
+# The comparisons and ops for which torch takes a number on the right only, and what to call with the sides swapped.
+RIGHT_ONLY: dict[Binary, Binary] = {
+    torch.eq: torch.eq,
+    torch.gt: torch.lt,
+    torch.ge: torch.le,
+    torch.lt: torch.gt,
+    torch.le: torch.ge,
+    torch.add: torch.add,
+    torch.mul: torch.mul,
+    torch.bitwise_and: torch.bitwise_and,
+    torch.bitwise_or: torch.bitwise_or,
+    torch.bitwise_xor: torch.bitwise_xor,
+}
+TENSORS_ONLY: frozenset[Binary] = frozenset({torch.logical_and, torch.logical_or, torch.logical_xor})
+
+
+def _apply(function: Binary, a: Any, b: Any) -> Tensor:
+    """The function on tensors and numbers, whichever side the number stands on."""
+    if not isinstance(b, Tensor) and function in TENSORS_ONLY:
+        b = _as_tensor(b, a)
+    if not isinstance(a, Tensor):
+        if function in RIGHT_ONLY:
+            return RIGHT_ONLY[function](b, a)
+        if function is not _subtract and function is not _power:
+            a = _as_tensor(a, b)
+    return function(a, b)
+
+
+def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
+    return lambda node, a, b: _apply(function, a, b)
+
+
+def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
+    """Before opset 7 the second operand was aligned at ``axis`` if ``broadcast`` was set."""
+
+    def run(node: Node, a: Any, b: Any) -> Tensor:
+        axis = node.attributes.get("axis")
+        if integer(node, "broadcast", 0) and axis is not None and isinstance(b, Tensor):
+            b = b.reshape(*b.shape, *[1] * (a.dim() - integer(node, "axis", 0) % a.dim() - b.dim()))
+        return _apply(function, a, b)
+
+    return run
+
+
+for (_op, _since), _pair in BINARY.items():
+    ROWS.add(_op, *_since, scalars=True)(_binary(_pair))
+for (_op, _since), _pair in LEGACY.items():
+    ROWS.add(_op, *_since, scalars=True)(_legacy(_pair))
+
+
+@ROWS.add("Mod", 10, 13, 28)
+def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
+    """The remainder with the divisor's sign, or with ``fmod`` the dividend's."""
+    return torch.fmod(a, b) if integer(node, "fmod", 0) else torch.remainder(a, b)
+
+
+@ROWS.add("BitShift", 11, 28)
+def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
+    """Shift whole numbers without sign; torch shifts signed ones, wide enough here."""
+    shift = (
+        torch.bitwise_left_shift if text(node, "direction", "LEFT") == "LEFT" else torch.bitwise_right_shift
+    )
+    return shift(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)
+
+
+@ROWS.add("Where", 9, 16, scalars=True)
+def where(node: Node, condition: Any, a: Any, b: Any) -> Tensor:
+    """One or the other, by element."""
+    like = next((v for v in (a, b) if isinstance(v, Tensor)), None)
+    if like is not None:
+        a, b = (_as_tensor(v, like) if not isinstance(v, Tensor) else v for v in (a, b))
+    if not isinstance(condition, Tensor):
+        condition = torch.full((), bool(condition), device=None if like is None else like.device)
+    return torch.where(condition, a, b)
+
+
+VARIADIC: dict[tuple[str, tuple[int, ...]], Callable[[Tensor, Tensor], Tensor]] = {
+    ("Max", (1, 6, 8, 12, 13)): torch.maximum,
+    ("Min", (1, 6, 8, 12, 13)): torch.minimum,
+    ("Sum", (1, 6, 8, 13)): torch.add,
+}
+
+
+def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda node, *tensors: reduce(function, given(tensors))
+
+
+for (_op, _since), _fold in VARIADIC.items():
+    ROWS.add(_op, *_since)(_variadic(_fold))
+
+
+@ROWS.add("Mean", 1, 6, 8, 13)
+def mean(node: Node, *tensors: Tensor) -> Tensor:
+    """The mean of several tensors."""
+    found = given(tensors)
+    return reduce(torch.add, found) / len(found)
+
+
+# ------------------------------------------------------------------ reductions
+
+Reduction = Callable[[Tensor, tuple[int, ...], bool], Tensor]
+
+
+def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = torch.prod(x, axis, keepdim=keep)
+    return x
+
+
+def _extreme(function: Reduction, of_none: float) -> Reduction:
+    """Torch refuses the extreme of nothing; ONNX says it is the type's other end."""
+
+    def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+        if x.numel():
+            return (
+                function(x.to(torch.uint8), axes, keep).to(x.dtype)
+                if x.dtype == torch.bool
+                else function(x, axes, keep)
+            )
+        shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keep or a not in axes]
+        end = of_none if x.is_floating_point() else _type_end(x.dtype, of_none)
+        return torch.full(shape, end, dtype=x.dtype, device=x.device)
+
+    return run
+
+
+def _type_end(dtype: torch.dtype, sign: float) -> float:
+    if dtype == torch.bool:
+        return float(sign > 0)
+    return float(torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min)
+
+
+def _log_sum_exp(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    exact = x if x.is_floating_point() else x.double()
+    return torch.logsumexp(exact, axes, keep).to(x.dtype)
+
+
+def _mean(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    return x.mean(axes, keep) if x.is_floating_point() else x.double().mean(axes, keep).to(x.dtype)
+
+
+def _sum(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    return torch.sum(x, axes, keep, dtype=x.dtype)
+
+
+def _norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    exact = x if x.is_floating_point() else x.double()
+    return torch.linalg.vector_norm(exact, 2, axes, keep).to(x.dtype)
+
+
+REDUCTIONS: dict[tuple[str, tuple[int, ...]], tuple[int, Reduction]] = {
+    # op and its since_versions: (the first opset with axes as an input, what it computes)
+    ("ReduceL1", (1, 11, 13, 18)): (18, lambda x, axes, keep: _sum(x.abs(), axes, keep)),
+    ("ReduceL2", (1, 11, 13, 18)): (18, _norm),
+    ("ReduceLogSum", (1, 11, 13, 18, 28)): (18, lambda x, axes, keep: _sum(x, axes, keep).log().to(x.dtype)),
+    ("ReduceLogSumExp", (1, 11, 13, 18, 28)): (18, _log_sum_exp),
+    ("ReduceMax", (1, 11, 12, 13, 18, 20)): (18, _extreme(torch.amax, -math.inf)),
+    ("ReduceMean", (1, 11, 13, 18)): (18, _mean),
+    ("ReduceMin", (1, 11, 12, 13, 18, 20)): (18, _extreme(torch.amin, math.inf)),
+    ("ReduceProd", (1, 11, 13, 18)): (18, _product),
+    ("ReduceSum", (1, 11, 13)): (13, _sum),
+    ("ReduceSumSquare", (1, 11, 13, 18)): (18, lambda x, axes, keep: _sum(x * x, axes, keep)),
+}
+
+
+def _by_attribute(function: Reduction) -> Callable[[Node, Tensor], Tensor]:
+    def run(node: Node, x: Tensor) -> Tensor:
+        return _reduced(node, x, ints(node, "axes"), function)
+
+    return run
+
+
+def _by_input(function: Reduction) -> Callable[..., Tensor]:
+    def run(node: Node, x: Tensor, axes: Known = None) -> Tensor:
+        wanted = known_ints(axes) or None
+        if wanted is None and integer(node, "noop_with_empty_axes", 0):
+            return _reduced(node, x.unsqueeze(0), (0,), function, keep=False)
+        return _reduced(node, x, wanted, function)
+
+    return run
+
+
+def _reduced(
+    node: Node, x: Tensor, axes: tuple[int, ...] | None, function: Reduction, keep: bool | None = None
+) -> Tensor:
+    keep = bool(integer(node, "keepdims", 1)) if keep is None else keep
+    if x.dim() == 0:
+        return function(x.unsqueeze(0), (0,), False)
+    every = tuple(range(x.dim())) if axes is None else tuple(a % x.dim() for a in axes)
+    return function(x, every, keep)
+
+
+for (_op, _since), (_turn, _reduction) in REDUCTIONS.items():
+    ROWS.add(_op, *(v for v in _since if v < _turn))(_by_attribute(_reduction))
+    ROWS.add(_op, *(v for v in _since if v >= _turn), known=(1,))(_by_input(_reduction))
+
+
+def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    axis, keep = integer(node, "axis", 0), bool(integer(node, "keepdims", 1))
+    if not integer(node, "select_last_index", 0):
+        return function(x, axis, keep)
+    last: Tensor = x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
+    return last
+
+
+@ROWS.add("ArgMax", 1, 11, 12, 13)
+def arg_max(node: Node, x: Tensor) -> Tensor:
+    """Where the maximum stands."""
+    return _arg_extreme(node, x, torch.argmax)
+
+
+@ROWS.add("ArgMin", 1, 11, 12, 13)
+def arg_min(node: Node, x: Tensor) -> Tensor:
+    """Where the minimum stands."""
+    return _arg_extreme(node, x, torch.argmin)
+
+
+@ROWS.add("CumSum", 11, 14, known=(1,))
+def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
+    """Running sum along an axis, from either end, with or without the element itself."""
+    at = int(axis.reshape(()))
+    if integer(node, "reverse", 0):
+        x = x.flip(at)
+    total = torch.cumsum(x, at, dtype=x.dtype)
+    if integer(node, "exclusive", 0):
+        total = total - x
+    return total.flip(at) if integer(node, "reverse", 0) else total
+
+
+# ------------------------------------------------------------------ softmax and losses
+
+SOFTMAX: dict[str, Callable[..., Tensor]] = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax}
+
+
+def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
+    return lambda node, x: function(x, integer(node, "axis", -1))
+
+
+def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
+    """Before opset 13 all axes from ``axis`` on count as one."""
+
+    def run(node: Node, x: Tensor) -> Tensor:
+        axis = integer(node, "axis", 1) % max(x.dim(), 1)
+        return function(x, -1) if axis == x.dim() - 1 else function(x.flatten(axis), -1).reshape(x.shape)
+
+    return run
+
+
+for _op, _function in SOFTMAX.items():
+    ROWS.add(_op, 13)(_softmax(_function))
+    ROWS.add(_op, 1, 11)(_flat_softmax(_function))
+
+
+@ROWS.add("Hardmax", 13)
+def hardmax(node: Node, x: Tensor) -> Tensor:
+    """One at the first maximum along an axis, zero elsewhere."""
+    axis = integer(node, "axis", -1)
+    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
+
+
+@ROWS.add("Hardmax", 1, 11)
+def flat_hardmax(node: Node, x: Tensor) -> Tensor:
+    """As above over all axes from ``axis`` on."""
+    flat = x.flatten(integer(node, "axis", 1) % x.dim())
+    return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
+
+
+# ------------------------------------------------------------------ matrix products
+
+
+@ROWS.add("MatMul", 1, 9, 13)
+def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
+    """Numpy's matrix product."""
+    return torch.matmul(a, b)
+
+
+@ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
+def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """``alpha A·B + beta C``; a linear layer's form goes to torch's linear."""
+    alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
+    a = a.t() if integer(node, "transA", 0) else a
+    if (
+        integer(node, "transB", 0)
+        and alpha == beta == 1.0
+        and (c is None or c.dim() == 1)
+        and a.is_floating_point()
+    ):
+        if c is None or c.shape[0] == b.shape[0]:
+            return F.linear(a, b, c)
+    b = b.t() if integer(node, "transB", 0) else b
+    if not a.is_floating_point():
+        return _integer_gemm(torch.matmul(a, b), c, alpha, beta)
+    if c is None:
+        return torch.mm(a, b) if alpha == 1.0 else torch.mm(a, b) * alpha
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    scaled = product if alpha == 1.0 else (product * alpha).to(product.dtype)
+    if c is None:
+        return scaled
+    return scaled + (c if beta == 1.0 else (c * beta).to(product.dtype))
+
+
+@ROWS.add("Einsum", 12, 28)
+def einsum(node: Node, *tensors: Tensor) -> Tensor:
+    """The sum that the equation states."""
+    return torch.einsum(text(node, "equation", ""), *given(tensors))
+
+
+@ROWS.add("Det", 11, 22)
+def det(node: Node, x: Tensor) -> Tensor:
+    """Determinants of the last two axes."""
+    return torch.linalg.det(x)

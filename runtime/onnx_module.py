@@ -1,0 +1,288 @@
+"""An ONNX graph as a torch module: each node a row of the op table, run in order.
+
+Values that are known without computing (sizes, axes, indices made of them) stay numpy arrays while the graph runs, so
+that shape arithmetic is done at once and leaves nothing in a captured graph.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.ir.errors import ModelError, show_bytes
+from rematplan.ir.graph import Graph, Node, Weight
+from rematplan.runtime.onnx_init import first_readers, initialise
+from rematplan.runtime.onnx_rows import Row, refuse
+from rematplan.runtime.onnx_table import row_of
+from rematplan.runtime.onnx_values import constant_tensor, to_array, to_tensor, torch_dtype
+
+MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
+
+Value = Any  # Tensor | np.ndarray | None: a tensor, a known value, an absent input
+
+
+def torch_name(name: str) -> str:
+    """An ONNX name as a parameter's name: unique, and turned back by :func:`onnx_name`.
+
+    Torch forbids dots, which become colons; percent signs and colons are escaped as in a URL.
+    """
+    safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
+    return f"{safe}%" if not safe or hasattr(nn.Module, safe) or safe in _MODULE_FIELDS else safe
+
+
+def onnx_name(name: str) -> str:
+    """The ONNX name that :func:`torch_name` was given."""
+    return unquote(name.removesuffix("%").replace(":", "."))
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One node, ready to run. ``last``: the values that nothing reads after it."""
+
+    node: Node
+    row: Row
+    last: tuple[str, ...]
+    statistics: tuple[tuple[int, str], ...]
+    """Batch norm in training form: (place of the output, name of the buffer that it replaces)."""
+
+
+class OnnxModule(nn.Module):
+    """The forward pass of a :class:`~rematplan.ir.graph.Graph`.
+
+    Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file generates
+    start random, by ``seed``. Batch norm in training form updates its buffers once a forward.
+
+    Args:
+        graph: the graph.
+        seed: of the random starts.
+        device: where the weights are made; ``"meta"`` reads none of them.
+
+    Raises:
+        ModelError: an op is not in the table (named with its node and opset), or a weight cannot be read.
+    """
+
+    def __init__(self, graph: Graph, seed: int = 0, device: str = "cpu") -> None:
+        super().__init__()
+        self.graph = graph
+        self.program = _program(graph)
+        self.known = _known_weights(graph.weights)
+        self.names = {w.name: torch_name(w.name) for w in graph.weights}
+        if device != "meta":
+            _check_memory(graph.weights)
+        readers, generator = first_readers(graph), torch.Generator().manual_seed(seed)
+        for weight in graph.weights:
+            if weight.dtype == "object":
+                raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
+            tensor = _made(weight, device)
+            if weight.generated and device != "meta":
+                initialise(weight, tensor, readers.get(weight.name), generator)
+            self._register(weight, tensor)
+
+    def _register(self, weight: Weight, tensor: Tensor) -> None:
+        name = self.names[weight.name]
+        if weight.role == "parameter":
+            self.register_parameter(name, nn.Parameter(tensor))
+        else:
+            self.register_buffer(name, tensor, persistent=weight.role == "buffer")
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The graph's outputs, in order.
+
+        Raises:
+            ModelError: the inputs do not fit, or a node cannot run on them.
+        """
+        values = self._start(inputs)
+        updates: dict[str, Tensor] = {}
+        for step in self.program:
+            results = self._run(step, [values[n] if n else None for n in step.node.inputs])
+            for name, result in zip(step.node.outputs, results, strict=False):
+                if name:
+                    values[name] = result
+            for place, buffer in step.statistics:
+                values[buffer] = updates[buffer] = results[place]
+            for name in step.last:
+                values.pop(name, None)
+        outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
+        with torch.no_grad():
+            for buffer, value in updates.items():
+                self._weight(buffer).copy_(value)
+        return outputs
+
+    def _start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
+        if len(inputs) != len(self.graph.inputs):
+            raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
+        values: dict[str, Value] = {w.name: self._weight(w.name) for w in self.graph.weights}
+        values.update(self.known)
+        values.update((v.name, x) for v, x in zip(self.graph.inputs, inputs, strict=True))
+        return values
+
+    def _weight(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self, self.names[name])
+        return tensor
+
+    def _tensor(self, name: str, value: Value) -> Tensor:
+        """A value as a tensor: a known one that is a weight is that weight's buffer."""
+        if not isinstance(value, np.ndarray):
+            tensor: Tensor = value
+            return tensor
+        return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
+
+    def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
+        """One node's results: known values if all its inputs are known, tensors otherwise."""
+        node, row = step.node, step.row
+        try:
+            if node.op in SIZES and isinstance(args[0], Tensor):
+                return (SIZES[node.op](node, args[0]),)
+            if _all_known(args) and _stays_small(row, args):
+                return _known_results(row, node, args)
+            results = row.run(node, *self._operands(step, args))
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise refuse(node, _first_line(error)) from error
+        return results if isinstance(results, tuple) else (results,)
+
+    def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
+        """The inputs as the row wants them."""
+        rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
+        device = next((a.device for a in args if isinstance(a, Tensor)), None)
+        operands = []
+        for at, (name, value) in enumerate(zip(step.node.inputs, args, strict=True)):
+            if value is None:
+                operands.append(None)
+            elif at in step.row.known:
+                operands.append(value if isinstance(value, np.ndarray) else _values_of(step.node, at, value))
+            elif (
+                step.row.scalars and isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= rank
+            ):
+                operands.append(value.ravel()[0].item())
+            else:
+                tensor = self._tensor(name, value)
+                operands.append(tensor if device is None or tensor is value else tensor.to(device))
+        return operands
+
+
+# ------------------------------------------------------------------ known values
+
+
+def _sizes_from(node: Node, x: Tensor) -> np.ndarray:
+    end = node.attributes.get("end")
+    start = int(node.attributes.get("start", 0))  # type: ignore[arg-type]
+    return np.asarray(list(x.shape)[start : None if end is None else int(end)], np.int64)  # type: ignore[arg-type]
+
+
+# Ops that ask only for a tensor's sizes: answered without touching it.
+SIZES = {
+    "Shape": _sizes_from,
+    "Size": lambda node, x: np.asarray(math.prod(x.shape), np.int64),
+}
+
+
+def _all_known(args: Iterable[Value]) -> bool:
+    return all(a is None or isinstance(a, np.ndarray) for a in args)
+
+
+def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
+    """Whether the results of a node on known values are small enough to be known values themselves."""
+    if row.random:
+        return False
+    if row.size is not None:
+        return row.size(*args) <= MAX_KNOWN
+    shapes = [a.shape for a in args if a is not None]
+    try:
+        return math.prod(np.broadcast_shapes(*shapes)) <= MAX_KNOWN
+    except ValueError:  # not elementwise: gather, concatenation, slices of the operands
+        return sum(math.prod(s) for s in shapes) <= MAX_KNOWN
+
+
+def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
+    """Run a row on known values, out of sight of any tracer."""
+    with _disable_current_modes(), torch.no_grad():
+        operands = [a if a is None or k in row.known else to_tensor(a) for k, a in enumerate(args)]
+        results = row.run(node, *operands)
+        return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
+
+
+def _values_of(node: Node, at: int, tensor: Tensor) -> np.ndarray:
+    """The values of a tensor that decides a shape. They can be read only where tensors have values."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        raise refuse(node, f"its input {at} ({node.inputs[at]!r}) depends on data, but must be known to plan")
+    return to_array(tensor)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+# ------------------------------------------------------------------ making the module
+
+
+def _program(graph: Graph) -> tuple[Instruction, ...]:
+    """The nodes with their rows, and with the last use of every value."""
+    rows = [row_of(node) for node in graph.nodes]
+    kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
+    seen: set[str] = set()
+    program = []
+    for node, row in zip(reversed(graph.nodes), reversed(rows), strict=True):
+        names = dict.fromkeys(n for n in node.inputs if n and n not in seen and n not in kept)
+        seen.update(names)
+        program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights)))
+    return tuple(reversed(program))
+
+
+def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:
+    """Which results of a batch norm in training form are new content of buffers."""
+    if node.op != "BatchNormalization" or not _trains(node):
+        return ()
+    buffers = {w.name for w in weights if w.role == "buffer"}
+    return tuple((out, node.inputs[at]) for out, at in ((1, 3), (2, 4)) if node.inputs[at] in buffers)
+
+
+def _trains(node: Node) -> bool:
+    if node.version >= 14:
+        return bool(node.attributes.get("training_mode", 0))
+    if node.version >= 7:
+        return len(node.outputs) > 1
+    return not node.attributes.get("is_test", 0)
+
+
+def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
+    """Small constants as arrays."""
+    small = (w for w in weights if w.role == "constant" and math.prod(w.shape) <= MAX_KNOWN)
+    return {w.name: w.load() for w in small if w.dtype not in ("object", "bfloat16")}
+
+
+def _made(weight: Weight, device: str) -> Tensor:
+    dtype = torch_dtype(weight.dtype, f"the weight {weight.name!r}")
+    if device == "meta" or weight.generated:
+        return torch.empty(weight.shape, dtype=dtype, device=device)
+    array = weight.load()
+    if array.shape != weight.shape:
+        raise ModelError(f"the weight {weight.name!r} has shape {array.shape}, {weight.shape} was stated")
+    return to_tensor(array).to(device)
+
+
+def _check_memory(weights: Iterable[Weight]) -> None:
+    """Refuse weights that cannot fit, instead of being killed while filling them."""
+    needed = sum(
+        math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != "object"
+    )
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise ModelError(f"its weights take {show_bytes(needed)}, this machine has {show_bytes(present)}")
+
+
+def _width(dtype: str) -> str:
+    return "float16" if dtype == "bfloat16" else dtype
+
+
+_MODULE_FIELDS = frozenset(nn.Module().__dict__) | {"graph", "program", "known", "names"}
