@@ -1,7 +1,8 @@
 """Random starts for weights that a file generates instead of stating them.
 
-He's normal initialisation by fan-in for what multiplies, ones for scales, zeros for shifts (He, Zhang, Ren, Sun, 2015,
-arXiv:1502.01852).
+Normal with variance 1 / fan-in for what multiplies (LeCun, Bottou, Orr, Müller, «Efficient BackProp», 1998), ones for
+scales, zeros for shifts. Not He's 2 / fan-in: batch norms in inference form do not hold the residual sums of a deep
+network together, and a saturated softmax passes no gradient at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Un
 
 def _normal(fan_in: Callable[[torch.Tensor, Node], int]) -> Fill:
     def fill(tensor: torch.Tensor, node: Node, generator: torch.Generator) -> None:
-        tensor.normal_(0.0, math.sqrt(2.0 / max(1, fan_in(tensor, node))), generator=generator)
+        tensor.normal_(0.0, math.sqrt(1.0 / max(1, fan_in(tensor, node))), generator=generator)
 
     return fill
 
