@@ -75,13 +75,16 @@ class OnnxModule(nn.Module):
         self.graph = graph
         self.program = _program(graph)
         self.known = _known_weights(graph.weights)
-        self.names = {w.name: torch_name(w.name) for w in graph.weights}
+        tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(self.known)
+        self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}
         if device != "meta":
             _check_memory(graph.weights)
         readers, generator = first_readers(graph), torch.Generator().manual_seed(seed)
         for weight in graph.weights:
             if weight.dtype == "object":
                 raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
+            if weight.name not in tensors:
+                continue
             tensor = _made(weight, device)
             if weight.generated and device != "meta":
                 initialise(weight, tensor, readers.get(weight.name), generator)
@@ -120,7 +123,7 @@ class OnnxModule(nn.Module):
     def _start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
-        values: dict[str, Value] = {w.name: self._weight(w.name) for w in self.graph.weights}
+        values: dict[str, Value] = {name: self._weight(name) for name in self.names}
         values.update(self.known)
         values.update((v.name, x) for v, x in zip(self.graph.inputs, inputs, strict=True))
         return values
@@ -237,6 +240,20 @@ def _program(graph: Graph) -> tuple[Instruction, ...]:
         seen.update(names)
         program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights)))
     return tuple(reversed(program))
+
+
+def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
+    """The known weights that an op on tensors reads as a tensor; they want a place on the module's device."""
+    settled, wanted = {*known, ""}, set()
+    for step in program:
+        node, row = step.node, step.row
+        if node.op in SIZES or (settled.issuperset(node.inputs) and not row.random):
+            settled.update(node.outputs)
+            continue
+        for at, name in enumerate(node.inputs):
+            if name in known and at not in row.known and not (row.scalars and known[name].size == 1):
+                wanted.add(name)
+    return wanted
 
 
 def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:

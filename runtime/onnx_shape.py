@@ -314,7 +314,7 @@ def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
     if axis == 0 and x.dim() == 2 and x.is_floating_point() and flat.dim() > 0:
         return F.embedding(flat, x)
     picked = x.index_select(axis, flat.reshape(-1))
-    return picked.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return picked.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 @ROWS.add("GatherElements", 11, 13)
@@ -333,7 +333,7 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     rows = torch.arange(flat.shape[0], device=x.device).unsqueeze(1).expand(tuples.shape[:2])
     parts = [_wrapped(p, flat.shape[k + 1]) for k, p in enumerate(tuples.unbind(-1))]
     found = flat[(rows, *parts)]
-    return found.reshape(*indices.shape[:-1], *found.shape[2:])
+    return found.reshape((*indices.shape[:-1], *found.shape[2:]))
 
 
 @ROWS.add("GatherND", 11)

@@ -24,8 +24,9 @@ from rematplan.runtime.measure import Event, high_water, mark, memory_profile, s
 
 Progress = Callable[[float, str], None]
 
-_ENOUGH_SECONDS = 0.03  # timed per distinct call, at least
-_MOST_RUNS = 20
+# A distinct call is timed until it has had this many seconds, but no fewer and no more runs than these.
+_ENOUGH_SECONDS = 0.02
+_LEAST_RUNS, _MOST_RUNS = 3, 20
 _CACHE_VERSION = 1
 
 
@@ -83,7 +84,7 @@ def _measure_all(
 
 def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
     times: list[float] = []
-    while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+    while len(times) < _LEAST_RUNS or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
         synchronize(step.device)
         start = time.perf_counter()
         call.target(*args, **kwargs)

@@ -1,0 +1,234 @@
+"""The library's front door: from a model to a captured step, a priced problem, a plan, a verified run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir.graph import Value
+from rematplan.ir.onnx_loader import load_onnx
+from rematplan.models import ZOO, build, example_inputs
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.registry import strategy as named_strategy
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategy import Progress, silent
+from rematplan.runtime.capture import CapturedStep, capture, training_graph
+from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.loss import WithLoss, with_loss
+from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
+
+COSTS = ("roofline", "profile")
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A model with its loss, a batch for it, and their captured joint graph.
+
+    ``notes``: what the loader did or noticed that a person should know.
+    """
+
+    module: WithLoss
+    batch: tuple[torch.Tensor, ...]
+    step: CapturedStep
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a network of the zoo; None takes the network's own."""
+
+    batch: int | None = None
+    image: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A planned step that was run. Peaks in bytes, everything the step holds counted; times in seconds a step."""
+
+    plan: Plan
+    measured_peak: int
+    eager_peak: int
+    seconds: float
+    eager_seconds: float
+    losses: tuple[float, ...]
+    verification: Verification | None
+
+
+def load_step(
+    model: str | Path,
+    *,
+    sizes: Sizes = Sizes(),
+    dims: Mapping[str, int] | None = None,
+    loss: str | None = None,
+    seed: int = 0,
+) -> LoadedStep:
+    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random batch.
+
+    ``dims`` binds an ONNX file's symbolic dimensions. Weights are the file's; where it states none (and for the zoo)
+    they are drawn from ``seed``, as are inputs and targets.
+
+    Raises:
+        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
+        ModelError: the file cannot be read, or has no training step that can be captured.
+        ZooError: sizes that the network cannot have.
+    """
+    if isinstance(model, str) and model in ZOO:
+        return _load_zoo(model, sizes, dims or {}, loss, seed)
+    path = Path(model)
+    if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
+        raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
+    if sizes != Sizes():
+        raise UsageError(f"{path.name}: batch, image and width are for the zoo; bind a file's dimensions with --dim")
+    graph = load_onnx(path, dims or {})
+    module = OnnxModule(graph, seed=seed).train()
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(_random_input(value, generator) for value in graph.inputs)
+    return _captured(module, inputs, path.stem, loss, seed, graph.notes)
+
+
+def _load_zoo(name: str, sizes: Sizes, dims: Mapping[str, int], loss: str | None, seed: int) -> LoadedStep:
+    if dims:
+        raise UsageError(f"{name}: --dim is for ONNX files; use --batch, --image and --width")
+    inputs = example_inputs(name, sizes.batch, sizes.image, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = build(name, image=sizes.image, width=sizes.width)
+    return _captured(module, inputs, name, loss, seed, ())
+
+
+def _captured(
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    name: str,
+    loss: str | None,
+    seed: int,
+    notes: tuple[str, ...],
+) -> LoadedStep:
+    module, batch = with_loss(model, inputs, loss, seed)
+    return LoadedStep(module, batch, capture(module, batch, name), notes)
+
+
+def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """Reals are normal; integers 0 or 1, which index whatever they index; masks let everything through."""
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    shape = value.shape or ()
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def problem(
+    loaded: LoadedStep,
+    costs: str = "roofline",
+    device: str = DEFAULT_DEVICE_MODEL,
+    progress: Progress = silent,
+) -> TrainingGraph:
+    """The planning problem of a step.
+
+    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile`` measures
+    time and workspace of each distinct op on the present device.
+
+    Raises:
+        UsageError: unknown costs or device model.
+    """
+    if costs not in COSTS:
+        raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}")
+    if costs == "profile":
+        return training_graph(loaded.step, profile_costs(loaded.step, progress))
+    return training_graph(loaded.step, roofline_costs(loaded.step, device_model(device)))
+
+
+def no_recompute(graph: TrainingGraph) -> Plan:
+    """The plan that runs every op once: its peak is what a percentage of a budget refers to."""
+    return next(iter(StoreAll().family(graph)))
+
+
+def plan(
+    graph: TrainingGraph,
+    budget: int,
+    strategy: str = "auto",
+    options: Mapping[str, object] | None = None,
+    progress: Progress = silent,
+) -> Plan:
+    """The best plan that a strategy finds within ``budget`` bytes.
+
+    Raises:
+        UsageError: an unknown strategy or option.
+        InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak it can reach.
+    """
+    return named_strategy(strategy, **(options or {})).plan(graph, budget, progress)
+
+
+def curves(
+    graph: TrainingGraph,
+    strategies: Sequence[str],
+    budgets: Sequence[int],
+    progress: Progress = silent,
+) -> dict[str, tuple[Plan, ...]]:
+    """Each strategy's trade-off: plans by rising overhead and falling peak."""
+    found = {}
+    for done, name in enumerate(strategies):
+
+        def report(fraction: float, text: str, done: int = done, name: str = name) -> None:
+            progress((done + fraction) / len(strategies), f"{name}: {text}" if text else name)
+
+        found[name] = named_strategy(name).curve(graph, budgets, report)
+    return found
+
+
+def run_step(
+    loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
+) -> StepReport:
+    """Run a planned step: measured peak, time against plain autograd in turn, and, if asked, the bitwise comparison.
+
+    ``steps``: planned steps timed; their losses are reported. No optimizer runs; the module is left as it was.
+    """
+    planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
+    module, batch, device = loaded.module, loaded.batch, loaded.step.device
+    losses: list[float] = []
+
+    def run_planned() -> None:
+        module.zero_grad(set_to_none=True)
+        losses.append(float(planned(*batch)))
+
+    def run_eager() -> None:
+        module.zero_grad(set_to_none=True)
+        eager_step(module, batch)
+
+    verification = None
+    if check:
+        progress(0.0, "comparing with plain autograd")
+        verification = verify(planned, batch)
+    held = _held_bytes(loaded)
+    with untouched(module):
+        progress(0.3, "measuring peaks")
+        peaks = []
+        for run in (run_planned, run_eager):
+            module.zero_grad(set_to_none=True)
+            peaks.append(held + peak_above_entry(run, device)[0])
+        progress(0.6, "timing")
+        losses.clear()
+        seconds = seconds_in_turn({"planned": run_planned, "eager": run_eager}, device, steps)
+    progress(1.0, "done")
+    return StepReport(
+        plan, peaks[0], peaks[1], seconds["planned"], seconds["eager"], tuple(losses[1:]), verification
+    )
+
+
+def _held_bytes(loaded: LoadedStep) -> int:
+    """Bytes of what is resident before the step: parameters, buffers, batch, constants."""
+    module = loaded.module
+    tensors = [*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
