@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
-from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx
+from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
 
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
 
@@ -42,6 +43,19 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None) -> Graph:
         return _graph(draft, dict(dims or {}))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def graph_from_proto(proto: Any, name: str = "the model") -> Graph:
+    """The graph of a model that is already in memory as an ``onnx.ModelProto``, all of its dimensions fixed.
+
+    Raises:
+        ModelError: as :func:`load_onnx`; ``name`` is what the message calls the model.
+    """
+    draft = read_proto(proto, Path(name))
+    try:
+        return _graph(draft, {})
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
 
 
 def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:

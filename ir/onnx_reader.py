@@ -68,9 +68,17 @@ def read_onnx(path: Path) -> Draft:
     Raises:
         ModelError: the file cannot be read, is not ONNX, or breaks a rule of the format.
     """
-    proto = _parse(path)
+    return read_proto(_parse(path), path)
+
+
+def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
+    """The same for a model in memory; ``path`` is where its external data would lie beside, and its name.
+
+    Raises:
+        ModelError: as :func:`read_onnx`.
+    """
     try:
-        _check_tensors(proto, path)
+        _check_tensors(proto)
         _check_names(proto.graph)
         _check_expansion(proto)
         model = onnx_ir.from_proto(proto)
@@ -116,7 +124,7 @@ def _innermost(error: BaseException) -> str:
 # ------------------------------------------------------------------ checks on the protobuf message
 
 
-def _check_tensors(proto: onnx.ModelProto, path: Path) -> None:
+def _check_tensors(proto: onnx.ModelProto) -> None:
     """Refuse tensors whose data do not fit their shape, before anything allocates by that shape."""
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")

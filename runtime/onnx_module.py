@@ -63,14 +63,14 @@ class OnnxModule(nn.Module):
 
     Args:
         graph: the graph.
-        seed: of the random starts.
+        seed: of the random starts; None keeps the value that the file fills such weights with.
         device: where the weights are made; ``"meta"`` reads none of them.
 
     Raises:
         ModelError: an op is not in the table (named with its node and opset), or a weight cannot be read.
     """
 
-    def __init__(self, graph: Graph, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
         super().__init__()
         self.graph = graph
         self.program = _program(graph)
@@ -79,14 +79,15 @@ class OnnxModule(nn.Module):
         self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}
         if device != "meta":
             _check_memory(graph.weights)
-        readers, generator = first_readers(graph), torch.Generator().manual_seed(seed)
+        readers, generator = first_readers(graph), torch.Generator().manual_seed(seed or 0)
         for weight in graph.weights:
             if weight.dtype == "object":
                 raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
             if weight.name not in tensors:
                 continue
-            tensor = _made(weight, device)
-            if weight.generated and device != "meta":
+            random = weight.generated and seed is not None
+            tensor = _made(weight, device, filled=not random)
+            if random and device != "meta":
                 initialise(weight, tensor, readers.get(weight.name), generator)
             self._register(weight, tensor)
 
@@ -210,7 +211,7 @@ def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
 def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
     """Run a row on known values, out of sight of any tracer."""
     with _disable_current_modes(), torch.no_grad():
-        operands = [a if a is None or k in row.known else to_tensor(a) for k, a in enumerate(args)]
+        operands = [a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)]
         results = row.run(node, *operands)
         return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
 
@@ -251,7 +252,7 @@ def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.nd
             settled.update(node.outputs)
             continue
         for at, name in enumerate(node.inputs):
-            if name in known and at not in row.known and not (row.scalars and known[name].size == 1):
+            if name in known and at not in row.known | row.literal and not (row.scalars and known[name].size == 1):
                 wanted.add(name)
     return wanted
 
@@ -278,9 +279,9 @@ def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
     return {w.name: w.load() for w in small if w.dtype not in ("object", "bfloat16")}
 
 
-def _made(weight: Weight, device: str) -> Tensor:
+def _made(weight: Weight, device: str, filled: bool) -> Tensor:
     dtype = torch_dtype(weight.dtype, f"the weight {weight.name!r}")
-    if device == "meta" or weight.generated:
+    if device == "meta" or not filled:
         return torch.empty(weight.shape, dtype=dtype, device=device)
     array = weight.load()
     if array.shape != weight.shape:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.graph import Node
-from rematplan.runtime.onnx_rows import Rows, integer, ints, number, refuse, text
+from rematplan.runtime.onnx_rows import Rows, integer, intended, ints, number, refuse, text
 
 ROWS = Rows()
 
@@ -257,7 +257,7 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 @ROWS.add("Dropout", 12, 13, 22, known=(1, 2))
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Torch's own dropout in training mode, nothing otherwise. The second output is the mask."""
-    p = 0.5 if ratio is None else float(ratio.reshape(()))
+    p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
     if training is None or not bool(training.reshape(())) or p == 0.0:
         return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
     return torch.native_dropout(x, p, True)

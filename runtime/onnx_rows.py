@@ -40,6 +40,8 @@ class Row:
     scalars: bool = False
     size: SizeRule | None = None
     random: bool = False
+    literal: frozenset[int] = frozenset()
+    """Input places that arrive as numpy arrays where they are known, and as tensors where not."""
 
 
 @dataclass
@@ -56,12 +58,13 @@ class Rows:
         scalars: bool = False,
         size: SizeRule | None = None,
         random: bool = False,
+        literal: tuple[int, ...] = (),
     ) -> Callable[[H], H]:
         """Rows of ``op``, one for each since_version at which this handler is its meaning."""
 
         def collect(handler: H) -> H:
             for version in since:
-                self.rows.append(Row("", op, version, handler, frozenset(known), scalars, size, random))
+                self.rows.append(Row("", op, version, handler, frozenset(known), scalars, size, random, frozenset(literal)))
             return handler
 
         return collect
@@ -91,7 +94,12 @@ def integer(node: Node, name: str, default: int) -> int:
 
 def number(node: Node, name: str, default: float) -> float:
     """A float attribute."""
-    return float(node.attributes.get(name, default))  # type: ignore[arg-type]
+    return intended(node.attributes.get(name, default))  # type: ignore[arg-type]
+
+
+def intended(value: float) -> float:
+    """The decimal number that a single-precision value was written from: 0.9, where the file can only say 0.89999998."""
+    return float(str(np.float32(value)))
 
 
 def known_ints(array: Known) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rematplan.ir.graph import Node
 from rematplan.runtime.onnx_rows import Known, Rows, given, integer, ints, known_ints, number, refuse, text
-from rematplan.runtime.onnx_values import ONNX_DTYPES, to_tensor
+from rematplan.runtime.onnx_values import ONNX_DTYPES, constant_tensor, to_tensor
 
 ROWS = Rows()
 
@@ -306,10 +306,14 @@ def _wrapped(indices: Tensor, n: int) -> Tensor:
     return torch.where(indices < 0, indices + n, indices)
 
 
-@ROWS.add("Gather", 1, 11, 13)
+@ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Whole slices by index; rows of a table of weights are torch's embedding."""
+    """Whole slices by index: one known index is a view, rows of a table of weights are torch's embedding."""
     axis = integer(node, "axis", 0) % x.dim()
+    if isinstance(indices, np.ndarray):
+        if indices.ndim == 0:
+            return x.select(axis, int(indices))
+        indices = constant_tensor(indices, f"{node.name!r}'s indices").to(x.device)
     flat = _wrapped(indices, x.shape[axis])
     if axis == 0 and x.dim() == 2 and x.is_floating_point() and flat.dim() > 0:
         return F.embedding(flat, x)
