@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rematplan.ir.graph import Node
 from rematplan.runtime.onnx_rows import Known, Rows, given, integer, ints, known_ints, number, text
+from rematplan.runtime.onnx_values import WIDER, signed
 
 ROWS = Rows()
 
@@ -31,7 +32,7 @@ UNARY: dict[tuple[str, tuple[int, ...]], Unary] = {
     ("Asinh", (9, 22)): torch.asinh,
     ("Atan", (7, 22)): torch.atan,
     ("Atanh", (9, 22)): torch.atanh,
-    ("BitwiseNot", (18,)): torch.bitwise_not,
+    ("BitwiseNot", (18,)): lambda x: _unsigned(torch.bitwise_not, x),
     ("Ceil", (1, 6, 13)): torch.ceil,
     ("Cos", (7, 22)): torch.cos,
     ("Cosh", (9, 22)): torch.cosh,
@@ -243,6 +244,10 @@ TENSORS_ONLY: frozenset[Binary] = frozenset({torch.logical_and, torch.logical_or
 
 def _apply(function: Binary, a: Any, b: Any) -> Tensor:
     """The function on tensors and numbers, whichever side the number stands on."""
+    if isinstance(a, Tensor) and a.dtype in WIDER:
+        return _unsigned(function, a, _as_tensor(b, a))
+    if isinstance(b, Tensor) and b.dtype in WIDER:
+        return _unsigned(function, _as_tensor(a, b), b)
     if not isinstance(b, Tensor) and function in TENSORS_ONLY:
         b = _as_tensor(b, a)
     if not isinstance(a, Tensor):
@@ -251,6 +256,39 @@ def _apply(function: Binary, a: Any, b: Any) -> Tensor:
         if function is not _subtract and function is not _power:
             a = _as_tensor(a, b)
     return function(a, b)
+
+
+COMPARISONS: frozenset[Any] = frozenset({torch.eq, torch.gt, torch.ge, torch.lt, torch.le})
+
+
+def _unsigned(function: Any, *operands: Tensor) -> Tensor:
+    """A function on unsigned tensors of 16 bits or more, computed in signed ones."""
+    dtype = operands[0].dtype
+    if function in COMPARISONS:
+        result: Tensor = function(*(signed(x) for x in operands))
+        return result
+    if function in (torch.maximum, torch.minimum):
+        ordered: Tensor = function(*(signed(x) for x in operands))
+        flip = torch.iinfo(torch.int64).min if dtype == torch.uint64 else 0
+        return (ordered ^ flip).view(dtype) if flip else ordered.to(dtype)
+    if dtype != torch.uint64:
+        return function(*(x.to(WIDER[x.dtype]) if x.dtype in WIDER else x for x in operands)).to(dtype)
+    plain = [x.view(torch.int64) if x.dtype == dtype else x for x in operands]
+    if function in (_divide, torch.remainder, torch.fmod):
+        quotient = _unsigned_quotient(*plain)
+        return (quotient if function is _divide else plain[0] - quotient * plain[1]).view(dtype)
+    whole: Tensor = function(*plain)
+    return whole.view(dtype)
+
+
+def _unsigned_quotient(a: Tensor, b: Tensor) -> Tensor:
+    """a ÷ b of 64-bit patterns read without sign (Hacker's Delight, 9-3)."""
+    low = torch.iinfo(torch.int64).min
+    half = (a >> 1) & ~low
+    quotient = torch.div(half, b, rounding_mode="trunc") << 1
+    rest = a - quotient * b
+    quotient = quotient + ((rest ^ low) >= (b ^ low)).to(torch.int64)
+    return torch.where(b < 0, ((a ^ low) >= (b ^ low)).to(torch.int64), quotient)
 
 
 def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
@@ -278,7 +316,8 @@ for (_op, _since), _pair in LEGACY.items():
 @ROWS.add("Mod", 10, 13, 28)
 def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
     """The remainder with the divisor's sign, or with ``fmod`` the dividend's."""
-    return torch.fmod(a, b) if integer(node, "fmod", 0) else torch.remainder(a, b)
+    function = torch.fmod if integer(node, "fmod", 0) else torch.remainder
+    return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
 
 
 @ROWS.add("BitShift", 11, 28)
@@ -309,7 +348,10 @@ VARIADIC: dict[tuple[str, tuple[int, ...]], Callable[[Tensor, Tensor], Tensor]] 
 
 
 def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda node, *tensors: reduce(function, given(tensors))
+    def both(a: Tensor, b: Tensor) -> Tensor:
+        return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
+
+    return lambda node, *tensors: reduce(both, given(tensors))
 
 
 for (_op, _since), _fold in VARIADIC.items():

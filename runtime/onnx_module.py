@@ -74,6 +74,8 @@ class OnnxModule(nn.Module):
         super().__init__()
         self.graph = graph
         self.program = _program(graph)
+        for value in graph.inputs:
+            torch_dtype(value.dtype, f"the graph input {value.name!r}")
         self.known = _known_weights(graph.weights)
         tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(self.known)
         self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}

@@ -34,6 +34,11 @@ class Axis:
     start: float = 0.0
     end: float = 1.0
 
+    @property
+    def length(self) -> float:
+        """The resized length before rounding down, which ONNX's formulas speak of."""
+        return self.n * self.scale
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -75,11 +80,11 @@ def _symmetric(i: np.ndarray, a: Axis) -> np.ndarray:
 def _crop(i: np.ndarray, a: Axis) -> np.ndarray:
     if a.out == 1:
         return i * 0 + 0.5 * (a.start + a.end) * (a.n - 1)
-    return a.start * (a.n - 1) + i * (a.end - a.start) * (a.n - 1) / (a.out - 1)
+    return a.start * (a.n - 1) + i * (a.end - a.start) * (a.n - 1) / (a.length - 1)
 
 
 COORDINATES: dict[str, Callable[[np.ndarray, Axis], np.ndarray]] = {
-    "align_corners": lambda i, a: i * ((a.n - 1) / (a.out - 1)) if a.out > 1 else i * 0.0,
+    "align_corners": lambda i, a: i * ((a.n - 1) / (a.length - 1)) if a.out > 1 else i * 0.0,
     "asymmetric": lambda i, a: i / a.scale,
     "half_pixel": _half_pixel,
     "half_pixel_symmetric": _symmetric,
@@ -188,7 +193,8 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule, sized: bool) -> Tensor 
         return F.interpolate(x, mode="nearest", **how)
     if rule.mode == "linear" and half:
         return F.interpolate(x, mode=LINEAR[x.dim()], align_corners=False, **how)
-    if rule.mode == "linear" and rule.coordinates == "align_corners":
+    whole = all(abs(a.length - a.out) < 1e-4 for a in axes)
+    if rule.mode == "linear" and rule.coordinates == "align_corners" and whole:
         return F.interpolate(x, size=size, mode=LINEAR[x.dim()], align_corners=True)
     if rule.mode == "cubic" and half and x.dim() == 4 and rule.cubic == -0.75:
         return F.interpolate(x, mode="bicubic", align_corners=False, **how)

@@ -42,6 +42,8 @@ class Row:
     random: bool = False
     literal: frozenset[int] = frozenset()
     """Input places that arrive as numpy arrays where they are known, and as tensors where not."""
+    check: Callable[[Node], None] | None = None
+    """Refuses a node whose attributes ask for what the handler cannot do, before anything runs."""
 
 
 @dataclass
@@ -59,12 +61,17 @@ class Rows:
         size: SizeRule | None = None,
         random: bool = False,
         literal: tuple[int, ...] = (),
+        check: Callable[[Node], None] | None = None,
     ) -> Callable[[H], H]:
         """Rows of ``op``, one for each since_version at which this handler is its meaning."""
 
         def collect(handler: H) -> H:
             for version in since:
-                self.rows.append(Row("", op, version, handler, frozenset(known), scalars, size, random, frozenset(literal)))
+                self.rows.append(
+                    Row(
+                        "", op, version, handler, frozenset(known), scalars, size, random, frozenset(literal), check
+                    )
+                )
             return handler
 
         return collect

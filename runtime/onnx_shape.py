@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rematplan.ir.graph import Node
 from rematplan.runtime.onnx_rows import Known, Rows, given, integer, ints, known_ints, number, refuse, text
-from rematplan.runtime.onnx_values import ONNX_DTYPES, constant_tensor, to_tensor
+from rematplan.runtime.onnx_values import ONNX_DTYPES, SAME_WIDTH, WIDER, constant_tensor, signed, to_tensor
 
 ROWS = Rows()
 
@@ -401,8 +401,10 @@ def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> T
 def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
     """The k largest or smallest, and where they stand; of equal ones the first."""
     axis, n = integer(node, "axis", -1), int(k.reshape(-1)[0])
-    order = torch.argsort(x, axis, descending=bool(integer(node, "largest", 1)), stable=True)
+    order = torch.argsort(signed(x), dim=axis, descending=bool(integer(node, "largest", 1)), stable=True)
     places = order.narrow(axis, 0, n)
+    if x.dtype in WIDER:
+        return torch.gather(x.view(SAME_WIDTH[x.dtype]), axis, places).view(x.dtype), places
     return torch.gather(x, axis, places), places
 
 
@@ -437,6 +439,8 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
     """Blocks of the plane gathered into channels."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
+    if text(node, "mode", "DCR") == "CRD":
+        return F.pixel_unshuffle(x, block)
     blocks = x.reshape(n, c, h // block, block, w // block, block)
     return blocks.permute(0, 3, 5, 1, 2, 4).reshape(n, c * block * block, h // block, w // block)
 
@@ -448,13 +452,15 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-@ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28)
+def _castable(node: Node) -> None:
+    if integer(node, "to", 0) not in ONNX_DTYPES:
+        raise refuse(node, f"the element type {integer(node, 'to', 0)} cannot be computed with")
+
+
+@ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
     """Another element type."""
-    to = integer(node, "to", 0)
-    if to not in ONNX_DTYPES:
-        raise refuse(node, f"the element type {to} cannot be computed with")
-    return _cast(x, ONNX_DTYPES[to])
+    return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 
 @ROWS.add("CastLike", 15, 19, 21, 23, 24, 25)

@@ -30,11 +30,14 @@ def row_of(node: Node) -> Row:
     """The row that gives the node its meaning: of its op's rows the newest that its opset knows.
 
     Raises:
-        ModelError: the table has no such row.
+        ModelError: the table has no such row, or the row cannot do what the node's attributes ask for.
     """
     versions = TABLE.get((node.domain, node.op), {})
     known = [since for since in versions if since <= node.version]
     if not known:
         where = f"domain {node.domain or 'ai.onnx'!r}, opset {node.version}"
         raise ModelError(f"node {node.name!r}: the op {node.op} is not supported ({where})")
-    return versions[max(known)]
+    row = versions[max(known)]
+    if row.check is not None:
+        row.check(node)
+    return row

@@ -66,3 +66,26 @@ def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
         return torch.full(array.shape, array.ravel()[0].item(), dtype=dtype)
     wide = array.astype(np.float32) if dtype == torch.bfloat16 else array
     return torch.tensor(wide.tolist(), dtype=dtype).reshape(array.shape)
+
+
+# Torch computes little with unsigned types beyond eight bits. The signed type of the next width holds the smaller
+# ones; 64 bits are computed modulo 2^64, which is the same for both, and compared with the sign bit flipped.
+WIDER: dict[torch.dtype, torch.dtype] = {
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+# To move unsigned patterns where torch moves only signed ones.
+SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def signed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in a type that torch compares, in the same order."""
+    if x.dtype == torch.uint64:
+        return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return x.to(WIDER.get(x.dtype, x.dtype))
