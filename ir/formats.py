@@ -53,9 +53,12 @@ def problem_from_json(data: object) -> TrainingGraph:
         tensors=tensors,
         inputs=_names(_field(root, "inputs", list, "the problem"), "inputs"),
         outputs=_names(_field(root, "outputs", list, "the problem"), "outputs"),
-        ops=tuple(_op_from_json(o, f"op {i}") for i, o in enumerate(_field(root, "ops", list, "the problem"))),
+        ops=tuple(
+            _op_from_json(o, f"op {i}") for i, o in enumerate(_field(root, "ops", list, "the problem"))
+        ),
         inverses=tuple(
-            _op_from_json(o, f"inverse {i}") for i, o in enumerate(_typed(root.get("inverses", []), list, "inverses"))
+            _op_from_json(o, f"inverse {i}")
+            for i, o in enumerate(_typed(root.get("inverses", []), list, "inverses"))
         ),
         ordered=_names(_typed(root.get("ordered", []), list, "ordered"), "ordered"),
         fixed_split={_typed(k, str, "fixed_split"): _typed(v, int, "fixed_split") for k, v in split.items()},
@@ -97,8 +100,8 @@ def read_json(path: Path) -> object:
         raise ProblemError(f"is no JSON: {error}") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file through a temporary neighbour, so that nothing half-written is ever left behind.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file through a temporary neighbour, so that nothing half-written is ever left behind.
 
     Raises:
         ProblemError: the folder or the file cannot be written.
@@ -106,8 +109,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:

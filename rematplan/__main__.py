@@ -1,0 +1,7 @@
+"""``python -m rematplan``."""
+
+import sys
+
+from rematplan.cli import main
+
+sys.exit(main())

@@ -1,0 +1,75 @@
+"""Budgets as a person states them: ``4GiB``, ``512MB``, ``60%``, bytes, or ``min``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.planner.strategy import Progress, Strategy, silent
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+"""Bytes by unit, in lower case."""
+
+_NUMBER = re.compile(r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(%|[a-z]*)", re.IGNORECASE | re.ASCII)
+_FORMS = "write 4GiB, 512MB, 60% (of the no-recompute peak), a whole number of bytes, or min"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget before the problem is known.
+
+    ``text``: as stated. ``kind``: ``bytes``, ``share`` or ``min``. ``amount``: bytes, or 0.6 for 60%.
+    """
+
+    text: str
+    kind: str
+    amount: Fraction
+
+    def bytes(self, base_peak: int, smallest: Callable[[], int]) -> int:
+        """The budget in bytes, rounded down.
+
+        ``base_peak``: what a percentage is of. ``smallest``: called for ``min``, the smallest reachable peak.
+        """
+        if self.kind == "min":
+            return smallest()
+        return int(self.amount * (base_peak if self.kind == "share" else 1))
+
+
+def parse_budget(text: str) -> Budget:
+    """Read a budget.
+
+    Raises:
+        UsageError: malformed; the message shows the forms there are.
+    """
+    if text.strip().lower() == "min":
+        return Budget(text, "min", Fraction(0))
+    match = _NUMBER.fullmatch(text.strip())
+    if match:
+        number, unit = Fraction(match[1]), match[2].lower()
+        if unit == "%":
+            return Budget(text, "share", number / 100)
+        if unit in UNITS and (UNITS[unit] > 1 or number.denominator == 1):  # there is no half byte
+            return Budget(text, "bytes", number * UNITS[unit])
+    raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
+
+
+def smallest_peak(strategy: Strategy, graph: TrainingGraph, progress: Progress = silent) -> int:
+    """The smallest peak in bytes that the strategy can reach: what it answers to a budget of nothing."""
+    try:
+        return strategy.plan(graph, 0, progress).estimate.peak
+    except InfeasibleBudget as error:
+        return error.smallest

@@ -1,0 +1,144 @@
+"""What the commands' arguments share: their types, groups of options, checks of output files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from rematplan.ir import UsageError
+from rematplan.planner.strategies.registry import STRATEGIES, strategy
+from rematplan.planner.strategy import Strategy
+
+LARGEST = 2**31 - 1
+"""A size or count that nobody means to exceed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UsageError`s: one line, like every other error."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=False, **more)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {LARGEST}")
+    return int(text)
+
+
+def dimension(text: str) -> tuple[str, int]:
+    """A binding such as ``batch=8``."""
+    name, equals, size = text.rpartition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form NAME=SIZE, such as batch=8")
+    return name, positive(size)
+
+
+def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """The bindings by name.
+
+    Raises:
+        UsageError: a name is bound twice to different sizes.
+    """
+    bound: dict[str, int] = {}
+    for name, size in pairs:
+        if bound.setdefault(name, size) != size:
+            raise UsageError(f"--dim {name} is given twice, as {bound[name]} and as {size}")
+    return bound
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Sizes of a network of the zoo."""
+    for size in ("batch", "image", "width"):
+        parser.add_argument(f"--{size}", type=positive, metavar="N", help=f"{size} of a network of the zoo")
+
+
+def add_strategy_options(parser: argparse.ArgumentParser) -> None:
+    """An option for every field of every strategy, so that no list of them stands here."""
+    group = parser.add_argument_group("options of the strategies")
+    for name, owners in _fields_by_name().items():
+        kinds = [typing.get_type_hints(STRATEGIES[owner])[name] for owner in owners]
+        text = "; ".join(f"{owner}: default {_default(field)}" for owner, field in owners.items())
+        flag, target = "--" + name.replace("_", "-"), f"option_{name}"
+        if kinds[0] is bool:
+            group.add_argument(
+                flag, dest=target, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        else:
+            group.add_argument(flag, dest=target, metavar=_metavar(kinds), help=text)
+
+
+def _fields_by_name() -> dict[str, dict[str, Field[Any]]]:
+    found: dict[str, dict[str, Field[Any]]] = {}
+    for owner, kind in STRATEGIES.items():
+        for field in fields(kind):
+            found.setdefault(field.name, {})[owner] = field
+    return found
+
+
+def _default(field: Field[Any]) -> object:
+    return "computed" if field.default is MISSING else field.default
+
+
+def _metavar(kinds: Sequence[Any]) -> str:
+    choices = dict.fromkeys(c for k in kinds if typing.get_origin(k) is Literal for c in typing.get_args(k))
+    return "{" + ",".join(map(str, choices)) + "}" if choices else "X"
+
+
+def strategy_options(args: argparse.Namespace) -> dict[str, object]:
+    """The strategy options that were given."""
+    names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
+    return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
+
+
+def one_strategy(args: argparse.Namespace) -> Strategy:
+    """The strategy that ``--strategy`` names, with its options.
+
+    Raises:
+        UsageError: an unknown strategy, or an option that it does not have.
+    """
+    return strategy(args.strategy, **strategy_options(args))
+
+
+def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
+    """Strategies by name; each gets the options it has.
+
+    Raises:
+        UsageError: an unknown strategy, or an option that none of them has.
+    """
+    made: dict[str, Strategy] = {}
+    unused = set(options)
+    for name in names:
+        known = {f.name for f in fields(STRATEGIES[name])} if name in STRATEGIES else set()
+        made[name] = strategy(name, **{k: v for k, v in options.items() if k in known})
+        unused -= known
+    if unused:
+        flags = ", ".join("--" + n.replace("_", "-") for n in sorted(unused))
+        raise UsageError(f"none of the strategies {', '.join(names)} has the option {flags}")
+    return made
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Refuse output files that cannot be written, before any work is done for them.
+
+    Raises:
+        UsageError: a folder that is not there, a folder in place of the file, or one file for two outputs.
+    """
+    given = [p for p in paths if p is not None]
+    for path in given:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}")
+    if len({p.resolve() for p in given}) < len(given):
+        raise UsageError(f"{given[0]} is named for more than one output")

@@ -1,0 +1,198 @@
+"""``rematplan curve``: the memory/overhead trade-off as a table, a picture, a CSV file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rematplan.budgets import Budget, parse_budget
+from rematplan.cli.arguments import (
+    add_strategy_options,
+    check_outputs,
+    several_strategies,
+    strategy_options,
+)
+from rematplan.cli.output import Output
+from rematplan.cli.plan import no_recompute
+from rematplan.cli.source import Source, add_model, load
+from rematplan.ir import UsageError
+from rematplan.ir.formats import write_whole
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategy import Strategy, pareto
+from rematplan.tables import measured_table, trade_off_table
+from rematplan.tradeoff import curves_csv, rows_at, spread, trace_curves
+
+if TYPE_CHECKING:
+    from rematplan.api import StepReport
+
+BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
+MEASURED_PLANS = 5
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """The trade-off of a problem.
+
+    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table's rows. ``reports``: of the
+    plans that were run, the no-recompute plan first.
+    """
+
+    source: Source
+    base: Plan
+    curves: Mapping[str, Sequence[Plan]]
+    budgets: Sequence[Budget]
+    notes: tuple[str, ...]
+    reports: tuple[StepReport, ...] = ()
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model or problem, strategies, budgets, files."""
+    add_model(parser, problem_file=True)
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        metavar="NAME",
+        help=f"a curve to draw, one of {', '.join(STRATEGIES)}; may be repeated; default all",
+    )
+    parser.add_argument(
+        "--budget",
+        action="append",
+        metavar="SIZE",
+        help=f"a row of the table (sizes as for plan); may be repeated; default {', '.join(BUDGETS)}".replace(
+            "%", "%%"
+        ),
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every point of the curves")
+    parser.add_argument(
+        "--measure", action="store_true", help=f"run up to {MEASURED_PLANS} of the best plans on this machine"
+    )
+    add_strategy_options(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Trace, show, write."""
+    check_outputs(args.png, args.csv)
+    if args.measure and args.model is None:
+        raise UsageError("--measure goes with a MODEL: a problem file says nothing of how to run it")
+    budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
+    names = list(dict.fromkeys(args.strategy or STRATEGIES))
+    strategies = several_strategies(names, strategy_options(args))
+    trade_off = trace(load(args, out), strategies, budgets, out)
+    if args.measure:
+        trade_off = measure(trade_off, out)
+    show(trade_off, out)
+    write(trade_off, args.png, args.csv)
+    out.data(
+        document(trade_off) | {"files": {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}}
+    )
+    return 0
+
+
+def trace(
+    source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
+) -> TradeOff:
+    """The curves of all strategies.
+
+    Raises:
+        UsageError: the problem is too large for every one of them.
+    """
+    base = no_recompute(source.graph)
+    amounts = [b.bytes(base.estimate.peak, lambda: 0) for b in budgets if b.kind != "min"]
+    chosen = strategies if source.graph.has_phases else _without_blocks(strategies)
+    with out.progress(f"planning {source.graph.name}") as progress:
+        curves, notes = trace_curves(source.graph, chosen, amounts, progress)
+    if not curves:
+        raise UsageError("; ".join(notes))
+    return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
+
+
+def measure(trade_off: TradeOff, out: Output) -> TradeOff:
+    """Run the no-recompute plan and some plans along the best curve, in turn with eager autograd."""
+    from rematplan import api
+
+    loaded = trade_off.source.loaded
+    assert loaded is not None
+    best = pareto(p for plans in trade_off.curves.values() for p in plans)
+    chosen = [trade_off.base, *(p for p in spread(best, MEASURED_PLANS) if p.estimate.reruns)]
+    reports = []
+    with out.progress("running plans") as progress:
+        for done, plan in enumerate(chosen):
+            progress(done / len(chosen), f"{plan.strategy}, {plan.estimate.reruns} ops recomputed")
+            reports.append(api.run_step(loaded, plan))
+    return TradeOff(
+        trade_off.source, trade_off.base, trade_off.curves, trade_off.budgets, trade_off.notes, tuple(reports)
+    )
+
+
+def show(trade_off: TradeOff, out: Output) -> None:
+    """The tables."""
+    name, base = trade_off.source.graph.name, trade_off.base
+    rows = rows_at(_without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak)
+    out.show(*trade_off.notes, trade_off_table(name, base, rows))
+    if trade_off.reports:
+        out.show(measured_table(name, trade_off.reports))
+
+
+def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
+    """The picture and the CSV file, where wanted."""
+    if csv:
+        measured = {id(r.plan): (r.measured_peak, r.seconds, r.eager_seconds) for r in trade_off.reports}
+        write_whole(csv, curves_csv(trade_off.curves, trade_off.base, measured))
+    if png:
+        from rematplan.plot import MeasuredPoint, save_trade_off  # matplotlib is slow to load
+
+        points = [
+            MeasuredPoint(r.measured_peak, r.seconds / trade_off.reports[0].seconds - 1)
+            for r in trade_off.reports
+        ]
+        title = f"{trade_off.source.graph.name}: memory against time of a training step"
+        save_trade_off(png, title, trade_off.curves, trade_off.base, points)
+
+
+def document(trade_off: TradeOff) -> dict[str, Any]:
+    """The JSON output."""
+    base = trade_off.base.estimate
+    plans = [p for curve in trade_off.curves.values() for p in curve]
+    rows = rows_at(trade_off.curves, trade_off.budgets, base.peak)
+    return {
+        "problem": trade_off.source.graph.name,
+        "notes": list(trade_off.notes),
+        "no_recompute_peak": base.peak,
+        "smallest_peak": min(p.estimate.peak for p in plans),
+        "curves": {name: [_point(p) for p in curve] for name, curve in trade_off.curves.items()},
+        "table": [
+            {"budget": r.budget, "strategy": r.strategy, "smallest_peak": r.smallest}
+            | (_point(r.plan) if r.plan else dict.fromkeys(("peak", "overhead", "ops_recomputed")))
+            for r in rows
+        ],
+        "measured": [
+            _point(r.plan)
+            | {"strategy": r.plan.strategy, "measured_peak": r.measured_peak, "seconds": r.seconds}
+            | {"eager_peak": r.eager_peak, "eager_seconds": r.eager_seconds}
+            for r in trade_off.reports
+        ],
+    }
+
+
+def _point(plan: Plan) -> dict[str, Any]:
+    e = plan.estimate
+    return {"peak": e.peak, "overhead": e.overhead, "ops_recomputed": e.reruns}
+
+
+def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
+    """The curves for the table, where store_all is the first row; alone it keeps its place."""
+    others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
+    return others or curves
+
+
+def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
+    """The strategies that plan a problem without a backward half; if there is none, all, to hear why."""
+    from rematplan.planner.strategies.block_strategy import BlockStrategy
+
+    return {n: s for n, s in strategies.items() if not isinstance(s, BlockStrategy)} or strategies

@@ -1,0 +1,85 @@
+"""``rematplan demo``: U-Net and ResNet-50 from ONNX files to planned, verified training steps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rematplan.budgets import parse_budget
+from rematplan.cli import curve, step
+from rematplan.cli.arguments import several_strategies
+from rematplan.cli.export import write_network
+from rematplan.cli.output import Output
+from rematplan.cli.source import PROFILE, price
+from rematplan.planner.strategies.registry import STRATEGIES
+
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network of the demo and its sizes; ``budget`` of the step that is run."""
+
+    name: str
+    batch: int
+    image: int
+    width: int
+    budget: str
+
+
+CASES = (Case("unet", 2, 192, 32, "60%"), Case("resnet50", 8, 224, 64, "60%"))
+SMALL = (Case("unet", 2, 32, 4, "80%"), Case("resnet50", 2, 32, 8, "80%"))
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Folder and size."""
+    parser.add_argument(
+        "--folder", type=Path, default=Path("demo"), metavar="DIR", help="where files go; default demo"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny networks, for a quick look")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Each case in turn; the exit status of the first that fails, if any."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    start, worst = time.perf_counter(), 0
+    documents = []
+    for case in SMALL if args.small else CASES:
+        status, document = _run_case(case, args.folder, out)
+        worst = worst or status
+        documents.append(document)
+    out.show(
+        f"Done in {time.perf_counter() - start:.0f} s; ONNX files, pictures and tables are in {args.folder}/"
+    )
+    out.data({"folder": str(args.folder), "cases": documents})
+    return worst
+
+
+def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any]]:
+    from rematplan import api
+
+    onnx = folder / f"{case.name}.onnx"
+    out.show(
+        f"── {case.name}, batch {case.batch}, image {case.image}, width {case.width}: exporting to {onnx}"
+    )
+    with out.progress(f"exporting {case.name}"):
+        write_network(case.name, (case.batch, case.image, case.width), onnx)
+    out.show(f"   loading {onnx}, capturing its training step, measuring its ops")
+    with out.progress("capturing the training step"):
+        loaded = api.load_step(onnx, dims={"batch": case.batch})
+    source = price(loaded, out, PROFILE)
+    out.show(f"   {len(source.graph.ops)} ops; planning")
+    budgets = [parse_budget(text) for text in curve.BUDGETS]
+    trade_off = curve.trace(source, several_strategies(list(STRATEGIES), {}), budgets, out)
+    curve.show(trade_off, out)
+    curve.write(trade_off, folder / f"{case.name}.png", folder / f"{case.name}.csv")
+    with out.progress(f"planning {case.name}") as progress:
+        budget = parse_budget(case.budget).bytes(trade_off.base.estimate.peak, lambda: 0)
+        plan = api.plan(source.graph, budget, progress=progress)
+    out.show(f"   picture: {folder / case.name}.png; running a step within {case.budget}")
+    report = step.run_plan(loaded, plan, out, STEPS, True)
+    document = {"model": case.name, "budget": plan.budget, "peak": plan.estimate.peak}
+    return step.exit_status(report), document | step.step_document(report)

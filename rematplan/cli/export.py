@@ -1,0 +1,66 @@
+"""``rematplan export``: a network of the zoo as an ONNX file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rematplan.cli.arguments import add_sizes, check_outputs
+from rematplan.cli.output import Output
+from rematplan.cli.source import zoo_errors
+from rematplan.ir import show_bytes
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Name, sizes, file."""
+    parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
+    add_sizes(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.onnx", help="the file to write"
+    )
+    parser.add_argument(
+        "--static-batch",
+        action="store_true",
+        help="fix the batch dimension instead of leaving it symbolic, named batch",
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Export with weights drawn from a fixed seed, so that the same command writes the same network."""
+    check_outputs(args.output)
+    with zoo_errors(), out.progress(f"exporting {args.name}"):
+        shape = write_network(
+            args.name, (args.batch, args.image, args.width), args.output, dynamic_batch=not args.static_batch
+        )
+    size = args.output.stat().st_size
+    named = shape if args.static_batch else ("batch", *shape[1:])
+    out.show(
+        f"{args.output}: {args.name} for training, {show_bytes(size)}, input {'×'.join(map(str, named))}"
+        + ("" if args.static_batch else f"; bind its batch with --dim batch={shape[0]}")
+    )
+    out.data({"model": args.name, "file": str(args.output), "bytes": size, "input": list(named)})
+    return 0
+
+
+def write_network(
+    name: str, sizes: tuple[int | None, int | None, int | None], path: Path, *, dynamic_batch: bool = True
+) -> tuple[int, ...]:
+    """Export a network; the shape of its input.
+
+    ``sizes``: batch, image, width; None takes the network's own.
+
+    Raises:
+        ZooError: an unknown name, or sizes that the network cannot have.
+        OSError: the file cannot be written.
+    """
+    import torch  # here, so that `rematplan --help` does not wait for it
+
+    from rematplan.models import build, example_inputs, export_onnx
+
+    batch, image, width = sizes
+    inputs = example_inputs(name, batch, image)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build(name, image=image, width=width)
+    export_onnx(model, inputs, path, dynamic_batch=dynamic_batch)
+    return tuple(inputs[0].shape)

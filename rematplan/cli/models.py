@@ -1,0 +1,45 @@
+"""``rematplan models``: the networks that have a name."""
+
+from __future__ import annotations
+
+import argparse
+
+from rematplan.cli.output import Output
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+    del parser
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """List the zoo."""
+    del args
+    import torch  # here and below: `rematplan --help` does not wait for torch
+
+    from rematplan.models import ZOO, build
+    from rematplan.tables import models_table
+
+    counted = []
+    with torch.device("meta"):  # shapes without memory
+        for name, entry in ZOO.items():
+            counted.append((entry, sum(p.numel() for p in build(name).parameters())))
+    out.show(models_table(counted))
+    out.data(
+        {
+            "models": [
+                {
+                    "name": entry.name,
+                    "summary": entry.summary,
+                    "output": entry.output,
+                    "parameters": parameters,
+                    "batch": entry.batch,
+                    "image": entry.image,
+                    "width": entry.width,
+                    "classes": entry.classes,
+                }
+                for entry, parameters in counted
+            ]
+        }
+    )
+    return 0

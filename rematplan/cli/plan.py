@@ -1,0 +1,115 @@
+"""``rematplan plan``: a plan within a budget, shown and written."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from rematplan.budgets import parse_budget, smallest_peak
+from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
+from rematplan.cli.output import Output
+from rematplan.cli.source import Source, add_model, load
+from rematplan.ir import TrainingGraph, save_problem
+from rematplan.planner.plan import Plan, save_plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.tables import plan_table, split_for_people, split_table
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model or problem, budget, strategy, files."""
+    add_model(parser, problem_file=True)
+    add_budget(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
+    parser.add_argument("--problem-out", type=Path, metavar="PROBLEM.json", help="write the planning problem")
+    add_strategy_options(parser)
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Budget and strategy."""
+    parser.add_argument(
+        "--budget",
+        required=True,
+        metavar="SIZE",
+        help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, bytes, "
+        "or min for the least the strategy can reach",
+    )
+    parser.add_argument(
+        "--strategy", default="auto", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}; default auto"
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan, show, write."""
+    check_outputs(args.output, args.problem_out)
+    parse_budget(args.budget)  # a malformed one is refused before the model is loaded
+    one_strategy(args)
+    source = load(args, out)
+    if args.problem_out:
+        save_problem(source.graph, args.problem_out)
+    base = no_recompute(source.graph)
+    start = time.perf_counter()
+    plan = plan_within(source.graph, base, args, out)
+    seconds = time.perf_counter() - start
+    if args.output:
+        save_plan(plan, args.output)
+    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(plan, base))
+    for what, path in (("plan", args.output), ("problem", args.problem_out)):
+        if path:
+            out.show(f"{what}: {path}")
+    files = {"plan": _text(args.output), "problem": _text(args.problem_out)}
+    out.data(plan_document(source, plan, base) | {"planning_seconds": seconds, "files": files})
+    return 0
+
+
+def no_recompute(graph: TrainingGraph) -> Plan:
+    """The plan that runs every op once: its peak is what a percentage of a budget refers to."""
+    return next(iter(StoreAll().family(graph)))
+
+
+def plan_within(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Output) -> Plan:
+    """The plan of the strategy within the budget that the arguments name.
+
+    Raises:
+        InfeasibleBudget: the strategy cannot.
+    """
+    strategy = one_strategy(args)
+    with out.progress(f"planning {graph.name}") as progress:
+        budget = parse_budget(args.budget).bytes(
+            base.estimate.peak, lambda: smallest_peak(strategy, graph, progress)
+        )
+        return strategy.plan(graph, budget, progress)
+
+
+def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
+    """What the JSON output says of a plan; the steps stand in the plan file."""
+    e = plan.estimate
+    return {
+        "problem": source.graph.name,
+        "notes": list(source.notes),
+        "ops": len(source.graph.ops),
+        "strategy": plan.strategy,
+        "status": plan.status,
+        "budget": plan.budget,
+        "no_recompute_peak": base.estimate.peak,
+        "peak": e.peak,
+        "cost": e.cost,
+        "overhead": e.overhead,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "ops_recomputed": e.reruns,
+        "runs": len(runs_of(plan.schedule)),
+        "split": _split(source, plan),
+        "split_no_recompute": _split(source, base),
+    }
+
+
+def _split(source: Source, plan: Plan) -> dict[str, int]:
+    return {kind.replace(" ", "_"): n for kind, n in split_for_people(source.graph, plan).items()}
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

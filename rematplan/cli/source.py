@@ -1,0 +1,123 @@
+"""Where a problem comes from: a network of the zoo, an ONNX file, or a problem file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rematplan.cli.arguments import add_sizes, dimension, dimensions
+from rematplan.cli.output import Output
+from rematplan.ir import TrainingGraph, UsageError, load_problem
+
+if TYPE_CHECKING:
+    from rematplan.api import LoadedStep
+
+PROFILE, ROOFLINE = "profile", "roofline"
+MODEL_ONLY = ("batch", "image", "width", "dim", "loss", "costs", "device_model")
+"""Options that mean nothing for a problem file."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A problem to plan. ``loaded``: the captured step behind it, None for a problem file."""
+
+    graph: TrainingGraph
+    loaded: LoadedStep | None
+    notes: tuple[str, ...] = ()
+
+
+def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
+    """MODEL and what belongs to it; with ``problem_file``, ``--problem`` in its place."""
+    parser.add_argument(
+        "model",
+        nargs="?" if problem_file else None,
+        metavar="MODEL",
+        help="an ONNX file, or a network of the zoo (see: rematplan models)",
+    )
+    if problem_file:
+        parser.add_argument("--problem", type=Path, metavar="FILE", help="a problem file, in place of MODEL")
+    add_sizes(parser)
+    parser.add_argument(
+        "--dim",
+        type=dimension,
+        action="append",
+        metavar="NAME=SIZE",
+        help="bind a symbolic dimension of an ONNX file, such as batch=8; may be repeated",
+    )
+    parser.add_argument(
+        "--loss", metavar="NAME", help="cross_entropy, mse or output; by default what fits the model's output"
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="KIND",
+        help="profile: time and workspace of each op, measured on this machine and kept (default); "
+        "roofline: from a device model, without workspace",
+    )
+    parser.add_argument(
+        "--device-model",
+        metavar="NAME",
+        help="the device of the roofline model, such as a100; implies roofline",
+    )
+
+
+def load(args: argparse.Namespace, out: Output) -> Source:
+    """The problem that the arguments name.
+
+    Raises:
+        UsageError: both or neither of MODEL and ``--problem``, or options that do not go with it.
+        RematplanError: the model or the problem cannot be read.
+    """
+    problem = getattr(args, "problem", None)
+    if (problem is None) == (args.model is None):
+        raise UsageError("name either a MODEL or a --problem file" + (", not both" if problem else ""))
+    if problem is None:
+        return _load_model(args, out)
+    for option in MODEL_ONLY:
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option.replace('_', '-')} goes with a MODEL, not with --problem")
+    return Source(load_problem(problem), None)
+
+
+def _load_model(args: argparse.Namespace, out: Output) -> Source:
+    from rematplan import api  # here, so that problem files are planned without waiting for torch
+
+    if args.device_model is not None and args.costs == PROFILE:
+        raise UsageError("--device-model goes with --costs roofline, not with profile")
+    costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    with out.progress("capturing the training step"), zoo_errors():
+        loaded = api.load_step(
+            args.model,
+            sizes=api.Sizes(args.batch, args.image, args.width),
+            dims=dimensions(args.dim or ()),
+            loss=args.loss,
+        )
+    return price(loaded, out, costs, args.device_model)
+
+
+def price(loaded: LoadedStep, out: Output, costs: str, device_model: str | None = None) -> Source:
+    """The problem of a captured step, its ops measured or modelled.
+
+    Raises:
+        UsageError: unknown costs or device model.
+    """
+    from rematplan import api
+    from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
+
+    with out.progress("measuring ops" if costs == PROFILE else "pricing ops") as progress:
+        graph = api.problem(loaded, costs, device_model or DEFAULT_DEVICE_MODEL, progress)
+    return Source(graph, loaded, loaded.notes)
+
+
+@contextmanager
+def zoo_errors() -> Iterator[None]:
+    """The zoo's errors as errors of usage: its folder knows nothing of rematplan's."""
+    from rematplan.models import ZooError
+
+    try:
+        yield
+    except ZooError as error:
+        raise UsageError(str(error)) from None

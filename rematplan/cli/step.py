@@ -1,0 +1,86 @@
+"""``rematplan step``: run a planned training step, measure it, compare it with plain autograd."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rematplan.budgets import parse_budget
+from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
+from rematplan.cli.output import Output
+from rematplan.cli.plan import add_budget, no_recompute, plan_document, plan_within
+from rematplan.cli.source import add_model, load
+from rematplan.planner.plan import Plan
+from rematplan.tables import plan_table, split_table, step_table
+
+if TYPE_CHECKING:
+    from rematplan.api import LoadedStep, StepReport
+
+VERIFICATION_FAILED = 1
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model, budget, strategy, steps."""
+    add_model(parser, problem_file=False)
+    add_budget(parser)
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare loss, every gradient and every buffer with plain autograd, bit by bit",
+    )
+    add_strategy_options(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan, run, measure; exit status 1 if the verification finds a difference."""
+    parse_budget(args.budget)
+    one_strategy(args)
+    source = load(args, out)
+    assert source.loaded is not None
+    base = no_recompute(source.graph)
+    plan = plan_within(source.graph, base, args, out)
+    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(plan, base))
+    report = run_plan(source.loaded, plan, out, args.steps, args.verify)
+    out.data(plan_document(source, plan, base) | step_document(report))
+    return exit_status(report)
+
+
+def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
+    """Run a plan and show what was measured."""
+    from rematplan import api
+
+    with out.progress("running") as progress:
+        report = api.run_step(loaded, plan, steps=steps, check=check, progress=progress)
+    out.show(step_table(loaded.step.name, report))
+    return report
+
+
+def exit_status(report: StepReport) -> int:
+    """1, said on standard error, if the verification found a difference."""
+    if report.verification is None or report.verification.bit_equal:
+        return 0
+    print(f"rematplan: {report.verification}", file=sys.stderr)
+    return VERIFICATION_FAILED
+
+
+def step_document(report: StepReport) -> dict[str, Any]:
+    """What the JSON output says of a step that was run."""
+    checked = report.verification
+    return {
+        "measured_peak": report.measured_peak,
+        "eager_peak": report.eager_peak,
+        "seconds": report.seconds,
+        "eager_seconds": report.eager_seconds,
+        "losses": list(report.losses),
+        "verification": None
+        if checked is None
+        else {
+            "bit_equal": checked.bit_equal,
+            "compared": checked.compared,
+            "differences": [
+                {"name": d.name, "absolute": d.absolute, "relative": d.relative} for d in checked.differences
+            ],
+        },
+    }

@@ -1,0 +1,188 @@
+"""Results as tables that a person can read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.split import peak_split
+from rematplan.tradeoff import Row
+
+if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
+    from rematplan.api import StepReport
+    from rematplan.models import ZooEntry
+
+LABELS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "batch": "batch",
+    "constant": "constants",
+    "tangent": "gradient of the loss",
+    "rng_states": "random states",
+    "inputs": "other inputs",
+    "activations": "activations",
+    "gradients": "gradients",
+    "workspace": "workspace",
+}
+"""What the kinds of `peak_split` are called before people."""
+
+ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspace")
+
+
+def show_seconds(seconds: float) -> str:
+    """A step time for a person."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def show_share(part: float, whole: float) -> str:
+    """A part in percent of the whole, or a dash for a whole of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+def show_overhead(plan: Plan) -> str:
+    """A plan's extra cost."""
+    return f"{100 * plan.estimate.overhead:.2f} %"
+
+
+def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
+    """Bytes held at the plan's peak, under the names of `LABELS`; a training step shows all of `ALWAYS`."""
+    found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
+    shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
+    return {name: n for name, n in (shown | found).items() if n or name in shown}
+
+
+def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
+    """Names and values, a row each."""
+    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
+    """What the step holds at its peak, without recomputation and as planned."""
+    table = _table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
+    without, planned = split_for_people(graph, base), split_for_people(graph, plan)
+    for kind in dict.fromkeys((*without, *planned)):
+        table.add_row(kind, show_bytes(without.get(kind, 0)), show_bytes(planned.get(kind, 0)))
+    table.add_section()
+    table.add_row("peak", show_bytes(base.estimate.peak), show_bytes(plan.estimate.peak))
+    return table
+
+
+def plan_table(plan: Plan, base: Plan) -> Table:
+    """What a plan promises."""
+    e = plan.estimate
+    rows = {
+        "strategy": plan.strategy,
+        "budget": "none" if plan.budget is None else f"{show_bytes(plan.budget)} ({plan.budget} bytes)",
+        "predicted peak": f"{show_bytes(e.peak)} ({e.peak} bytes), "
+        f"{show_share(e.peak, base.estimate.peak)} of no recompute",
+        "overhead": show_overhead(plan),
+        "ops recomputed": f"{e.reruns} (the step has {len(runs_of(base.schedule))})",
+        "status": plan.status,
+    }
+    if plan.lower_bound is not None:
+        rows["proven floor of the overhead"] = f"{100 * plan.lower_bound:.2f} %"
+    return pairs_table(f"Plan of {plan.problem}", rows)
+
+
+def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
+    """Strategies × budgets, a section a budget, the least overhead of each in bold."""
+    columns = ("predicted peak", "of no recompute", "overhead", "ops recomputed")
+    table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
+    table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
+    for budget, group in itertools.groupby(rows, lambda row: row.budget):
+        here = list(group)
+        if not any(row.plan for row in here):
+            least = min(row.smallest for row in here)
+            table.add_row(budget, "none reaches it", f"≥ {show_bytes(least)}", "–", "–", "–", style="dim")
+        else:
+            for i, row in enumerate(here):
+                cells = (
+                    _cells(row.plan, base) if row.plan else (f"≥ {show_bytes(row.smallest)}", "–", "–", "–")
+                )
+                style = "bold" if row.best else None if row.plan else "dim"
+                table.add_row("" if i else budget, row.strategy, *cells, style=style)
+        table.add_section()
+    return table
+
+
+def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
+    peak = plan.estimate.peak
+    return (
+        show_bytes(peak),
+        show_share(peak, base.estimate.peak),
+        show_overhead(plan),
+        str(plan.estimate.reruns),
+    )
+
+
+def measured_table(name: str, reports: Sequence[StepReport]) -> Table:
+    """Plans that were run."""
+    table = _table(
+        f"{name}: measured on this machine",
+        "strategy",
+        "predicted peak",
+        "measured peak",
+        "step time",
+        "against eager",
+        "overhead predicted",
+        left=1,
+    )
+    for report in reports:
+        table.add_row(
+            report.plan.strategy,
+            show_bytes(report.plan.estimate.peak),
+            show_bytes(report.measured_peak),
+            show_seconds(report.seconds),
+            f"× {report.seconds / report.eager_seconds:.3f}",
+            show_overhead(report.plan),
+        )
+    if reports:
+        table.add_section()
+        peak, seconds = reports[0].eager_peak, reports[0].eager_seconds
+        table.add_row("eager autograd", "–", show_bytes(peak), show_seconds(seconds), "× 1.000", "–")
+    return table
+
+
+def step_table(name: str, report: StepReport) -> Table:
+    """Predicted and measured peak, step time against eager, and the comparison with plain autograd."""
+    predicted, measured = report.plan.estimate.peak, report.measured_peak
+    rows = {
+        "predicted peak": show_bytes(predicted),
+        "measured peak": f"{show_bytes(measured)} ({100 * (measured / max(predicted, 1) - 1):+.2f} %)",
+        "eager's measured peak": show_bytes(report.eager_peak),
+        "step time": f"{show_seconds(report.seconds)} (overhead predicted {show_overhead(report.plan)})",
+        "eager's step time": show_seconds(report.eager_seconds),
+        "planned ÷ eager": f"{report.seconds / report.eager_seconds:.3f}",
+        "loss": ", ".join(f"{loss:.6g}" for loss in report.losses),
+    }
+    if report.verification is not None:
+        rows["verification"] = str(report.verification)
+    return pairs_table(f"Step of {name}, strategy {report.plan.strategy}", rows)
+
+
+def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
+    """The zoo, with each network's number of parameters at its default width."""
+    table = _table("Networks", "name", "", "parameters", "batch", "image", "width", left=2)
+    for entry, parameters in entries:
+        sizes = (f"{parameters:,}", str(entry.batch), str(entry.image), str(entry.width))
+        table.add_row(entry.name, entry.summary, *sizes)
+    return table
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
+    return table

@@ -1,0 +1,116 @@
+"""The memory/overhead trade-off of a problem: curves, and the rows of a table strategy × budget."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rematplan.budgets import Budget
+from rematplan.ir import LatticeTooLarge, TrainingGraph
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategy import Progress, Strategy, silent
+
+Curves = Mapping[str, Sequence[Plan]]
+"""By strategy, its plans by rising overhead and falling peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a strategy offers at a budget.
+
+    ``plan``: None if nothing fits. ``smallest``: the least peak it reaches. ``best``: no other has
+    less overhead at this budget.
+    """
+
+    budget: str
+    strategy: str
+    plan: Plan | None
+    smallest: int
+    best: bool = False
+
+
+def trace_curves(
+    graph: TrainingGraph,
+    strategies: Mapping[str, Strategy],
+    budgets: Sequence[int],
+    progress: Progress = silent,
+) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
+    """The curve of each strategy, and a note on each that the problem is too large for."""
+    found: dict[str, tuple[Plan, ...]] = {}
+    notes = []
+    for done, (name, strategy) in enumerate(strategies.items()):
+
+        def report(fraction: float, text: str, done: int = done, name: str = name) -> None:
+            progress((done + fraction) / len(strategies), f"{name}: {text}" if text else name)
+
+        report(0.0, "")
+        try:
+            found[name] = strategy.curve(graph, budgets, report)
+        except LatticeTooLarge as error:
+            notes.append(str(error))
+    return found, tuple(notes)
+
+
+def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int) -> tuple[Row, ...]:
+    """The table's rows: each strategy's plan of least overhead at each budget (``min``: its smallest)."""
+    rows: list[Row] = []
+    for budget in budgets:
+        here = [_row(budget, name, plans, base_peak) for name, plans in curves.items()]
+        least = min((r.plan.estimate.overhead for r in here if r.plan), default=None)
+        rows += [
+            Row(
+                r.budget,
+                r.strategy,
+                r.plan,
+                r.smallest,
+                r.plan is not None and r.plan.estimate.overhead == least,
+            )
+            for r in here
+        ]
+    return tuple(rows)
+
+
+def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int) -> Row:
+    smallest = min(p.estimate.peak for p in plans)
+    limit = budget.bytes(base_peak, lambda: smallest)
+    fitting = [p for p in plans if p.estimate.peak <= limit]
+    best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
+    return Row("smallest" if budget.kind == "min" else budget.text, name, best, smallest)
+
+
+def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
+    """At most ``count`` plans, evenly along the curve, both ends among them."""
+    if len(plans) <= count:
+        return tuple(plans)
+    return tuple(plans[round(i * (len(plans) - 1) / (count - 1))] for i in range(count))
+
+
+CSV_COLUMNS = (
+    "strategy",
+    "predicted_peak_bytes",
+    "percent_of_no_recompute",
+    "overhead_percent",
+    "ops_recomputed",
+    "measured_peak_bytes",
+    "measured_seconds",
+    "eager_seconds",
+)
+
+
+def curves_csv(curves: Curves, base: Plan, measured: Mapping[int, tuple[int, float, float]]) -> str:
+    """Every point of every curve as CSV.
+
+    ``measured``: by the ``id`` of a plan that was run, its measured peak in bytes, its and eager's seconds.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for name, plans in curves.items():
+        for plan in plans:
+            e = plan.estimate
+            share = 100 * e.peak / base.estimate.peak if base.estimate.peak else 100.0
+            row = (name, e.peak, f"{share:.3f}", f"{100 * e.overhead:.4f}", e.reruns)
+            writer.writerow((*row, *measured.get(id(plan), ("", "", ""))))
+    return out.getvalue()
