@@ -88,7 +88,9 @@ def load_step(
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
     if sizes != Sizes():
-        raise UsageError(f"{path.name}: batch, image and width are for the zoo; bind a file's dimensions with --dim")
+        raise UsageError(
+            f"{path.name}: batch, image and width are for the zoo; bind a file's dimensions with --dim"
+        )
     graph = load_onnx(path, dims or {})
     module = OnnxModule(graph, seed=seed).train()
     generator = torch.Generator().manual_seed(seed)

@@ -14,10 +14,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["loss", "gradient", "buffer"]
@@ -110,7 +109,11 @@ class CapturedStep:
 
     def writes(self, call: Call) -> tuple[str, ...]:
         """The storages that a call makes, each once."""
-        return tuple(dict.fromkeys(self.values[r].storage for r in call.results if r)) if not call.is_view else ()
+        return (
+            tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
+            if not call.is_view
+            else ()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     inputs: dict[str, InputKind] = {}
     for i in step.inputs:
         inputs.setdefault(step.values[i.value].storage, i.kind)
-    split = {kind: 0 for kind in dict.fromkeys(inputs.values())}
+    split = dict.fromkeys(dict.fromkeys(inputs.values()), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
     if seeded:
@@ -211,7 +214,9 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
         raise
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
         first = str(error).strip().splitlines()
-        raise ModelError(f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}") from error
+        raise ModelError(
+            f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}"
+        ) from error
     return _Reader(joint.graph_module).read(name)
 
 

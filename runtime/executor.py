@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.capture import Call, CapturedStep, Ref, refs
@@ -55,7 +54,9 @@ def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
     wanted = set(seeded)
     first = [name for name in dict.fromkeys(runs_of(schedule)) if name in wanted]
     if first != seeded:
-        raise ProblemError(f"{step.name}: the schedule's first runs of random ops stand in another order than the step's")
+        raise ProblemError(
+            f"{step.name}: the schedule's first runs of random ops stand in another order than the step's"
+        )
 
 
 class _Writer:
@@ -83,6 +84,8 @@ class _Writer:
         names = ", ".join(self._name(i.value) for i in step.inputs)
         for at, one in enumerate(self.schedule):
             if isinstance(one, Free):
+                if one.tensor not in self.alive:
+                    raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
                 self._free(one.tensor)
             else:
                 self._run(one, at)
@@ -115,7 +118,13 @@ class _Writer:
             self.states.add(state)
             self.lines += [f"{state} = save_rng()", assign]
         else:
-            self.lines += ["rng_now = save_rng()", f"load_rng({state})", assign, "load_rng(rng_now)", "del rng_now"]
+            self.lines += [
+                "rng_now = save_rng()",
+                f"load_rng({state})",
+                assign,
+                "load_rng(rng_now)",
+                "del rng_now",
+            ]
 
     def _results(self, call: Call) -> str:
         if call.single:

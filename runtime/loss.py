@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rematplan.ir import ModelError, UsageError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
-
-from rematplan.ir import ModelError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,13 @@ def _sum(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _LOSSES = (
     Loss("output", "the output itself (its sum, if it is no scalar)", _sum, None, lambda o: True),
-    Loss("cross_entropy", "cross entropy with random labels", _cross_entropy, _class_target, lambda o: o.dim() >= 2),
+    Loss(
+        "cross_entropy",
+        "cross entropy with random labels",
+        _cross_entropy,
+        _class_target,
+        lambda o: o.dim() >= 2,
+    ),
     Loss("mse", "mean square distance to random targets", _mse, _noise_target, lambda o: True),
 )
 LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}

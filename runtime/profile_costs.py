@@ -11,16 +11,18 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
 from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
 from rematplan.runtime.capture import Call, CallCost, CapturedStep, substitute
+from rematplan.runtime.device_models import device_model
 from rematplan.runtime.measure import Event, high_water, mark, memory_profile, synchronize
+from rematplan.runtime.roofline import flops, moved_bytes
 
 Progress = Callable[[float, str], None]
 
@@ -30,8 +32,8 @@ _LEAST_RUNS, _MOST_RUNS = 3, 20
 _CACHE_VERSION = 1
 
 
-class ProfileError(RuntimeError):
-    """A call that cannot be run on synthetic arguments."""
+class ProfileWarning(UserWarning):
+    """A call could not be run on synthetic arguments, so its cost is a guess."""
 
 
 def profile_costs(
@@ -75,11 +77,27 @@ def _measure_all(
             call = step.call[name]
             with torch.no_grad():
                 args, kwargs = arguments.of(call)
-                workspace = _workspace(step, call, args, kwargs)
+                try:
+                    workspace = _workspace(step, call, args, kwargs)
+                except (RuntimeError, IndexError, ValueError) as error:
+                    known[signature_] = _guess(step, call, error)
+                    continue
                 known[signature_] = (_microseconds(step, call, args, kwargs), workspace)
     finally:
         torch.set_rng_state(state)
     progress(1.0, "profiled")
+
+
+def _guess(step: CapturedStep, call: Call, error: Exception) -> tuple[float, int]:
+    """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of a laptop,
+    and a workspace as large as all that it reads and writes."""
+    moved = moved_bytes(step, call)
+    warnings.warn(
+        f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
+        ProfileWarning,
+        stacklevel=2,
+    )
+    return device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved
 
 
 def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
@@ -95,11 +113,10 @@ def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> flo
 
 def _workspace(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> int:
     """Bytes held at the call's worst moment beyond its results; the call is run once before, to warm up."""
-    try:
-        result = call.target(*args, **kwargs)
-    except Exception as error:
-        raise ProfileError(f"{call.name} ({call.target}) cannot be run on synthetic arguments: {error}") from error
-    results = [r for r in ((result,) if isinstance(result, torch.Tensor) else result) if isinstance(r, torch.Tensor)]
+    result = call.target(*args, **kwargs)
+    results = [
+        r for r in ((result,) if isinstance(result, torch.Tensor) else result) if isinstance(r, torch.Tensor)
+    ]
     kept = sum({r.untyped_storage()._cdata: r.untyped_storage().nbytes() for r in results}.values())
     del result, results
     if step.device.type == "cuda":
@@ -128,8 +145,8 @@ class _Arguments:
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
         generator = torch.Generator().manual_seed(0)
-        # One block of numbers in (0.1, 1.1), safe for logarithms and divisions, repeated to any size.
-        self.pool = torch.rand(1 << 16, generator=generator) + 0.1
+        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to any size.
+        self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made: dict[str, torch.Tensor] = {}
@@ -153,7 +170,7 @@ class _Arguments:
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             return torch.zeros(n, dtype=dtype, device=device)
-        pool = (self.pool > 0.6) if dtype == torch.bool else self.pool.to(dtype)
+        pool = (self.pool > 0.5) if dtype == torch.bool else self.pool.to(dtype)
         return pool.repeat(-(-n // len(pool)))[:n].to(device)
 
 

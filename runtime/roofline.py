@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-
 from rematplan.runtime.capture import Call, CallCost, CapturedStep, refs, substitute
 from rematplan.runtime.device_models import DeviceModel
 

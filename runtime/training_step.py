@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.capture import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step
+from torch import nn
 
 
 class PlannedStep:

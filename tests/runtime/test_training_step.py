@@ -1,0 +1,297 @@
+"""Laws of the planned step: bit-equal to plain autograd, once updated, within the simulated peak, on awkward models."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rematplan.ir import ModelError, ProblemError, TrainingGraph
+from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.schedule import Run, runs_of, with_frees
+from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.runtime.capture import CapturedStep, capture, training_graph
+from rematplan.runtime.executor import compile_step
+from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.training_step import PlannedStep, eager_step, untouched, verify
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Conv(nn.Module):
+    """Batch norm, dropout, in-place ReLU, pooling with indices, concatenation, a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.b = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.group = nn.GroupNorm(2, 8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.drop = nn.Dropout(0.4)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = functional.relu(self.norm(self.a(x)), inplace=True)
+        y = self.up(functional.max_pool2d(self.group(self.b(x)), 2))
+        z = torch.cat([self.drop(x), y], 1).mean((2, 3))
+        return functional.cross_entropy(self.head(z), target)
+
+
+class Attention(nn.Module):
+    """Tied embedding, fused attention, layer norm, GELU, views and splits, dropout replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(11, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        n, t, d = x.shape
+        q, k, v = (p.view(n, t, 2, d // 2).transpose(1, 2) for p in self.qkv(self.norm(x)).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, t, d))
+        x = x + self.mlp(self.norm(x))
+        scores = x @ self.token.weight.T
+        return functional.cross_entropy(scores.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class SharedGradients(nn.Module):
+    """Parameters whose gradients are one tensor, an expanded one, an untouched one, a frozen and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(4, 6)) for _ in range(3))
+        self.frozen = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.counter = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter += 1
+        return ((self.a + self.b) * self.frozen).sin().sum() + self.c.sum() + (x * self.a).sum()
+
+
+class Recurrent(nn.Module):
+    """A loop with shared weights, random numbers of several kinds, indexing and in-place writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        outs = []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t] + 0.1 * torch.randn(h.shape), h)
+            h = functional.dropout(h, 0.3)
+            outs.append(h.clone())
+        y = torch.stack(outs, 1)
+        y[:, 0] = outs[1] * self.scale
+        keep = torch.bernoulli(torch.full_like(y, 0.5))
+        return (y * keep).masked_fill(y > 0.9, 0.0).pow(2).mean() + y.cumsum(1).std() + h.topk(2).values.sum()
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "conv": lambda: (Conv(), (torch.randn(3, 3, 10, 10), torch.tensor([1, 0, 4]))),
+    "attention": lambda: (Attention(), (torch.randint(0, 11, (2, 7)),)),
+    "shared_gradients": lambda: (SharedGradients(), (torch.randn(4, 6),)),
+    "recurrent": lambda: (Recurrent(), (torch.randn(3, 5, 6),)),
+    "double": lambda: (Conv().double(), (torch.randn(3, 3, 10, 10).double(), torch.tensor([1, 0, 4]))),
+    "bfloat16": lambda: (Attention().bfloat16(), (torch.randint(0, 11, (2, 7)),)),
+}
+
+Loaded = tuple[nn.Module, tuple[Tensor, ...], CapturedStep, TrainingGraph]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    torch.manual_seed(0)
+    module, batch = CASES[request.param]()
+    step = capture(module, batch, request.param)
+    costs = profile_costs(step, cache=tmp_path_factory.mktemp("cache"))
+    return module, batch, step, training_graph(step, costs)
+
+
+def some_plans(graph: TrainingGraph, name: str) -> list[Plan]:
+    """The ends and the middle of a strategy's curve."""
+    quick = {"time_limit": 1.0} if "time_limit" in STRATEGIES[name].__dataclass_fields__ else {}
+    base = graph.input_bytes + sum(t.bytes for t in graph.tensors)
+    curve = STRATEGIES[name](**quick).curve(graph, [base, base // 2])
+    return list({id(p): p for p in (curve[0], curve[len(curve) // 2], curve[-1])}.values())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_bit_equal_and_within_its_peak(case: Loaded, name: str) -> None:
+    module, batch, step, graph = case
+    held = sum(graph.fixed_split[k] for k in graph.fixed_split if k not in ("rng_states", "tangent"))
+    for plan in some_plans(graph, name):
+        planned = PlannedStep(module, step, plan.schedule)
+        outcome = verify(planned, batch, seed=7)
+        assert outcome.bit_equal, outcome.differences
+        with untouched(module):
+            above, _ = peak_above_entry(lambda planned=planned: planned(*batch), step.device)
+        assert held + above <= plan.estimate.peak
+
+
+def recompute_everything(graph: TrainingGraph) -> list[str]:
+    """A run sequence in which every backward op is preceded by a whole second forward: as many re-runs as can be."""
+    forward = [o.name for o in graph.ops if o.phase == "forward"]
+    backward = [o.name for o in graph.ops if o.phase == "backward"]
+    return forward + [name for b in backward for name in (*forward, b)]
+
+
+def test_recomputing_everything_before_every_backward_op_changes_no_bit(case: Loaded) -> None:
+    module, batch, step, graph = case
+    plan = plan_from_runs(graph, recompute_everything(graph), "everything")
+    assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
+
+
+def test_verify_finds_a_wrong_gradient_a_wrong_buffer_and_a_moved_generator() -> None:
+    class Wrong(PlannedStep):
+        def __call__(self, *batch: Tensor) -> Tensor:
+            loss = super().__call__(*batch)
+            self.module.a.weight.grad[0, 0, 0, 0] += 1e-6
+            self.module.norm.running_mean[0] += 1
+            torch.rand(1)
+            return loss
+
+    module, batch = CASES["conv"]()
+    step = capture(module, batch, "conv")
+    graph = training_graph(step, profile_costs(step))
+    schedule = with_frees(graph, [o.name for o in graph.ops])
+    found = {d.name for d in verify(Wrong(module, step, schedule), batch).differences}
+    assert found == {"gradient a.weight", "buffer norm.running_mean", "random state"}
+
+
+def test_capture_planning_and_verification_leave_the_module_as_it_was() -> None:
+    module, batch = CASES["conv"]()
+    module.a.weight.grad = torch.ones_like(module.a.weight)
+    before, state = copy.deepcopy(module), torch.get_rng_state()
+    step = capture(module, batch, "conv")
+    graph = training_graph(step, profile_costs(step))
+    verify(PlannedStep(module, step, with_frees(graph, [o.name for o in graph.ops])), batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, module.state_dict().values(), before.state_dict().values()))
+    assert torch.equal(module.a.weight.grad, torch.ones_like(module.a.weight))
+    assert all(p.grad is None for n, p in module.named_parameters() if n != "a.weight")
+
+
+def test_optimizer_steps_end_in_equal_weights(case: Loaded) -> None:
+    module, batch, step, graph = case
+    plan = some_plans(graph, "approx_dp")[-1]
+    planned, plain = copy.deepcopy(module), copy.deepcopy(module)
+    run = PlannedStep(planned, step, plan.schedule)
+    for model, one in ((planned, run), (plain, lambda *b: eager_step(plain, b))):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            one(*batch)
+            optimizer.step()
+    for a, b in zip(planned.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_accumulate_and_are_memories_of_their_own() -> None:
+    module, batch = CASES["shared_gradients"]()
+    step = capture(module, batch, "shared")
+    graph = training_graph(step, profile_costs(step))
+    planned = PlannedStep(module, step, with_frees(graph, [o.name for o in graph.ops]))
+    planned(*batch)
+    once = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    planned(*batch)
+    assert set(once) == {"a", "b", "c"}
+    for n, g in once.items():
+        assert torch.equal(module.get_parameter(n).grad, g + g)
+    addresses = {module.get_parameter(n).grad.data_ptr() for n in once}
+    assert len(addresses) == 3
+    assert module.counter == 2
+
+
+def test_random_ops_in_another_order_are_refused() -> None:
+    module, batch = CASES["recurrent"]()
+    step = capture(module, batch, "recurrent")
+    graph = training_graph(step, profile_costs(step))
+    runs = [o.name for o in graph.ops]
+    assert len(graph.ordered) > 5
+    free = [n for n in graph.ordered if not set(graph.op[n].reads) - set(graph.inputs)]
+    moved = [free[-1]] if free else []
+    assert moved
+    schedule = with_frees(graph, moved + [n for n in runs if n not in moved])
+    with pytest.raises(ProblemError, match="another order"):
+        compile_step(step, schedule)
+
+
+def test_a_schedule_that_frees_too_early_is_refused_when_compiled() -> None:
+    module, batch = CASES["conv"]()
+    step = capture(module, batch, "conv")
+    graph = training_graph(step, profile_costs(step))
+    schedule = list(with_frees(graph, [o.name for o in graph.ops]))
+    first_backward = next(i for i, s in enumerate(schedule) if s == Run("nll_loss_backward"))
+    written = {t for s in schedule[:first_backward] if isinstance(s, Run) for t in graph.op[s.op].writes}
+    later = next(
+        i for i in range(first_backward, len(schedule)) if getattr(schedule[i], "tensor", None) in written
+    )
+    schedule.insert(first_backward, schedule.pop(later))
+    with pytest.raises(ProblemError, match="not resident"):
+        compile_step(step, tuple(schedule))
+
+
+def test_the_generated_source_frees_and_reruns_what_the_schedule_says(case: Loaded) -> None:
+    _, _, step, graph = case
+    plan = plan_from_runs(graph, [o.name for o in graph.ops], "store_all")
+    source = compile_step(step, plan.schedule).source
+    assert source.startswith("def step(")
+    assert len(source.splitlines()) >= len(runs_of(plan.schedule))
+
+
+class NoGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.w.detach()).sum()
+
+
+class Shape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w).sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "message"),
+    [
+        (nn.ReLU(), (torch.randn(3),), "no trainable parameter"),
+        (NoGradient(), (torch.randn(3),), "trac|depends on no"),
+        (Shape(), (torch.randn(2, 5),), "cannot be traced"),
+    ],
+)
+def test_what_has_no_training_step_is_refused_in_one_line(
+    module: nn.Module, batch: tuple[Tensor, ...], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        capture(module, batch, "bad")
+    assert "\n" not in str(caught.value)
+
+
+def test_profiles_are_cached_and_a_broken_cache_is_measured_again(tmp_path: Path) -> None:
+    module, batch = CASES["conv"]()
+    step = capture(module, batch, "conv")
+    first = profile_costs(step, cache=tmp_path)
+    assert profile_costs(step, cache=tmp_path) == first
+    (file,) = tmp_path.iterdir()
+    file.write_text("{ not json")
+    again = profile_costs(step, cache=tmp_path)
+    assert {n: c.workspace for n, c in again.items()} == {n: c.workspace for n, c in first.items()}
+    assert all(c.time > 0 for c in again.values())
