@@ -6,6 +6,7 @@ They form a lattice, and a chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V is a partition
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rematplan.ir import LatticeTooLarge
@@ -59,14 +60,34 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
     return tuple(found)
 
 
-def pruned_lower_sets(view: ForwardGraph) -> tuple[int, ...]:
-    """The pruned family: each node with its ancestors, ∅ and V; by size. At most #V + 2 of them."""
-    return by_size({0, view.everything, *view.ancestors})
+def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
+    """The pruned family: each node with its ancestors, ∅ and V; by size. At most #V + 2 of them.
+
+    Beyond ``most`` it is thinned: of the lower sets by size, those where another ``most``-th of the bytes is passed.
+    """
+    family = by_size({0, view.everything, *view.ancestors})
+    if len(family) <= most:
+        return family
+    step = sum(view.bytes) / most
+    held = [sum(view.bytes[v] for v in bits(mask)) for mask in family]
+    high = list(itertools.accumulate(held, max))
+    passed = [mask for i, mask in enumerate(family) if i == 0 or held[i] // step > high[i - 1] // step]
+    return by_size({0, view.everything, *passed})
 
 
 def by_size(masks: set[int]) -> tuple[int, ...]:
     """Masks by size, ties by value."""
     return tuple(sorted(masks, key=lambda m: (m.bit_count(), m)))
+
+
+def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
+    """U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads (a node outside L_j ⊇ L_i is outside L_i)."""
+    edge = 0
+    for block, mask in zip(blocks_of(chain), chain, strict=True):
+        for v in bits(block):
+            if view.succs[v] & ~mask:
+                edge |= 1 << v
+    return edge
 
 
 def blocks_of(chain: Sequence[int]) -> list[int]:
@@ -80,10 +101,14 @@ def cut_points(view: ForwardGraph) -> tuple[int, ...]:
     v is a cut point if everything before and after it communicates through v alone: the nodes that need not come after
     v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier cut point is left out.
     """
+    read_after = [0] * len(view)  # what the nodes that come after v read
+    for v in reversed(range(len(view))):
+        for u in bits(view.before[v]):
+            read_after[u] |= read_after[v] | view.preds[v]
     cuts: list[int] = []
     for v in range(len(view)):
         mask = view.everything & ~view.descendants[v] | 1 << v
         below = cuts[-1] if cuts else 0
-        if below & ~mask == 0 and mask not in (below, view.everything) and boundary(view, mask) == 1 << v:
+        if below & ~mask == 0 and mask not in (below, view.everything) and mask & read_after[v] == 1 << v:
             cuts.append(mask)
     return tuple(cuts)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from rematplan.planner.kernel import kernel
 from rematplan.planner.lattice import blocks_of, boundary
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 Words = NDArray[np.uint64]
 
 NEVER = np.int64(2**62)  # no chain reaches this entry
@@ -123,23 +124,22 @@ def prepare(
     ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block costs
     M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it is made from.
     """
-    edges = [list(bits(boundary(view, mask))) for mask in masks]
     fine = _fine_costs(view)
     total = sum(fine)
     unit = max(1, -(-total // ticks))
     count = -(-total // unit)
-    node_bytes = np.array([*view.bytes, 0], dtype=np.int64)
-    node_time = np.array([*fine, 0], dtype=np.int64)
-    member = _membership(masks, len(view))
+    words = _words(masks, len(view))
+    member = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : len(view)].T.astype(bool)
+    edges = _boundaries(view, member)
     family = Family(
-        words=_words(masks, len(view)),
-        bytes=member @ node_bytes[:-1],
-        time=member @ node_time[:-1],
-        transient=np.array([_transient(view, mask) if gradients else 0 for mask in masks], dtype=np.int64),
-        edge_start=np.cumsum([0] + [len(e) for e in edges], dtype=np.int64),
-        edge=np.array([v for e in edges for v in e] + [0], dtype=np.int64),
-        node_bytes=node_bytes,
-        node_time=node_time,
+        words=words,
+        bytes=_weigh(member, view.bytes),
+        time=_weigh(member, fine),
+        transient=_weigh(_gradients(view, member), view.bytes) if gradients else np.zeros(len(masks), np.int64),
+        edge_start=np.concatenate([[0], np.cumsum(edges.sum(axis=0))]).astype(np.int64),
+        edge=np.nonzero(edges.T)[1].astype(np.int64),
+        node_bytes=np.array(view.bytes, dtype=np.int64),
+        node_time=np.array(fine, dtype=np.int64),
         copies=2 if gradients else 1,
     )
     # Rounding each block up may pass the total; what lies far beyond it is of no use.
@@ -176,11 +176,32 @@ def _words(masks: Sequence[int], nodes: int) -> Words:
     return np.frombuffer(data, dtype="<u8").reshape(len(masks), width).astype(np.uint64)
 
 
-def _membership(masks: Sequence[int], nodes: int) -> Ints:
-    member = np.zeros((len(masks), nodes), dtype=np.int64)
-    for i, mask in enumerate(masks):
-        member[i, list(bits(mask))] = 1
-    return member
+def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
+    """For each set the sum of its nodes' weights; ``chosen`` is (nodes, sets), 0 and 1 or counts."""
+    total = np.zeros(chosen.shape[1], dtype=np.int64)
+    for row, w in zip(chosen, weight, strict=True):
+        total += row * np.int64(w)
+    return total
+
+
+def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
+    """∂(L) for each set: (nodes, sets)."""
+    edges = np.zeros_like(member)
+    for v, succs in enumerate(view.succs):
+        for w in bits(succs):
+            edges[v] |= member[v] & ~member[w]
+    return edges
+
+
+def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
+    """`_transient` for each set: (nodes, sets), how often a node counts."""
+    after, before = np.zeros_like(member), np.zeros_like(member)
+    for w, preds in enumerate(view.preds):
+        for u in bits(preds):
+            after[w] |= member[u]
+        for u in bits(preds):
+            before[u] |= after[w] & ~member[u]
+    return (after & ~member).astype(np.int8) + before.astype(np.int8)
 
 
 @kernel

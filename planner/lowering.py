@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph
 from rematplan.planner.forward_graph import ForwardGraph, bits
 from rematplan.planner.indexed import Indexed, indexed
-from rematplan.planner.lattice import blocks_of, boundary
+from rematplan.planner.lattice import blocks_of, boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,7 @@ def partition_of(
             for o in view.members[v]:
                 block[o] = i
     kept: list[int] = []
-    edges = 0
-    for mask in chain:
-        edges |= boundary(view, mask)
-    for v in bits(edges):
+    for v in bits(boundaries(view, chain)):
         kept += _kept_of_node(ix, view.members[v], block, lean)
     return Partition(
         blocks=tuple(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rematplan.ir import UsageError
 from rematplan.planner.forward_graph import ForwardGraph
 from rematplan.planner.lattice import pruned_lower_sets
 from rematplan.planner.strategies.dp_strategy import DPStrategy
@@ -16,13 +17,23 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ApproxDP(DPStrategy):
-    """Never better than `exact_dp` under the formula at the same formula budget; needs no enumeration."""
+    """Never better than `exact_dp` under the formula at the same formula budget; needs no enumeration.
+
+    ``max_lower_sets``: a larger family is thinned to about as many, spread evenly over the bytes.
+    """
 
     name: ClassVar[str] = "approx_dp"
     summary: ClassVar[str] = (
         "block partition by dynamic programming over each op's ancestors (Kusumoto et al. 2019)"
     )
 
+    max_lower_sets: int = 1500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_lower_sets < 2:
+            raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
+
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
         """Each node with its ancestors."""
-        return pruned_lower_sets(view)
+        return pruned_lower_sets(view, self.max_lower_sets)

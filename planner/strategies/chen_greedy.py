@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from rematplan.ir import UsageError
 from rematplan.planner.forward_graph import ForwardGraph, bits
-from rematplan.planner.lattice import blocks_of, boundary, cut_points
+from rematplan.planner.lattice import blocks_of, boundaries, cut_points
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 from rematplan.planner.strategy import Progress
 
@@ -69,5 +69,5 @@ def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain
 
 def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
     """x and y of the paper: the bytes of the cut points, and of the largest segment."""
-    kept = sum(view.bytes[v] for mask in chain for v in bits(boundary(view, mask)))
+    kept = sum(view.bytes[v] for v in bits(boundaries(view, chain)))
     return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

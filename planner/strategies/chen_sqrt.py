@@ -17,10 +17,15 @@ from rematplan.planner.lattice import cut_points
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 from rematplan.planner.strategy import Progress
 
+MOST = 24
+
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
-    """For k = 1 .. 2√n: cut at the first cut point at or after each k-th of the memory. O(√n) plans."""
+    """For k = 2 .. 2√n: cut at the first cut point at or after each k-th of the memory.
+
+    At most `MOST` values of k are tried, the small ones all, the large ones in geometric steps.
+    """
 
     name: ClassVar[str] = "chen_sqrt"
     summary: ClassVar[str] = "segments of equal memory between cut points (Chen et al. 2016)"
@@ -30,15 +35,21 @@ class ChenSqrt(BlockStrategy):
         cuts = cut_points(view)
         before = [sum(view.bytes[v] for v in bits(cut)) for cut in cuts]
         total = sum(view.bytes)
-        most = min(len(cuts) + 1, 2 * math.isqrt(len(view)) + 2)
-        for k in range(1, most + 1):
-            progress(k / most, f"{k} segments")
+        counts = _spread(2, min(len(cuts) + 1, 2 * math.isqrt(len(view)) + 2))
+        for done, k in enumerate(counts):
+            progress(done / len(counts), f"{k} segments")
             chain: list[int] = []
-            marks = iter(range(1, k))
-            mark = next(marks, None)
+            mark = 1
             for cut, held in zip(cuts, before, strict=True):
-                if mark is not None and held * k >= mark * total:
+                if mark < k and held * k >= mark * total:
                     chain.append(cut)
-                    while mark is not None and held * k >= mark * total:
-                        mark = next(marks, None)
+                    mark = held * k // max(total, 1) + 1
             yield (*chain, view.everything)
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """Whole numbers from ``low`` to ``high``, denser below."""
+    if high < low:
+        return []
+    steps = {round(low * (high / low) ** (i / (MOST - 1))) for i in range(MOST)}
+    return sorted(steps | set(range(low, min(high + 1, low + MOST // 2))))

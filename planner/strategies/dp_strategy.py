@@ -15,6 +15,9 @@ from rematplan.planner.strategy import Progress
 SHARES = {"time": (0.0, 0.05, 0.2), "memory": (1.0, 0.9, 0.6)}
 """Where along the feasible recomputation times of a table a plan is taken, by objective; its own end first."""
 
+WORK = 1.6e10
+FEWEST_TABLES = 6
+
 
 @dataclass(frozen=True)
 class DPStrategy(BlockStrategy):
@@ -48,21 +51,31 @@ class DPStrategy(BlockStrategy):
         masks = self.lower_sets(view)
         # The paper charges the last block too; its largest time is the coarsest chain only then.
         charge_last = self.objective == "memory"
+        count = self._affordable(view, masks)
         tables = (
             chains
             for gradients in (True, False)
-            for chains in self._tables(prepare(view, masks, self.ticks, charge_last, gradients))
+            for chains in self._tables(prepare(view, masks, self.ticks, charge_last, gradients), count)
         )
         for at, chains in enumerate(tables, 1):
-            progress(at / (2 * self.budgets), f"{len(masks)} lower sets, table {at} of {2 * self.budgets}")
+            progress(at / (2 * count), f"{len(masks)} lower sets, table {at} of {2 * count}")
             yield from chains
 
-    def _tables(self, dp: LowerSetDP) -> Iterator[tuple[Chain, ...]]:
+    def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
+        """How many tables a formula: all of ``budgets``, or fewer on a problem so large that they would take long.
+
+        By counting work, not by the clock, so that the same problem always gets the same plans.
+        """
+        filling = len(masks) ** 2 * self.ticks
+        pricing = 4e5 * sum(map(len, view.members))
+        return min(self.budgets, max(FEWEST_TABLES, round(WORK / (filling + pricing))))
+
+    def _tables(self, dp: LowerSetDP, count: int) -> Iterator[tuple[Chain, ...]]:
         """A coarse grid of budgets, then the middle of the widest gap between budgets whose chains differ."""
         least, most = dp.least_budget(), dp.most_budget()
-        coarse = max(2, self.budgets // 2)
+        coarse = max(2, count // 2)
         found: dict[int, tuple[Chain, ...]] = {}
-        for i in range(self.budgets):
+        for i in range(count):
             budget = _geometric(least, most, i, coarse) if i < coarse else _widest(found)
             if budget is None:
                 return
