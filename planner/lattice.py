@@ -6,7 +6,6 @@ They form a lattice, and a chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V is a partition
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from rematplan.ir import LatticeTooLarge
@@ -68,11 +67,14 @@ def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
         return family
-    step = sum(view.bytes) / most
-    held = [sum(view.bytes[v] for v in bits(mask)) for mask in family]
-    high = list(itertools.accumulate(held, max))
-    passed = [mask for i, mask in enumerate(family) if i == 0 or held[i] // step > high[i - 1] // step]
-    return by_size({0, view.everything, *passed})
+    total = max(1, sum(view.bytes))
+    passed, mark = {0, view.everything}, 0
+    for mask in family:
+        step = most * sum(view.bytes[v] for v in bits(mask)) // total
+        if step > mark:
+            passed.add(mask)
+            mark = step
+    return by_size(passed)
 
 
 def by_size(masks: set[int]) -> tuple[int, ...]:

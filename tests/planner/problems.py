@@ -258,12 +258,16 @@ def scrambled(rng: Random, ops: int) -> TrainingGraph:
         back = i >= turn or rng.random() < 0.05
         if i >= turn and rng.random() < 0.1:
             back = False
-        writes = [Tensor(f"t{i}.{j}", rng.choice([0, 1, 10, 100, 1000])) for j in range(rng.choice([0, 1, 1, 1, 2]))]
+        writes = [
+            Tensor(f"t{i}.{j}", rng.choice([0, 1, 10, 100, 1000])) for j in range(rng.choice([0, 1, 1, 1, 2]))
+        ]
         recent = known if rng.random() < 0.2 else known[-6:]
         reads = rng.sample(recent, min(len(recent), rng.choice([0, 1, 1, 2, 3])))
         phase = ("backward" if back else "forward") if rng.random() < 0.95 else None
         cost = rng.choice([0.0, 1.0, 2.5, 10.0])
-        made.append(Op(f"op{i}", tuple(reads), tuple(t.name for t in writes), cost, rng.choice([0, 0, 50]), phase))
+        made.append(
+            Op(f"op{i}", tuple(reads), tuple(t.name for t in writes), cost, rng.choice([0, 0, 50]), phase)
+        )
         tensors += writes
         known += [t.name for t in writes]
     return TrainingGraph(

@@ -1,0 +1,40 @@
+"""What the planner's tests share: made-up problems and the independent checker."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+ORACLE = HERE.parents[2] / "shared" / "oracle" / "check_plan.py"
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def problems() -> ModuleType:
+    """Makers of training problems."""
+    return _load("planner_problems", HERE / "problems.py")
+
+
+@pytest.fixture(scope="session")
+def oracle_path() -> Path:
+    assert ORACLE.is_file(), f"the independent checker is missing: {ORACLE}"
+    return ORACLE
+
+
+@pytest.fixture(scope="session")
+def oracle(oracle_path: Path) -> ModuleType:
+    """The independent checker as a module."""
+    return _load("independent_check_plan", oracle_path)

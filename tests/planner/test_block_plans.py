@@ -1,0 +1,212 @@
+"""Every plan of every strategy is valid, says what the checker says, and the curves are what they should be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import (
+    InfeasibleBudget,
+    LatticeTooLarge,
+    Op,
+    Tensor,
+    TrainingGraph,
+    UsageError,
+    problem_to_json,
+    save_problem,
+)
+from rematplan.planner import STRATEGIES, pareto, plan_to_json, runs_of, save_plan, strategy
+from rematplan.planner.forward_graph import forward_graph
+from rematplan.planner.lattice import lower_sets
+from rematplan.planner.lowering import Partition, lower, partition_of
+from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.strategies.block_strategy import BlockStrategy
+
+PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
+
+KINDS = [
+    strategy(name, **({"objective": objective} if objective else {}))
+    for name, kind in STRATEGIES.items()
+    if name == "store_all" or issubclass(kind, BlockStrategy)
+    for objective in (("time", "memory") if name.endswith("_dp") else (None,))
+]
+NAMES = [f"{s.name}-{getattr(s, 'objective', '')}".strip("-") for s in KINDS]
+
+
+def check_curve(graph, curve, oracle):
+    data = problem_to_json(graph)
+    forward_order = [op.name for op in graph.ops if op.name in graph.ordered]
+    for plan in curve:
+        found = oracle.replay(data, plan_to_json(plan))
+        assert found["peak"] == plan.estimate.peak
+        assert found["cost"] == pytest.approx(plan.estimate.cost)
+        first = list(dict.fromkeys(runs_of(plan.schedule)))
+        assert sorted(first) == sorted(op.name for op in graph.ops)
+        assert [name for name in first if name in graph.ordered] == forward_order
+    overheads = [p.estimate.overhead for p in curve]
+    peaks = [p.estimate.peak for p in curve]
+    assert overheads == sorted(overheads)
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert overheads[0] == pytest.approx(0)
+    assert peaks[0] <= plan_from_runs(graph, [op.name for op in graph.ops], "x").estimate.peak
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@PROFILE
+@given(seed=st.integers(0, 10**9), tape=st.booleans())
+def test_every_plan_passes_the_checker(problems, oracle, kind, seed, tape):
+    rng = Random(seed)
+    graph = (
+        problems.random_training(rng, rng.randint(0, 14))
+        if tape
+        else problems.scrambled(rng, rng.randint(1, 22))
+    )
+    if not graph.has_phases:
+        graph = problems.chain(2)
+    try:
+        curve = kind.curve(graph, ())
+    except LatticeTooLarge:
+        assert kind.name == "exact_dp"
+        return
+    check_curve(graph, curve, oracle)
+
+
+@PROFILE
+@given(seed=st.integers(0, 10**9), lean=st.booleans())
+def test_lowering_takes_any_chain_and_any_kept_tensors(problems, oracle, seed, lean):
+    rng = Random(seed)
+    graph = problems.scrambled(rng, rng.randint(0, 30))
+    view = forward_graph(graph)
+    try:
+        family = lower_sets(view, 500, "x")
+    except LatticeTooLarge:
+        family = (0, *view.ancestors, view.everything)
+    chain = []
+    for mask in rng.sample(family, min(len(family), 5)):
+        if mask and all(mask & ~m == 0 or m & ~mask == 0 for m in chain):
+            chain.append(mask)
+    chain = sorted({*chain, view.everything})
+    partition = partition_of(graph, view, chain, lean)
+    if rng.random() < 0.5:
+        kept = tuple(t.name for t in graph.tensors if rng.random() < 0.3)
+        partition = Partition(partition.blocks, kept)
+    plan = plan_from_runs(graph, lower(graph, partition), "x")
+    assert oracle.replay(problem_to_json(graph), plan_to_json(plan))["peak"] == plan.estimate.peak
+    assert {op.name for op in graph.ops} == set(runs_of(plan.schedule))
+
+
+@pytest.mark.parametrize("shape", ["unet", "residual"])
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_networks(problems, oracle, kind, shape):
+    graph = problems.unet() if shape == "unet" else problems.residual((2, 2, 2, 2))
+    check_curve(graph, kind.curve(graph, ()), oracle)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_the_checker_program_accepts_plan_files(problems, oracle_path, tmp_path, kind):
+    graph = problems.residual((1, 1))
+    curve = kind.curve(graph, ())
+    budget = curve[len(curve) // 2].estimate.peak
+    save_problem(graph, tmp_path / "problem.json")
+    save_plan(kind.plan(graph, budget), tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, str(oracle_path), str(tmp_path / "problem.json"), str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["peak"] <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_budgets_are_kept_and_the_smallest_peak_is_named(problems, kind):
+    graph = problems.unet(3)
+    curve = kind.curve(graph, ())
+    last = float("inf")
+    for share in (2.0, 1.0, 0.9, 0.7, 0.5, 0.3):
+        budget = int(share * curve[0].estimate.peak)
+        try:
+            plan = kind.plan(graph, budget)
+        except InfeasibleBudget as error:
+            assert error.smallest == curve[-1].estimate.peak > budget
+            assert kind.plan(graph, error.smallest).estimate.peak == error.smallest
+        else:
+            assert plan.estimate.peak <= budget == plan.budget
+            assert plan.estimate.overhead >= 0
+            last = min(last, plan.estimate.overhead)
+    assert last == pytest.approx(0)  # an unlimited budget costs nothing
+
+
+def test_recomputation_is_of_what_is_needed_and_never_of_the_last_block(problems):
+    graph = problems.chain(9)
+    names = [op.name for op in graph.ops if op.phase == "forward"]
+    blocks = (tuple(names[:3]), tuple(names[3:6]), tuple(names[6:]))
+    kept = (graph.op[names[2]].writes[0], graph.op[names[5]].writes[0])
+    runs = lower(graph, Partition(blocks, kept))
+    again = [name for i, name in enumerate(runs) if name in runs[:i]]
+    # In a chain of convolutions the backward reads each input: all but the boundaries come back, block by block.
+    assert again == [*names[3:5], *names[0:2]]
+
+
+def test_dp_beats_chen_where_cut_points_are_few(problems):
+    """As published: U-Net's skips leave few cut points, so that Chen's least peak lies far above the DPs'."""
+    graph = problems.unet()
+    least = {name: kind.curve(graph, ())[-1].estimate.peak for name, kind in zip(NAMES, KINDS, strict=True)}
+    chen = min(least["chen_sqrt"], least["chen_greedy"])
+    assert least["exact_dp-memory"] <= least["approx_dp-memory"] < 0.7 * chen
+    assert chen < least["store_all"]
+
+
+def test_a_chain_of_a_thousand_layers(problems, oracle):
+    graph = problems.chain(1000)
+    for name in ("chen_sqrt", "chen_greedy"):
+        started = time.perf_counter()
+        curve = strategy(name).curve(graph, ())
+        assert time.perf_counter() - started < 10
+        check_curve(graph, (curve[0], curve[-1]), oracle)
+        assert curve[-1].estimate.peak < 0.5 * curve[0].estimate.peak
+    check_curve(graph, strategy("approx_dp", budgets=2, ticks=50).curve(graph, ()), oracle)
+
+
+def test_a_wide_graph_is_too_large_for_exact_dp_only(problems, oracle):
+    graph = problems.wide(30)
+    with pytest.raises(LatticeTooLarge, match="approx_dp"):
+        strategy("exact_dp").plan(graph, 10**12)
+    check_curve(graph, strategy("approx_dp").curve(graph, ()), oracle)
+
+
+def test_without_a_backward_half_blocks_are_refused(problems):
+    ops = (Op("a", (), ("x",), 1.0), Op("b", ("x",), ("y",), 1.0))
+    graph = TrainingGraph("plain", (Tensor("x", 8), Tensor("y", 8)), (), ("y",), ops)
+    for kind in KINDS:
+        if kind.name != "store_all":
+            with pytest.raises(UsageError, match="no op of problem 'plain' is marked backward"):
+                kind.plan(graph, 100)
+    assert strategy("auto").plan(graph, 100).estimate.peak == 16
+
+
+def test_the_search_is_done_once_a_problem(problems):
+    graph = problems.residual((1, 1))
+    seen = []
+    kind = strategy("approx_dp")
+    first = kind.curve(graph, (), lambda fraction, text: seen.append((fraction, text)))
+    assert all(0 <= fraction <= 1 for fraction, _ in seen)
+    assert seen
+    count = len(seen)
+    again = kind.plan(graph, 10**12, lambda fraction, text: seen.append((fraction, text)))
+    assert len(seen) == count
+    assert again.schedule is first[0].schedule
+    assert strategy("approx_dp", objective="memory").curve(graph, ()) != first
+
+
+def test_pareto_keeps_what_nothing_dominates(problems):
+    curve = strategy("approx_dp").curve(problems.unet(2), ())
+    assert pareto([*curve, *curve]) == curve

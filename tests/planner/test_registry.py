@@ -1,0 +1,58 @@
+"""Strategies by name, their options, and what wrong ones are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from rematplan.ir import UsageError
+from rematplan.planner import STRATEGIES, strategy
+
+
+def test_names_and_summaries():
+    assert {"auto", "store_all", "chen_sqrt", "chen_greedy", "approx_dp", "exact_dp"} <= set(STRATEGIES)
+    for name, kind in STRATEGIES.items():
+        assert kind.name == name
+        assert kind.summary
+        assert strategy(name) == kind()
+
+
+def test_options_are_fields_and_read_from_text():
+    assert strategy("exact_dp", objective="memory", ticks="50").ticks == 50
+    assert strategy("exact_dp", max_lower_sets=7).max_lower_sets == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nonsense", {}, "no strategy is named 'nonsense'; there are auto, .*exact_dp"),
+        (
+            "exact_dp",
+            {"colour": 1},
+            "exact_dp: no option is named 'colour'; its options are objective, ticks",
+        ),
+        ("store_all", {"grid": 1}, "store_all: no option is named 'grid'; it has none"),
+        ("exact_dp", {"objective": "speed"}, "objective is 'speed'; it must be one of time, memory"),
+        ("exact_dp", {"ticks": "many"}, "ticks is 'many', not of type int"),
+        ("exact_dp", {"ticks": True}, "ticks is True, not of type int"),
+        ("exact_dp", {"ticks": 1.5}, "ticks is 1.5, not of type int"),
+        ("exact_dp", {"ticks": 0}, "ticks is 0; it must be at least 1"),
+        ("approx_dp", {"budgets": -1}, "budgets is -1; it must be at least 1"),
+        ("exact_dp", {"max_lower_sets": 1}, "max_lower_sets is 1; it must be at least 2"),
+        ("chen_greedy", {"grid": 0}, "grid is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_names_and_options_are_told_the_right_ones(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        strategy(name, **options)
+
+
+def test_auto_is_as_good_as_each_of_its_members(problems):
+    graph = problems.residual((2, 2))
+    kinds = [strategy(n) for n in STRATEGIES if n.endswith("_dp") or n.startswith("chen") or n == "store_all"]
+    curves = [kind.curve(graph, ()) for kind in kinds]
+    peaks = sorted(p.estimate.peak for curve in curves for p in curve)
+    for budget in peaks[:: max(1, len(peaks) // 8)]:
+        best = min(p.estimate.cost for curve in curves for p in curve if p.estimate.peak <= budget)
+        found = strategy("auto").plan(graph, budget)
+        assert found.estimate.peak <= budget == found.budget
+        assert found.estimate.cost <= best
