@@ -13,6 +13,7 @@ from rematplan.ir.errors import ProblemError
 Phase = Literal["forward", "backward"]
 
 MAX_BYTES = 2**63 - 1  # sizes are summed in 64-bit integers
+MAX_COST = 1e300  # costs are summed in 64-bit floats, many runs of an op included
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ def check(graph: TrainingGraph) -> None:
                 raise ProblemError(f"{kind} {t!r} is not among the tensors")
     for op in (*graph.ops, *graph.inverses):
         _check_op(op, sizes)
+    if sum(o.cost for o in (*graph.ops, *graph.inverses)) > MAX_COST:
+        raise ProblemError(f"the ops' costs sum to more than {MAX_COST:g} in problem {graph.name!r}")
     written = _check_order(graph)
     for t in graph.outputs:
         if t not in written:
