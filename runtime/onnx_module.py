@@ -161,20 +161,21 @@ class OnnxModule(nn.Module):
         """The inputs as the row wants them."""
         rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
         device = next((a.device for a in args if isinstance(a, Tensor)), None)
-        operands = []
-        for at, (name, value) in enumerate(zip(step.node.inputs, args, strict=True)):
-            if value is None:
-                operands.append(None)
-            elif at in step.row.known:
-                operands.append(value if isinstance(value, np.ndarray) else _values_of(step.node, at, value))
-            elif (
-                step.row.scalars and isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= rank
-            ):
-                operands.append(value.ravel()[0].item())
-            else:
-                tensor = self._tensor(name, value)
-                operands.append(tensor if device is None or tensor is value else tensor.to(device))
-        return operands
+        return [
+            self._operand(step, at, value, rank, device) if value is not None else None
+            for at, value in enumerate(args)
+        ]
+
+    def _operand(self, step: Instruction, at: int, value: Value, rank: int, device: torch.device | None) -> Value:
+        node, row, is_known = step.node, step.row, isinstance(value, np.ndarray)
+        if at in row.known:
+            return value if is_known else _values_of(node, at, value)
+        if not is_known or at in row.literal:
+            return value
+        if row.scalars and value.size == 1 and value.ndim <= rank:
+            return value.ravel()[0].item()
+        tensor = self._tensor(node.inputs[at], value)
+        return tensor if device is None else tensor.to(device)
 
 
 # ------------------------------------------------------------------ known values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -54,9 +55,11 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values as a numpy array; bfloat16, which numpy lacks, as float32."""
+    """The tensor's values as a numpy array (bfloat16 as ml_dtypes has it, as the file's own arrays are)."""
     tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
