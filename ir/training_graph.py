@@ -108,8 +108,8 @@ def check(graph: TrainingGraph) -> None:
             topological (so also every cycle), sizes or costs that are negative, not finite or too large.
     """
     sizes = _unique((t.name for t in graph.tensors), "tensor")
-    for t in graph.tensors:
-        _check_bytes(t.bytes, f"tensor {t.name!r}: bytes")
+    for tensor in graph.tensors:
+        _check_bytes(tensor.bytes, f"tensor {tensor.name!r}: bytes")
     if sum(t.bytes for t in graph.tensors) > MAX_BYTES:
         raise ProblemError(f"the tensors' sizes sum to more than 2^63 − 1 bytes in problem {graph.name!r}")
     _unique((o.name for o in (*graph.ops, *graph.inverses)), "op")

@@ -1,22 +1,23 @@
 """The block strategies' view of a problem: the forward half as a small graph of nodes with a cost and a size.
 
-A node is a group of forward ops. One op a node would do, but a captured step has many ops that offer no choice
-worth having, and each of them multiplies the lower sets. Three contractions, to a common fixpoint, keep the lattice
-small. All keep the graph acyclic by one invariant: a group stands at the base position of its anchor, and every edge
-leads from a lower anchor to a higher one.
+A node is a group of forward ops. One op a node would do, but a captured step has many ops that offer no
+choice worth having, and each of them multiplies the lower sets. Three contractions, to a common fixpoint,
+keep the lattice small. All keep the graph acyclic by one invariant: a group stands at the base position of
+its anchor, and every edge leads from a lower anchor to a higher one.
 
-- *Side source*: a group with no predecessor (a constant, a weight's cast or transpose) joins its earliest consumer.
-  Nothing leads into it, and its other consumers stand after the earliest.
-- *Side sink*: a group that no other reads (running statistics) joins its latest predecessor. Nothing leads out of
-  it, and its other predecessors stand before the latest. One without predecessors (a counter) joins the main sink.
-- *Pass-through*: a group that only one other reads, which reads nothing else, joins it, if together they are no
-  larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two small vectors).
-  It joins the only edge out of one node and into the next, which closes no cycle; and as a boundary both are never
-  worse than the first: they hold no more bytes and save more work.
+- *Side source*: a group with no predecessor (a constant, a weight's cast or transpose) joins its earliest
+  consumer. Nothing leads into it, and its other consumers stand after the earliest.
+- *Side sink*: a group that no other reads (running statistics) joins its latest predecessor. Nothing leads
+  out of it, and its other predecessors stand before the latest. One without predecessors (a counter) joins
+  the main sink.
+- *Pass-through*: a group that only one other reads, which reads nothing else, joins it, if together they are
+  no larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two small
+  vectors). It joins the only edge out of one node and into the next, which closes no cycle; and as a boundary
+  both are never worse than the first: they hold no more bytes and save more work.
 
-The main source and sink, those with most descendants and ancestors, stay. So does a side source that has grown past
-`SIDE` ops, and such a side sink if the backward reads it: these are second towers and heads, whose blocks are worth
-choosing.
+The main source and sink, those with most descendants and ancestors, stay. So does a side source that has
+grown past `SIDE` ops, and such a side sink if the backward reads it: these are second towers and heads, whose
+blocks are worth choosing.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ SIDE = 8
 class ForwardGraph:
     """Nodes in topological order; sets of nodes are bit masks.
 
-    ``members[v]``: its ops (base positions, ascending). ``cost[v]``: T_v, the cost of running them. ``bytes[v]``: M_v,
-    the size of the tensors it writes that an op outside it reads; graph outputs count nothing, since they stay
-    resident whatever is chosen. ``preds[v]``/``succs[v]``: data edges. ``before[v]``: ``preds`` and the nodes that
-    must come first because their random draws do.
+    ``members[v]``: its ops (base positions, ascending). ``cost[v]``: T_v, the cost of running them.
+    ``bytes[v]``: M_v, the size of the tensors it writes that an op outside it reads; graph outputs count
+    nothing, since they stay resident whatever is chosen. ``preds[v]``/``succs[v]``: data edges.
+    ``before[v]``: ``preds`` and the nodes that must come first because their random draws do.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -99,7 +100,8 @@ def _contract(ix: Indexed) -> ForwardGraph:
 
 
 class _Groups:
-    """Groups under contraction, named by their anchor. The edges are those of the base graph, kept up to date."""
+    """Groups under contraction, named by their anchor. The edges are those of the base graph, kept up to
+    date."""
 
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix

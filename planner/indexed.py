@@ -1,4 +1,5 @@
-"""The planning problem on integer ids: ops by position in the base order, tensors by position among the tensors."""
+"""The planning problem on integer ids: ops by position in the base order, tensors by position among the
+tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from rematplan.planner.memo import remember
 class Indexed:
     """Positions instead of names, for the code that walks a problem many times.
 
-    ``producer[t]`` is -1 for an input (and for a tensor that nothing writes). ``readers[t]`` ascends. ``after[o]`` is
-    the op that must have run first because both draw random numbers, or -1. ``forward[o]``: the op is of the forward
-    half: not marked backward, and it depends on no backward op.
+    ``producer[t]`` is -1 for an input (and for a tensor that nothing writes). ``readers[t]`` ascends.
+    ``after[o]`` is the op that must have run first because both draw random numbers, or -1. ``forward[o]``:
+    the op is of the forward half: not marked backward, and it depends on no backward op.
     """
 
     ops: tuple[str, ...]
@@ -76,7 +77,8 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """Which ops can run before the turn: one that must come after a backward op cannot, whatever it is marked."""
+    """Which ops can run before the turn: one that must come after a backward op cannot, whatever it is
+    marked."""
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

@@ -11,5 +11,6 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def kernel(loop: Loop) -> Loop:
-    """``loop`` compiled at its first call for each set of argument types; the machine code is cached on disk."""
+    """``loop`` compiled at its first call for each set of argument types; the machine code is cached on
+    disk."""
     return cast(Loop, numba.njit(cache=True)(loop))

@@ -1,7 +1,8 @@
 """Lower sets of the forward graph as bit masks.
 
-A lower set L is a set of nodes that no edge enters from outside: whatever must come before one of its nodes is in it.
-They form a lattice, and a chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V is a partition of the forward half into blocks V_i = L_i ∖ L_{i−1}.
+A lower set L is a set of nodes that no edge enters from outside: whatever must come before one of its nodes
+is in it. They form a lattice, and a chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V is a partition of the forward half into blocks
+V_i = L_i ∖ L_{i−1}.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
     """All lower sets, by size, ∅ and V included.
 
-    Grown one node at a time from ∅: each lower set but ∅ is a smaller one and one of its maximal nodes. The order is a
-    linear extension of inclusion, so that one sweep of a dynamic program sees every transition (visiting them in the
-    order of discovery would skip some).
+    Grown one node at a time from ∅: each lower set but ∅ is a smaller one and one of its maximal nodes. The
+    order is a linear extension of inclusion, so that one sweep of a dynamic program sees every transition
+    (visiting them in the order of discovery would skip some).
 
     Raises:
         LatticeTooLarge: there are more than ``limit``; found out after generating that many.
@@ -62,7 +63,8 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
     """The pruned family: each node with its ancestors, ∅ and V; by size. At most #V + 2 of them.
 
-    Beyond ``most`` it is thinned: of the lower sets by size, those where another ``most``-th of the bytes is passed.
+    Beyond ``most`` it is thinned: of the lower sets by size, those where another ``most``-th of the bytes is
+    passed.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -83,7 +85,8 @@ def by_size(masks: set[int]) -> tuple[int, ...]:
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads (a node outside L_j ⊇ L_i is outside L_i)."""
+    """U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads (a node outside L_j ⊇ L_i is outside
+    L_i)."""
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         for v in bits(block):
@@ -98,10 +101,12 @@ def blocks_of(chain: Sequence[int]) -> list[int]:
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """The lower sets with a boundary of one node that split the graph in two, as a rising chain without ∅ and V.
+    """The lower sets with a boundary of one node that split the graph in two, as a rising chain without ∅ and
+    V.
 
-    v is a cut point if everything before and after it communicates through v alone: the nodes that need not come after
-    v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier cut point is left out.
+    v is a cut point if everything before and after it communicates through v alone: the nodes that need not
+    come after v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier cut
+    point is left out.
     """
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):

@@ -1,17 +1,18 @@
 """The dynamic program over a family of lower sets that `exact_dp` and `approx_dp` share.
 
 Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
-memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a chain that
-ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and B the budget::
+memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a
+chain that ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and B
+the budget::
 
     feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
     time       t′ = t + T(V′ ∖ ∂(L′))
     cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
 
-Time-centric plans take the least feasible t at V; memory-centric plans the largest, whose coarser blocks leave more to
-free early. The table is dense in t, in ticks. Costs that are integers with a sum of at most ``ticks`` are exact;
-otherwise each block's time is rounded up to ticks of total/``ticks``, so that a chain of k blocks is overcharged by less
-than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+Time-centric plans take the least feasible t at V; memory-centric plans the largest, whose coarser blocks
+leave more to free early. The table is dense in t, in ticks. Costs that are integers with a sum of at most
+``ticks`` are exact; otherwise each block's time is rounded up to ticks of total/``ticks``, so that a chain of
+k blocks is overcharged by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """The paper's peak (bytes) and recomputation time of a chain; ``charge_last``: the last block's time counts."""
+    """The paper's peak (bytes) and recomputation time of a chain; ``charge_last``: the last block's time
+    counts."""
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
@@ -50,8 +52,8 @@ class Family(NamedTuple):
     """A family of lower sets as arrays, by size, from ∅ to V.
 
     ``words``: the masks, 64 nodes a word. ``bytes``: M(L). ``time``: T(L). ``transient``: M(δ⁺(L) ∖ L) +
-    M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost units.
-    ``copies``: how often M(V′) counts.
+    M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost
+    units. ``copies``: how often M(V′) counts.
     """
 
     words: Words
@@ -69,8 +71,8 @@ class Family(NamedTuple):
 class LowerSetDP:
     """A family of lower sets, prepared.
 
-    ``masks``: the family by size, from ∅ to V. ``unit``: the fine cost units of one tick; ``width``: ticks in a row.
-    ``charge_last``: as the paper has it; a schedule need not recompute the last block.
+    ``masks``: the family by size, from ∅ to V. ``unit``: the fine cost units of one tick; ``width``: ticks in
+    a row. ``charge_last``: as the paper has it; a schedule need not recompute the last block.
     """
 
     masks: tuple[int, ...]
@@ -106,7 +108,8 @@ class Table:
     opt: Ints
 
     def times(self) -> list[int]:
-        """The ticks of recomputation at which some chain reaches V, ascending; empty if the budget is too small."""
+        """The ticks of recomputation at which some chain reaches V, ascending; empty if the budget is too
+        small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
@@ -121,10 +124,11 @@ def prepare(
 ) -> LowerSetDP:
     """The arrays of a family of lower sets (by size, from ∅ to V).
 
-    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block costs
-    M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it is made from.
+    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block
+    costs M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it
+    is made from.
     """
-    fine = _fine_costs(view)
+    fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
     unit = max(1, -(-total // ticks))
     count = -(-total // unit)
@@ -133,12 +137,12 @@ def prepare(
     edges = _boundaries(view, member)
     family = Family(
         words=words,
-        bytes=_weigh(member, view.bytes),
+        bytes=_weigh(member, sizes),
         time=_weigh(member, fine),
-        transient=_weigh(_gradients(view, member), view.bytes) if gradients else np.zeros(len(masks), np.int64),
+        transient=_weigh(_gradients(view, member), sizes) if gradients else np.zeros(len(masks), np.int64),
         edge_start=np.concatenate([[0], np.cumsum(edges.sum(axis=0))]).astype(np.int64),
         edge=np.nonzero(edges.T)[1].astype(np.int64),
-        node_bytes=np.array(view.bytes, dtype=np.int64),
+        node_bytes=np.array(sizes, dtype=np.int64),
         node_time=np.array(fine, dtype=np.int64),
         copies=2 if gradients else 1,
     )
@@ -168,6 +172,12 @@ def _fine_costs(view: ForwardGraph) -> list[int]:
     if all(c == int(c) for c in view.cost) and total < 2**53:
         return [int(c) for c in view.cost]
     return [round(c / total * 2**40) for c in view.cost]
+
+
+def _short_sizes(view: ForwardGraph) -> list[int]:
+    """The sizes in bytes, or, where their sums might leave 64 bits, in larger units, rounded up."""
+    shift = max(0, (8 * sum(view.bytes)).bit_length() - 62)
+    return [-(-b >> shift) for b in view.bytes]
 
 
 def _words(masks: Sequence[int], nodes: int) -> Words:
@@ -206,10 +216,10 @@ def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
 
 @kernel
 def _subset(words: Words, i: int, j: int) -> bool:
+    beyond = np.uint64(0)
     for w in range(words.shape[1]):
-        if words[i, w] & ~words[j, w]:
-            return False
-    return True
+        beyond |= words[i, w] & ~words[j, w]
+    return bool(beyond == np.uint64(0))
 
 
 @kernel
@@ -224,7 +234,7 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
     if unit == 0 or (last_free and j == len(family.bytes) - 1):
         work = np.int64(0)
     need = family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j]
-    return need, more, -(-work // max(unit, 1))
+    return int(need), int(more), int(-(-work // max(unit, 1)))
 
 
 @kernel

@@ -1,14 +1,15 @@
 """The one lowering: from a partition of the forward half to a run sequence, and so to a schedule.
 
-Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward: the ops are
-ordered by (−stage, base position), where an op's stage is the earliest block it must wait for: the least block of the
-tensors it reads that were dropped, or of the backward ops it depends on. That is a topological order, and it does
-each block's backward together. Just before an op, exactly those ops run again that bring back what it reads; what they
-need in turn is found by demand, so the result is valid for any blocks and any kept tensors. (In a chain that is the
-whole block at once; where a block branches, each branch waits until it is needed, and measured peaks are never higher.)
+Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward:
+the ops are ordered by (−stage, base position), where an op's stage is the earliest block it must wait for:
+the least block of the tensors it reads that were dropped, or of the backward ops it depends on. That is a
+topological order, and it does each block's backward together. Just before an op, exactly those ops run again
+that bring back what it reads; what they need in turn is found by demand, so the result is valid for any
+blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
+waits until it is needed, and measured peaks are never higher.)
 
-Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was dropped in
-name but is read before its next run simply stays.
+Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
+dropped in name but is read before its next run simply stays.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rematplan.planner.lattice import blocks_of, boundaries
 class Partition:
     """What the block strategies choose.
 
-    ``blocks``: V_1..V_k, each the names of its forward ops; together all forward ops, no op before its producers'
-    block. ``kept``: the tensors that stay resident at the turn from forward to backward.
+    ``blocks``: V_1..V_k, each the names of its forward ops; together all forward ops, no op before its
+    producers' block. ``kept``: the tensors that stay resident at the turn from forward to backward.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -39,9 +40,10 @@ def partition_of(
 ) -> Partition:
     """The canonical partition of a chain of lower sets: blocks V_i, kept U_k = ∪ ∂(L_j).
 
-    Kept are the boundary's tensors that a later block reads and, as in the formula that charges no recomputation of a
-    boundary node, its others that anything outside it reads (batch norm's saved statistics, max-pool's indices).
-    ``lean`` keeps of these others only what is small beside the tensors that cross.
+    Kept are the boundary's tensors that a later block reads and, as in the formula that charges no
+    recomputation of a boundary node, its others that anything outside it reads (batch norm's saved
+    statistics, max-pool's indices). ``lean`` keeps of these others only what is small beside the tensors that
+    cross.
     """
     ix = indexed(graph)
     blocks = blocks_of(chain)
@@ -63,7 +65,8 @@ def partition_of(
 
 
 SMALL = 8
-"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than what crosses."""
+"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than what
+crosses."""
 
 
 def _kept_of_node(ix: Indexed, members: tuple[int, ...], block: list[int], lean: bool) -> list[int]:
@@ -113,7 +116,7 @@ def _stages(ix: Indexed, block: list[int], kept: set[str]) -> dict[int, int]:
             and ix.tensors[t] not in kept
         ]
         stage[o] = min(waits, default=free)
-    # An op that waits for no block runs when the first op that depends on it does, not at once: nothing is held early.
+    # An op that waits for no block runs when the first op that depends on it does: nothing is held early.
     due = dict.fromkeys(backward, -1)
     for o in reversed(backward):
         if stage[o] == free:

@@ -16,8 +16,8 @@ _kept: dict[int, dict[Hashable, object]] = {}
 def remember(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
     """The value of ``work()``, done once for this graph object and key.
 
-    Keyed by identity: a problem is frozen, and hashing thousands of ops would cost more than most look-ups save. The
-    value must not hold the graph, or neither would ever be freed.
+    Keyed by identity: a problem is frozen, and hashing thousands of ops would cost more than most look-ups
+    save. The value must not hold the graph, or neither would ever be freed.
     """
     row = _kept.get(id(graph))
     if row is None:

@@ -14,6 +14,7 @@ from rematplan.planner.schedule import Free, Run, Schedule, with_frees
 from rematplan.planner.simulator import Estimate, simulate
 
 PLAN_FORMAT = "rematplan.plan/1"
+STEPS: dict[str, type[Run] | type[Free]] = {"run": Run, "free": Free}
 Status = Literal["optimal", "feasible"]
 
 
@@ -83,7 +84,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
     try:
-        schedule: Schedule = tuple({"run": Run, "free": Free}[kind](name) for kind, name in data["steps"])
+        schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])
         plan = Plan(
             problem=str(data["problem"]),
             strategy=str(data["strategy"]),

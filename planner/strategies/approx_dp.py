@@ -1,7 +1,8 @@
 """Approximate dynamic program: the best block partition over the pruned family of lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence stands in `lower_set_dp`. The family holds each
-node with its ancestors, ∅ and V: at most #V + 2 lower sets whatever the graph's width, so O(#V²·ticks) for each table.
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence stands in `lower_set_dp`. The
+family holds each node with its ancestors, ∅ and V: at most #V + 2 lower sets whatever the graph's width, so
+O(#V²·ticks) for each table.
 """
 
 from __future__ import annotations

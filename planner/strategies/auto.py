@@ -29,7 +29,8 @@ BLOCKS: tuple[Strategy, ...] = (
 class Auto(Strategy):
     """Never worse than any of its members; its plans carry the name of the member that found them.
 
-    A member that a problem is too large for is passed over, and without a backward half so are the block strategies.
+    A member that a problem is too large for is passed over, and without a backward half so are the block
+    strategies.
     """
 
     name: ClassVar[str] = "auto"

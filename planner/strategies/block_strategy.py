@@ -22,8 +22,9 @@ class BlockStrategy(FamilyStrategy):
     """A strategy that chooses chains of lower sets, whatever the budget.
 
     Each chain is lowered twice, with all tensors of its boundary nodes kept and with only those that pay
-    (`partition_of`). The base order itself and the chain of one block, which recompute nothing, are in every family.
-    What was worked out for a problem is remembered as long as the problem lives, so that many budgets cost one search.
+    (`partition_of`). The base order itself and the chain of one block, which recompute nothing, are in every
+    family. What was worked out for a problem is remembered as long as the problem lives, so that many budgets
+    cost one search.
     """
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
@@ -38,11 +39,11 @@ class BlockStrategy(FamilyStrategy):
         """
         if not graph.has_phases:
             raise UsageError(
-                f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen in the "
-                f"forward half; try --strategy auto"
+                f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
+                f"in the forward half; try --strategy auto"
             )
         view = forward_graph(graph)
-        # Where the halves are interleaved, no partition gives the base order back; no plan may be worse than it.
+        # Where the halves are interleaved, no partition gives the base order back.
         yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
         seen = set()
         for chain in itertools.chain([(view.everything,)], self.chains(view, progress) if len(view) else ()):

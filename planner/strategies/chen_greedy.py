@@ -1,8 +1,8 @@
 """Greedy checkpointing: sweep, accumulate, cut at the next cut point once the sum exceeds b.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3. With x the
-bytes kept and y the largest segment's, the paper searches b on a small grid around √(x·y). Here the grid also reaches
-from one segment to one for each cut point, so that the family covers all budgets.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm
+3. With x the bytes kept and y the largest segment's, the paper searches b on a small grid around √(x·y). Here
+the grid also reaches from one segment to one for each cut point, so that the family covers all budgets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """√n checkpointing: segments of equal memory between cut points.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A chain of n
-layers in √n segments needs O(√n) memory for one further forward. On a general graph the candidates for a segment's end
-are the nodes through which alone the part before communicates with the part after.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4.
+A chain of n layers in √n segments needs O(√n) memory for one further forward. On a general graph the
+candidates for a segment's end are the nodes through which alone the part before communicates with the part
+after.
 """
 
 from __future__ import annotations

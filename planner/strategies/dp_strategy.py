@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,8 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 from rematplan.planner.strategy import Progress
 
 SHARES = {"time": (0.0, 0.05, 0.2), "memory": (1.0, 0.9, 0.6)}
-"""Where along the feasible recomputation times of a table a plan is taken, by objective; its own end first."""
+"""Where along the feasible recomputation times of a table a plan is taken, by objective; its own end
+first."""
 
 WORK = 1.6e10
 FEWEST_TABLES = 6
@@ -23,12 +25,14 @@ FEWEST_TABLES = 6
 class DPStrategy(BlockStrategy):
     """Chains by the dynamic program over a family of lower sets (`lower_set_dp`).
 
-    The formula's budgets run over a grid from the least feasible one up, refined where chains differ; each table gives
-    a few chains from its least time up (``objective`` time) or from its largest down (memory). The formula knows no
-    liveness, so its budget is only a handle: the plans are judged by their simulated peaks, and the search is done
-    twice, with the paper's formula and with one that counts no gradients (`prepare`).
+    The formula's budgets run over a grid from the least feasible one up, refined where chains differ; each
+    table gives a few chains from its least time up (``objective`` time) or from its largest down (memory).
+    The formula knows no liveness, so its budget is only a handle: the plans are judged by their simulated
+    peaks, and the search is done twice, with the paper's formula and with one that counts no gradients
+    (`prepare`).
 
-    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled, at most, for each formula.
+    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled, at most, for each
+    formula.
     """
 
     objective: Literal["time", "memory"] = "time"
@@ -62,7 +66,8 @@ class DPStrategy(BlockStrategy):
             yield from chains
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
-        """How many tables a formula: all of ``budgets``, or fewer on a problem so large that they would take long.
+        """How many tables a formula: all of ``budgets``, or fewer on a problem so large that they would take
+        long.
 
         By counting work, not by the clock, so that the same problem always gets the same plans.
         """
@@ -100,7 +105,7 @@ def _widest(found: dict[int, tuple[Chain, ...]]) -> int | None:
     budgets = sorted(found)
     gaps = [
         (high / max(low, 1), (low + high) // 2)
-        for low, high in zip(budgets, budgets[1:], strict=False)
+        for low, high in itertools.pairwise(budgets)
         if found[low] != found[high] and high - low > 1
     ]
     return max(gaps)[1] if gaps else None

@@ -1,8 +1,9 @@
 """Exact dynamic program: the best block partition over all lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence stands in `lower_set_dp`. The lower sets are
-visited by size, a linear extension of inclusion. (The authors' public code visits them in the order of discovery and so
-misses transitions.) O(#L²·ticks) for each table; #L can be exponential in the width of the graph.
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence stands in `lower_set_dp`. The
+lower sets are visited by size, a linear extension of inclusion. (The authors' public code visits them in the
+order of discovery and so misses transitions.) O(#L²·ticks) for each table; #L can be exponential in the width
+of the graph.
 """
 
 from __future__ import annotations

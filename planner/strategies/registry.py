@@ -22,7 +22,8 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """The strategy of that name with these options; texts are read as the option's type, for the command line.
+    """The strategy of that name with these options; texts are read as the option's type, for the command
+    line.
 
     Raises:
         UsageError: an unknown name or option (lists the known ones), or a value that does not fit.

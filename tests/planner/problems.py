@@ -11,7 +11,8 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 class Tape:
     """Builds a forward half layer by layer, then its backward half in reverse.
 
-    Values are tensor names. Sizes are bytes of the layer's output; costs follow sizes (a convolution 10 units a KiB).
+    Values are tensor names. Sizes are bytes of the layer's output; costs follow sizes (a convolution 10 units
+    a KiB).
     """
 
     def __init__(self, name: str = "tape", batch: int = 4096) -> None:
@@ -246,8 +247,9 @@ def random_training(rng: Random, layers: int) -> TrainingGraph:
 def scrambled(rng: Random, ops: int) -> TrainingGraph:
     """A valid problem with phases and no further sense: any op reads anything written before it.
 
-    Holds what tapes do not: inputs as outputs, forward outputs, ops that read or write nothing, tensors that nothing
-    reads, forward ops after the first backward op, backward ops that read several blocks or nothing, no phase at all.
+    Holds what tapes do not: inputs as outputs, forward outputs, ops that read or write nothing, tensors that
+    nothing reads, forward ops after the first backward op, backward ops that read several blocks or nothing,
+    no phase at all.
     """
     tensors = [Tensor(f"in{i}", rng.choice([0, 3, 100])) for i in range(rng.randint(0, 3))]
     known = [t.name for t in tensors]

@@ -50,7 +50,8 @@ def all_chains(masks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def listable(rng: Random, nodes: int) -> tuple[ForwardGraph, list[tuple[int, ...]]]:
-    """A graph of at most ``nodes`` nodes, with fewer if it has too many partitions to list, and its partitions."""
+    """A graph of at most ``nodes`` nodes, with fewer if it has too many partitions to list, and its
+    partitions."""
     while True:
         view = random_view(rng, nodes)
         chains = list(islice(all_chains(lower_sets(view, 300, "x")), MOST_CHAINS + 1))

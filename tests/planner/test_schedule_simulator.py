@@ -16,7 +16,8 @@ PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def random_runs(graph: TrainingGraph, rng: Random, extra: int) -> list[str]:
-    """The base order with some ops run again, at any later place where everything they read was once written."""
+    """The base order with some ops run again, at any later place where everything they read was once
+    written."""
     runs = [op.name for op in graph.ops]
     for _ in range(extra if runs else 0):
         at = rng.randint(0, len(runs))
