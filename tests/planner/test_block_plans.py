@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -183,6 +184,26 @@ def test_a_wide_graph_is_too_large_for_exact_dp_only(problems, oracle):
     with pytest.raises(LatticeTooLarge, match="approx_dp"):
         strategy("exact_dp").plan(graph, 10**12)
     check_curve(graph, strategy("approx_dp").curve(graph, ()), oracle)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@pytest.mark.parametrize("size", [0, 1, 2**56])
+def test_sizes_at_both_ends_of_the_range(problems, oracle, kind, size):
+    """Sums of these leave 64-bit integers; nothing may wrap around, and zero divides nothing."""
+    graph = problems.chain(20, size)
+    curve = kind.curve(graph, ())
+    check_curve(graph, curve, oracle)
+    if size > 1 and kind.name != "store_all":
+        assert curve[-1].estimate.peak < 0.6 * curve[0].estimate.peak
+
+
+@pytest.mark.parametrize("cost", [0.0, 1e-300, 1e290])
+def test_costs_at_both_ends_of_the_range(problems, oracle, cost):
+    graph = problems.chain(6)
+    ops = tuple(replace(op, cost=cost) for op in graph.ops)
+    graph = replace(graph, ops=ops)
+    for kind in KINDS:
+        check_curve(graph, kind.curve(graph, ()), oracle)
 
 
 def test_without_a_backward_half_blocks_are_refused(problems):
