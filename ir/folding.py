@@ -1,13 +1,14 @@
 """Constant folding: nodes whose inputs are all known are computed at load, as far as the results stay small.
 
-Whatever is not folded here (an op without a row, a large result) stays in the graph and is computed when it runs, so
-folding never has to be complete; it has to be right and cheap.
+Whatever is not folded here (an op without a row, a large result) stays in the graph and is computed when
+it runs, so folding never has to be complete; it has to be right and cheap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -60,7 +61,7 @@ def _gathered(arrays: Arrays) -> int:
 # How many elements an op's largest result can have, from its operands. An op that is not here is not folded.
 SIZE_RULES: dict[str, SizeRule] = {
     **dict.fromkeys(
-        (
+        [
             "Add",
             "And",
             "Div",
@@ -73,12 +74,18 @@ SIZE_RULES: dict[str, SizeRule] = {
             "Min",
             "Mod",
             "Mul",
-        )
-        + ("Not", "Or", "Pow", "Sub", "Sum", "Where", "Xor"),
+            "Not",
+            "Or",
+            "Pow",
+            "Sub",
+            "Sum",
+            "Where",
+            "Xor",
+        ],
         _broadcast,
     ),
     **dict.fromkeys(
-        (
+        [
             "Abs",
             "Cast",
             "Ceil",
@@ -91,8 +98,6 @@ SIZE_RULES: dict[str, SizeRule] = {
             "Reshape",
             "Round",
             "Shape",
-        )
-        + (
             "Sigmoid",
             "Sign",
             "Size",
@@ -104,8 +109,16 @@ SIZE_RULES: dict[str, SizeRule] = {
             "Transpose",
             "Trilu",
             "Unsqueeze",
-        )
-        + ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "CumSum", "Cos", "Sin", "Erf"),
+            "ReduceMax",
+            "ReduceMean",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceSum",
+            "CumSum",
+            "Cos",
+            "Sin",
+            "Erf",
+        ],
         _largest,
     ),
     "Concat": _total,
@@ -133,7 +146,7 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """The node's outputs, or None if an input is unknown, a result might be large, or the op cannot be evaluated.
+    """The node's outputs, or None if an input is unknown, a result might be large, or the op is not folded.
 
     ``known``: the constant values by name, none of more than ``MAX_ELEMENTS`` elements.
     """
@@ -153,7 +166,7 @@ def _evaluate(node: Node, arrays: Arrays) -> tuple[np.ndarray, ...]:
     """One node by ONNX's own reference evaluator."""
     inputs = [f"i{k}" if a is not None else "" for k, a in enumerate(arrays)]
     outputs = [f"o{k}" for k in range(len(node.outputs))]
-    attributes = {
+    attributes: dict[str, Any] = {
         k: onnx.numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v
         for k, v in node.attributes.items()
     }

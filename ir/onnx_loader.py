@@ -1,7 +1,7 @@
 """From an ONNX file to :class:`rematplan.ir.graph.Graph`: the steps, in order.
 
-Read, bind symbolic dimensions, sort, drop aliases, fold constants, assign roles, drop what nothing reads, say what was
-noticed. Reading is in ``onnx_reader``, folding in ``folding``, roles in ``onnx_roles``.
+Read, bind symbolic dimensions, sort, drop aliases, fold constants, assign roles, drop what nothing reads,
+say what was noticed. Reading is in ``onnx_reader``, folding in ``folding``, roles in ``onnx_roles``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None) -> Graph:
 
     Args:
         path: the file; external data are looked for beside it and read when a weight is loaded.
-        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any input dimension that is not fixed.
+        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any that is not fixed.
 
     Raises:
         ModelError: the file is no valid ONNX model, or an input dimension stays unbound.
@@ -140,7 +140,7 @@ def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...
 
 
 def _sorted(draft: Draft) -> tuple[Node, ...]:
-    """The nodes in topological order: the file's own order as far as it is one (Kahn, smallest index first)."""
+    """The nodes in topological order: the file's own as far as it is one (Kahn, smallest index first)."""
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
     waits = [len({writer[n] for n in node.inputs if n in writer}) for node in draft.nodes]
     readers: dict[int, set[int]] = defaultdict(set)
@@ -164,7 +164,7 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
 
 
 def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Drop Identity nodes, so that tied weights read through them are one weight. Outputs keep their names."""
+    """Drop Identity nodes, so that weights tied through them are one weight. Outputs keep their names."""
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
     kept = []
@@ -190,7 +190,7 @@ def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """Name an output that nothing reads ``""``, so that nobody computes it. The places before a read one stay."""
+    """Name an output that nothing reads ``""``, so that nobody computes it."""
     read = {name for node in nodes for name in node.inputs} | set(outputs)
     return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
 
@@ -208,7 +208,7 @@ class _Work:
     generated: dict[str, Array] = field(default_factory=dict)
 
     def fold(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Compute what can be computed now; the nodes that are left. Float initialisers are never folded away."""
+        """Compute what can be computed now; the nodes that are left. Float initialisers are never folded."""
         known = {
             name: array.load()
             for name, array in self.initialisers.items()
@@ -311,31 +311,20 @@ def _promoted(weight: Weight, used: roles.Uses) -> Weight:
 def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tuple[str, ...]:
     kinds = Counter(n.op for n in nodes)
     biased = sum(1 for n in nodes if n.op == "Conv" and len(n.inputs) > 2 and n.inputs[2])
-    frozen = sum(1 for n in nodes if n.op == "BatchNormalization" and not trains_statistics(n))
+    frozen = sum(1 for n in nodes if n.op == "BatchNormalization" and not roles.trains_statistics(n))
     generated = sum(1 for w in weights if w.generated)
-    unused = len(draft.initialisers) - sum(1 for w in weights if w.name in draft.initialisers)
+    read = {w.name for w in weights}
+    unused = sum(1 for a in draft.initialisers.values() if a.dtype in roles.FLOATS and a.name not in read)
     promoted = [
         w for w in weights if w.role == "parameter" and w.name not in draft.initialisers and not w.generated
     ]
     said = (
         (biased > 1 and not kinds["BatchNormalization"])
-        and f"looks like a folded inference export: {biased} Conv nodes have a bias and no batch norm is left",
+        and f"looks like a folded inference export: {biased} Conv have a bias and no batch norm is left",
         frozen
-        and f"{frozen} of {kinds['BatchNormalization']} batch norms are in inference form: statistics stay fixed",
+        and f"{frozen} of {kinds['BatchNormalization']} batch norms are in inference form and stay fixed",
         generated and f"{generated} weights have no values in the file and start random",
         promoted and f"{len(promoted)} weights are stored in Constant nodes and are trained all the same",
-        unused and f"{unused} initialisers are folded or unused and are no weights of the graph",
+        unused and f"{unused} float initialisers are read by nothing that an output needs and are dropped",
     )
     return tuple(text for text in said if text)
-
-
-def trains_statistics(node: Node) -> bool:
-    """Whether a batch norm node normalises by the batch and updates its statistics.
-
-    ONNX has said it in three ways: ``training_mode`` since opset 14, five outputs since 7, ``is_test`` = 0 before.
-    """
-    if node.version >= 14:
-        return bool(node.attributes.get("training_mode", 0))
-    if node.version >= 7:
-        return len(node.outputs) > 1
-    return not node.attributes.get("is_test", 0)

@@ -1,7 +1,8 @@
 """The protobuf wall: an ONNX file becomes plain data here, and no protobuf object goes further.
 
-Everything that a file can get wrong before its meaning matters is refused here in one line: not readable, not ONNX,
-truncated, tensors whose data do not fit their shape, external data outside the model's folder, missing opsets.
+Everything that a file can get wrong before its meaning matters is refused here in one line: not readable,
+not ONNX, truncated, tensors whose data do not fit their shape, external data outside the model's folder,
+missing opsets.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Dim = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A graph input or output as declared; a dimension is an int, a symbol, or None. ``shape`` None: no rank stated."""
+    """A graph input or output as declared; a dimension is an int, a symbol or None. No rank: no ``shape``."""
 
     name: str
     dtype: str

@@ -1,7 +1,8 @@
 """What each initialiser is: a trained parameter, a batch norm statistic, or a constant.
 
-A float initialiser is a parameter if a gradient reaches it: there is a path from it to an output through inputs that
-ops are differentiable in. Batch norm's mean and variance are buffers. Everything else is a constant.
+A float initialiser is a parameter if a gradient reaches it: there is a path from it to an output through
+inputs that ops are differentiable in. Batch norm's mean and variance are buffers. Everything else is a
+constant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VIEW_OPS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", 
 # The inputs an op is differentiable in, where that is not all of them.
 DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
     **dict.fromkeys(
-        (
+        [
             "CenterCropPad",
             "Clip",
             "CumSum",
@@ -30,9 +31,13 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "GatherElements",
             "GatherND",
             "Pad",
-        )
-        + ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin")
-        + (
+            "ReduceL1",
+            "ReduceL2",
+            "ReduceLogSum",
+            "ReduceLogSumExp",
+            "ReduceMax",
+            "ReduceMean",
+            "ReduceMin",
             "ReduceProd",
             "ReduceSum",
             "ReduceSumSquare",
@@ -42,8 +47,14 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Split",
             "Squeeze",
             "Tile",
-        )
-        + ("TopK", "Trilu", "Unsqueeze", "Upsample", "Pow", "MaxUnpool", "Compress"),
+            "TopK",
+            "Trilu",
+            "Unsqueeze",
+            "Upsample",
+            "Pow",
+            "MaxUnpool",
+            "Compress",
+        ],
         frozenset({0}),
     ),
     "BatchNormalization": frozenset({0, 1, 2}),
@@ -51,7 +62,7 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
     "ScatterND": frozenset({0, 2}),
     "Where": frozenset({1, 2}),
     **dict.fromkeys(
-        (
+        [
             "And",
             "ArgMax",
             "ArgMin",
@@ -61,8 +72,6 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Greater",
             "GreaterOrEqual",
             "IsInf",
-        )
-        + (
             "IsNaN",
             "Less",
             "LessOrEqual",
@@ -73,8 +82,6 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Or",
             "Range",
             "Shape",
-        )
-        + (
             "Size",
             "Xor",
             "Bernoulli",
@@ -82,7 +89,7 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "RandomUniformLike",
             "Multinomial",
             "QuantizeLinear",
-        ),
+        ],
         frozenset(),
     ),
 }
@@ -148,8 +155,8 @@ def in_weight_input(name: str, used: Uses) -> bool:
 def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
     """Whether a tensor that the file fills with one value stands for a trained weight.
 
-    In a layer's weight input it does. As an operand of plain arithmetic it does too, unless the value is one that
-    programs compute with (0, ±1, not finite): that is a mask or an initial state.
+    In a layer's weight input it does. As an operand of plain arithmetic it does too, unless the value is one
+    that programs compute with (0, ±1, not finite): that is a mask or an initial state.
     """
     if in_weight_input(name, used) or is_statistic(name, used):
         return True
@@ -167,3 +174,16 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
         positions = DIFFERENTIABLE_INPUTS.get(node.op)
         reached.update(n for at, n in enumerate(node.inputs) if n and (positions is None or at in positions))
     return frozenset(reached)
+
+
+def trains_statistics(node: Node) -> bool:
+    """Whether a batch norm node normalises by the batch and updates its statistics.
+
+    ONNX has said it in three ways: ``training_mode`` since opset 14, more than one output since 7,
+    ``is_test`` of zero before.
+    """
+    if node.version >= 14:
+        return bool(node.attributes.get("training_mode", 0))
+    if node.version >= 7:
+        return len(node.outputs) > 1
+    return not node.attributes.get("is_test", 0)

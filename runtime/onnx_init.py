@@ -1,8 +1,8 @@
 """Random starts for weights that a file generates instead of stating them.
 
-Normal with variance 1 / fan-in for what multiplies (LeCun, Bottou, Orr, Müller, «Efficient BackProp», 1998), ones for
-scales, zeros for shifts. Not He's 2 / fan-in: batch norms in inference form do not hold the residual sums of a deep
-network together, and a saturated softmax passes no gradient at all.
+Normal with variance 1 / fan-in for what multiplies (LeCun, Bottou, Orr, Müller, «Efficient BackProp»,
+1998), ones for scales, zeros for shifts. Not He's 2 / fan-in: batch norms in inference form do not hold
+the residual sums of a deep network together, and a saturated softmax passes no gradient at all.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rematplan.ir.graph import Graph, Node, Weight
+from rematplan.ir.graph import Graph, Node
+from rematplan.ir.onnx_roles import VIEW_OPS
 
 Fill = Callable[[torch.Tensor, Node, torch.Generator], object]
-
-VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 def _normal(fan_in: Callable[[torch.Tensor, Node], int]) -> Fill:
@@ -68,7 +67,7 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}
     for node in graph.nodes:
-        if node.op in VIEWS and node.inputs:
+        if node.op in VIEW_OPS and node.inputs:
             source[node.outputs[0]] = source.get(node.inputs[0], node.inputs[0])
             continue
         for at, name in enumerate(node.inputs):
@@ -76,9 +75,7 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
     return found
 
 
-def initialise(
-    weight: Weight, tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator
-) -> None:
+def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
     """Fill a generated weight in place, by what reads it."""
     node, at = reader if reader is not None else (None, 0)
     fill = FILLS.get((node.op, at), SMALL) if node is not None else SMALL

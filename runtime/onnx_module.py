@@ -1,14 +1,14 @@
 """An ONNX graph as a torch module: each node a row of the op table, run in order.
 
-Values that are known without computing (sizes, axes, indices made of them) stay numpy arrays while the graph runs, so
-that shape arithmetic is done at once and leaves nothing in a captured graph.
+Values that are known without computing (sizes, axes, indices made of them) stay numpy arrays while the
+graph runs, so that shape arithmetic is done at once and leaves nothing in a captured graph.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir.errors import ModelError, show_bytes
 from rematplan.ir.graph import Graph, Node, Weight
+from rematplan.ir.onnx_roles import trains_statistics
 from rematplan.runtime.onnx_init import first_readers, initialise
 from rematplan.runtime.onnx_rows import Row, refuse
+from rematplan.runtime.onnx_shape import stated_sizes
 from rematplan.runtime.onnx_table import row_of
 from rematplan.runtime.onnx_values import constant_tensor, to_array, to_tensor, torch_dtype
 
@@ -58,8 +60,8 @@ class Instruction:
 class OnnxModule(nn.Module):
     """The forward pass of a :class:`~rematplan.ir.graph.Graph`.
 
-    Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file generates
-    start random, by ``seed``. Batch norm in training form updates its buffers once a forward.
+    Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file
+    generates start random, by ``seed``. Batch norm in training form updates its buffers once a forward.
 
     Args:
         graph: the graph.
@@ -77,7 +79,9 @@ class OnnxModule(nn.Module):
         for value in graph.inputs:
             torch_dtype(value.dtype, f"the graph input {value.name!r}")
         self.known = _known_weights(graph.weights)
-        tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(self.known)
+        tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
+            self.known
+        )
         self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}
         if device != "meta":
             _check_memory(graph.weights)
@@ -90,7 +94,7 @@ class OnnxModule(nn.Module):
             random = weight.generated and seed is not None
             tensor = _made(weight, device, filled=not random)
             if random and device != "meta":
-                initialise(weight, tensor, readers.get(weight.name), generator)
+                initialise(tensor, readers.get(weight.name), generator)
             self._register(weight, tensor)
 
     def _register(self, weight: Weight, tensor: Tensor) -> None:
@@ -166,7 +170,9 @@ class OnnxModule(nn.Module):
             for at, value in enumerate(args)
         ]
 
-    def _operand(self, step: Instruction, at: int, value: Value, rank: int, device: torch.device | None) -> Value:
+    def _operand(
+        self, step: Instruction, at: int, value: Value, rank: int, device: torch.device | None
+    ) -> Value:
         node, row, is_known = step.node, step.row, isinstance(value, np.ndarray)
         if at in row.known:
             return value if is_known else _values_of(node, at, value)
@@ -181,16 +187,10 @@ class OnnxModule(nn.Module):
 # ------------------------------------------------------------------ known values
 
 
-def _sizes_from(node: Node, x: Tensor) -> np.ndarray:
-    end = node.attributes.get("end")
-    start = int(node.attributes.get("start", 0))  # type: ignore[arg-type]
-    return np.asarray(list(x.shape)[start : None if end is None else int(end)], np.int64)  # type: ignore[arg-type]
-
-
 # Ops that ask only for a tensor's sizes: answered without touching it.
-SIZES = {
-    "Shape": _sizes_from,
-    "Size": lambda node, x: np.asarray(math.prod(x.shape), np.int64),
+SIZES: Mapping[str, Callable[[Node, Tensor], np.ndarray]] = {
+    "Shape": lambda node, x: np.asarray(stated_sizes(node, x), np.int64),
+    "Size": lambda _, x: np.asarray(math.prod(x.shape), np.int64),
 }
 
 
@@ -214,7 +214,9 @@ def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
 def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
     """Run a row on known values, out of sight of any tracer."""
     with _disable_current_modes(), torch.no_grad():
-        operands = [a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)]
+        operands = [
+            a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)
+        ]
         results = row.run(node, *operands)
         return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
 
@@ -255,25 +257,21 @@ def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.nd
             settled.update(node.outputs)
             continue
         for at, name in enumerate(node.inputs):
-            if name in known and at not in row.known | row.literal and not (row.scalars and known[name].size == 1):
+            if (
+                name in known
+                and at not in row.known | row.literal
+                and not (row.scalars and known[name].size == 1)
+            ):
                 wanted.add(name)
     return wanted
 
 
 def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:
     """Which results of a batch norm in training form are new content of buffers."""
-    if node.op != "BatchNormalization" or not _trains(node):
+    if node.op != "BatchNormalization" or not trains_statistics(node):
         return ()
     buffers = {w.name for w in weights if w.role == "buffer"}
     return tuple((out, node.inputs[at]) for out, at in ((1, 3), (2, 4)) if node.inputs[at] in buffers)
-
-
-def _trains(node: Node) -> bool:
-    if node.version >= 14:
-        return bool(node.attributes.get("training_mode", 0))
-    if node.version >= 7:
-        return len(node.outputs) > 1
-    return not node.attributes.get("is_test", 0)
 
 
 def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:

@@ -89,10 +89,10 @@ def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) ->
     extra = ints(node, "output_padding") or (0,) * rank
     group = integer(node, "group", 1)
     before, after = _transpose_pads(node, x.shape[2:], w.shape[2:], strides, dilations, extra)
-    if before == after and all(p >= 0 for p in before):
-        # torch wants output_padding < stride or dilation; a larger one is zeros beyond the window, so just padding.
-        if all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
-            return CONV_TRANSPOSE[rank](x, w, b, strides, before, extra, group, dilations)
+    even = before == after and all(p >= 0 for p in before)
+    # torch wants output_padding < stride or dilation; a larger one is only more padding
+    if even and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
+        return CONV_TRANSPOSE[rank](x, w, b, strides, before, extra, group, dilations)
     full = CONV_TRANSPOSE[rank](x, w, None, strides, 0, 0, group, dilations)
     full = pad_spatial(full, [-p for p in before], [e - p for e, p in zip(extra, after, strict=True)])
     return full if b is None else full + b.view(-1, *[1] * rank)
@@ -132,8 +132,8 @@ def _trained_batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise by the batch; the new statistics are ``old · momentum + batch · (1 − momentum)``.
 
-    ONNX's running variance is the batch's variance over n, torch's the one over n − 1; with v' = m·v + (1−m)·s·n/(n−1)
-    from torch, ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
+    ONNX's running variance is the batch's variance s over n, torch's the one over n − 1; from torch's
+    v' = m·v + (1−m)·s·n/(n−1) ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
     """
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()

@@ -1,5 +1,6 @@
 """Rows of the op table: pooling, with ONNX's rules for padding, ceiling, dilation and indices."""
 
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math
@@ -145,4 +146,5 @@ def global_max_pool(node: Node, x: Tensor) -> Tensor:
 @ROWS.add("GlobalLpPool", 1, 2, 22)
 def global_lp_pool(node: Node, x: Tensor) -> Tensor:
     """The p-norm of each channel."""
-    return torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)
+    return norm

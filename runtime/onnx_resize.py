@@ -1,7 +1,7 @@
 """Rows of the op table: Resize and Upsample.
 
-What torch has a kernel for goes there. The rest is separable: one small interpolation matrix an axis, made from ONNX's
-formulas for coordinates and coefficients, or for nearest one list of indices an axis.
+What torch has a kernel for goes there. The rest is separable: one small interpolation matrix an axis, made
+from ONNX's formulas for coordinates and coefficients, or for nearest one list of indices an axis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis is resized: from ``n`` to ``out`` elements, ``scale`` as stated, region of interest in [0, 1]."""
+    """How one axis is resized: ``n`` to ``out`` elements, ``scale`` as stated, its region within [0, 1]."""
 
     at: int
     n: int
@@ -65,7 +65,7 @@ def _rule(node: Node, coordinates: str) -> Rule:
     )
 
 
-# ------------------------------------------------------------------ coordinates and coefficients (ONNX's formulas)
+# ------------------------------------------------------------------ ONNX's coordinates and coefficients
 
 
 def _half_pixel(i: np.ndarray, a: Axis) -> np.ndarray:
@@ -100,8 +100,9 @@ ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _triangle(distance: np.ndarray, rule: Rule) -> np.ndarray:
-    return np.clip(1 - np.abs(distance), 0, None)
+def _triangle(distance: np.ndarray, _: Rule) -> np.ndarray:
+    height: np.ndarray = np.clip(1 - np.abs(distance), 0, None)
+    return height
 
 
 def _keys_cubic(distance: np.ndarray, rule: Rule) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Rows of the op table: what an ONNX op of one version does, as a function on torch tensors.
 
-A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one) and returns
-a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` places (a shape, axes, pads)
-arrive as numpy arrays; with ``scalars`` a known operand of one element arrives as a Python number, so that it is no
-tensor in the captured graph.
+A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one)
+and returns a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` places
+(a shape, axes, pads) arrive as numpy arrays; with ``scalars`` a known operand of one element arrives as a
+Python number, so that it is no tensor in the captured graph.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Known = np.ndarray | None
 class Row:
     """One op at one since_version.
 
-    ``known``: input places whose values must be known when the op runs. ``size``: the number of elements of the
-    result, from known inputs, where the inputs' sizes do not bound it. ``random``: it draws random numbers.
+    ``known``: input places whose values must be known when the op runs. ``size``: the number of elements of
+    the result, from known inputs, where the inputs' sizes do not bound it. ``random``: it draws numbers.
     """
 
     domain: str
@@ -69,7 +69,16 @@ class Rows:
             for version in since:
                 self.rows.append(
                     Row(
-                        "", op, version, handler, frozenset(known), scalars, size, random, frozenset(literal), check
+                        "",
+                        op,
+                        version,
+                        handler,
+                        frozenset(known),
+                        scalars,
+                        size,
+                        random,
+                        frozenset(literal),
+                        check,
                     )
                 )
             return handler
@@ -105,7 +114,7 @@ def number(node: Node, name: str, default: float) -> float:
 
 
 def intended(value: float) -> float:
-    """The decimal number that a single-precision value was written from: 0.9, where the file can only say 0.89999998."""
+    """The decimal that a single-precision value was written from: 0.9, where the file says 0.89999998."""
     return float(str(np.float32(value)))
 
 

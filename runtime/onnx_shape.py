@@ -1,10 +1,10 @@
 """Rows of the op table: shapes, views, slicing, gathering, padding, resizing's neighbours and type casts."""
 
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rematplan.ir.graph import Node
 from rematplan.runtime.onnx_rows import Known, Rows, given, integer, ints, known_ints, number, refuse, text
-from rematplan.runtime.onnx_values import ONNX_DTYPES, SAME_WIDTH, WIDER, constant_tensor, signed, to_tensor
+from rematplan.runtime.onnx_values import ONNX_DTYPES, to_tensor
 
 ROWS = Rows()
 
@@ -21,11 +21,16 @@ ROWS = Rows()
 # ------------------------------------------------------------------ shapes as values
 
 
+def stated_sizes(node: Node, x: Tensor) -> list[int]:
+    """The sizes that a Shape node asks for."""
+    end = integer(node, "end", x.dim())
+    return list(x.shape)[integer(node, "start", 0) : end]
+
+
 @ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
 def shape(node: Node, x: Tensor) -> Tensor:
     """The input's sizes from ``start`` to ``end``. The interpreter answers this from the sizes alone."""
-    sizes = list(x.shape)[integer(node, "start", 0) : node.attributes.get("end")]  # type: ignore[misc]
-    return torch.tensor(sizes, dtype=torch.int64)
+    return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
 
 
 @ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
@@ -159,7 +164,7 @@ def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
 @ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
 def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     """Broadcast to a shape, which may itself have ones where the input is larger."""
-    return x.expand(torch.broadcast_shapes(x.shape, known_ints(shape) or ()))
+    return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
 
 
 @ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
@@ -296,130 +301,6 @@ def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
     """One triangle of the last two axes."""
     at = 0 if k is None else int(k.reshape(()))
     return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
-
-
-# ------------------------------------------------------------------ gathering and scattering
-
-
-def _wrapped(indices: Tensor, n: int) -> Tensor:
-    indices = indices.to(torch.int64)
-    return torch.where(indices < 0, indices + n, indices)
-
-
-@ROWS.add("Gather", 1, 11, 13, literal=(1,))
-def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Whole slices by index: one known index is a view, rows of a table of weights are torch's embedding."""
-    axis = integer(node, "axis", 0) % x.dim()
-    if isinstance(indices, np.ndarray):
-        if indices.ndim == 0:
-            return x.select(axis, int(indices))
-        indices = constant_tensor(indices, f"{node.name!r}'s indices").to(x.device)
-    flat = _wrapped(indices, x.shape[axis])
-    if axis == 0 and x.dim() == 2 and x.is_floating_point() and flat.dim() > 0:
-        return F.embedding(flat, x)
-    picked = x.index_select(axis, flat.reshape(-1))
-    return picked.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
-
-
-@ROWS.add("GatherElements", 11, 13)
-def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Elements by index along one axis."""
-    axis = integer(node, "axis", 0)
-    return torch.gather(x, axis, _wrapped(indices, x.shape[axis]))
-
-
-@ROWS.add("GatherND", 12, 13)
-def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Slices by tuples of indices, below some batch axes."""
-    batch = integer(node, "batch_dims", 0)
-    flat = x.reshape(-1, *x.shape[batch:]) if batch else x.unsqueeze(0)
-    tuples = indices.reshape(flat.shape[0], -1, indices.shape[-1])
-    rows = torch.arange(flat.shape[0], device=x.device).unsqueeze(1).expand(tuples.shape[:2])
-    parts = [_wrapped(p, flat.shape[k + 1]) for k, p in enumerate(tuples.unbind(-1))]
-    found = flat[(rows, *parts)]
-    return found.reshape((*indices.shape[:-1], *found.shape[2:]))
-
-
-@ROWS.add("GatherND", 11)
-def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """As above without batch axes."""
-    return gather_nd(node, x, indices)
-
-
-SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-
-
-@ROWS.add("ScatterElements", 11, 13, 16, 18)
-def scatter_elements(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Elements written, or reduced, at indices along one axis."""
-    axis, how = integer(node, "axis", 0), text(node, "reduction", "none")
-    places = _wrapped(indices, x.shape[axis])
-    if how == "none":
-        return x.scatter(axis, places, updates)
-    if how not in SCATTER_REDUCTIONS:
-        raise refuse(node, f"reduction is {how!r}")
-    return x.scatter_reduce(axis, places, updates, SCATTER_REDUCTIONS[how])
-
-
-@ROWS.add("Scatter", 9, 11)
-def scatter(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """The older name of ScatterElements."""
-    return scatter_elements(node, x, indices, updates)
-
-
-@ROWS.add("ScatterND", 11, 13, 16, 18)
-def scatter_nd(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Slices written, or reduced, at tuples of indices."""
-    how, depth = text(node, "reduction", "none"), indices.shape[-1]
-    parts = tuple(_wrapped(p, x.shape[k]).reshape(-1) for k, p in enumerate(indices.unbind(-1)))
-    rows = updates.reshape(-1, *x.shape[depth:])
-    if how in ("none", "add"):
-        return x.index_put(parts, rows, accumulate=how == "add")
-    if how not in SCATTER_REDUCTIONS:
-        raise refuse(node, f"reduction is {how!r}")
-    flat = x.reshape(-1, *x.shape[depth:])
-    place = torch.zeros_like(parts[0])
-    for part, n in zip(parts, x.shape, strict=False):
-        place = place * n + part
-    place = place.reshape(-1, *[1] * (rows.dim() - 1)).expand(rows.shape)
-    return flat.scatter_reduce(0, place, rows, SCATTER_REDUCTIONS[how]).reshape(x.shape)
-
-
-@ROWS.add("OneHot", 9, 11, 28, known=(1,))
-def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> Tensor:
-    """The on-value at each index along a new axis; indices out of range give no on-value."""
-    n = int(depth.reshape(-1)[0])
-    axis = integer(node, "axis", -1)
-    axis = axis + indices.dim() + 1 if axis < 0 else axis
-    whole = indices.to(torch.int64)
-    wrapped = torch.where(whole < 0, whole + n, whole).unsqueeze(axis)
-    places = torch.arange(n, device=indices.device).reshape(-1, *[1] * (indices.dim() - axis))
-    return torch.where(wrapped == places, values[1], values[0])
-
-
-@ROWS.add("TopK", 10, 11, 24, known=(1,))
-def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest, and where they stand; of equal ones the first."""
-    axis, n = integer(node, "axis", -1), int(k.reshape(-1)[0])
-    order = torch.argsort(signed(x), dim=axis, descending=bool(integer(node, "largest", 1)), stable=True)
-    places = order.narrow(axis, 0, n)
-    if x.dtype in WIDER:
-        return torch.gather(x.view(SAME_WIDTH[x.dtype]), axis, places).view(x.dtype), places
-    return torch.gather(x, axis, places), places
-
-
-@ROWS.add("TopK", 1)
-def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
-    """k is an attribute."""
-    return top_k(node, x, np.asarray([integer(node, "k", 1)]))
-
-
-@ROWS.add("Compress", 9, 11, 28)
-def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    """The slices for which the condition holds."""
-    axis = node.attributes.get("axis")
-    x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))
-    return x.index_select(at, torch.nonzero(condition).reshape(-1))
 
 
 # ------------------------------------------------------------------ blocks of space

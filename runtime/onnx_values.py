@@ -1,4 +1,4 @@
-"""Between numpy's and torch's values: dtypes by ONNX's number and numpy's name, arrays to tensors and back."""
+"""Between numpy's and torch's values: dtypes by ONNX's number and numpy's name, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
     return torch.tensor(wide.tolist(), dtype=dtype).reshape(array.shape)
 
 
-# Torch computes little with unsigned types beyond eight bits. The signed type of the next width holds the smaller
-# ones; 64 bits are computed modulo 2^64, which is the same for both, and compared with the sign bit flipped.
+# Torch computes little with unsigned types beyond eight bits. The signed type of the next width holds the
+# smaller ones; 64 bits are computed modulo 2^64, the same for both, and compared with the sign bit flipped.
 WIDER: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,

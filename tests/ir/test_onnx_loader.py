@@ -44,7 +44,9 @@ def roles(graph: Graph) -> dict[str, str]:
 
 
 def node(op, inputs, outputs, **attributes):
-    return helper.make_node(op, inputs.split(), outputs.split(), name=f"{op}_{outputs.split()[0]}", **attributes)
+    return helper.make_node(
+        op, inputs.split(), outputs.split(), name=f"{op}_{outputs.split()[0]}", **attributes
+    )
 
 
 def test_batch_norm_statistics_are_buffers_and_the_rest_is_trained(tmp_path):
@@ -55,7 +57,11 @@ def test_batch_norm_statistics_are_buffers_and_the_rest_is_trained(tmp_path):
         [info("y", [2, 4, 6, 6])],
         [weight("w", 4, 3, 3, 3), *(weight(n, 4) for n in "bstmv")],
     )
-    assert roles(graph) == {"w": "parameter", **dict.fromkeys("bst", "parameter"), **dict.fromkeys("mv", "buffer")}
+    assert roles(graph) == {
+        "w": "parameter",
+        **dict.fromkeys("bst", "parameter"),
+        **dict.fromkeys("mv", "buffer"),
+    }
     assert graph.nodes[1].outputs == ("y", "", "")  # nothing reads the new statistics in the graph
 
 
@@ -213,7 +219,11 @@ def test_symbolic_dimensions_are_bound(tmp_path):
     ("dims", "kind", "said"),
     [
         ({}, ModelError, "input 'x': dimension 0 (batch) is not bound; bind it with --dim batch=8"),
-        ({"batch": 2, "depth": 3}, UsageError, "--dim depth: no input has a dimension of that name (known: batch)"),
+        (
+            {"batch": 2, "depth": 3},
+            UsageError,
+            "--dim depth: no input has a dimension of that name (known: batch)",
+        ),
         ({"batch": 0}, UsageError, "positive"),
         ({"batch": -4}, UsageError, "positive"),
     ],
@@ -242,7 +252,11 @@ def test_local_functions_are_inlined(tmp_path):
 
 def test_external_data_are_read_when_asked_for(tmp_path):
     path = write(
-        tmp_path, [node("MatMul", "x w", "y")], [info("x", [2, 300])], [info("y", [2, 400])], [weight("w", 300, 400)]
+        tmp_path,
+        [node("MatMul", "x w", "y")],
+        [info("x", [2, 300])],
+        [info("y", [2, 400])],
+        [weight("w", 300, 400)],
     )
     model = onnx.load(path)
     stated = numpy_helper.to_array(model.graph.initializer[0])
@@ -257,7 +271,9 @@ def test_external_data_are_read_when_asked_for(tmp_path):
 def test_a_model_behind_a_link_finds_its_data_beside_the_file(tmp_path):
     store, links = tmp_path / "store", tmp_path / "links"
     store.mkdir(), links.mkdir()
-    path = write(store, [node("MatMul", "x w", "y")], [info("x", [2, 30])], [info("y", [2, 40])], [weight("w", 30, 40)])
+    path = write(
+        store, [node("MatMul", "x w", "y")], [info("x", [2, 30])], [info("y", [2, 40])], [weight("w", 30, 40)]
+    )
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
     (links / "model.onnx").symlink_to(path)
     (links / "w.bin").symlink_to(store / "w.bin")

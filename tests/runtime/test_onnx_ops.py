@@ -1,4 +1,4 @@
-"""The op table against the standard: its own node cases, its list of versions, its reference's rarer corners."""
+"""The op table against the standard: its own node cases, its list of versions, its rarer corners."""
 
 import functools
 import math
@@ -79,7 +79,9 @@ def check(name) -> bool:
             assert str(result.dtype) == f"torch.{wanted.dtype.name}", case.name
             assert result.shape == wanted.shape, case.name
             close = {"rtol": case.rtol, "atol": case.atol} if wanted.dtype.kind in "fcV" else {"rtol": 0}
-            pair = [a.astype(np.float32) if a.dtype.name == "bfloat16" else a for a in (to_array(result), wanted)]
+            pair = [
+                a.astype(np.float32) if a.dtype.name == "bfloat16" else a for a in (to_array(result), wanted)
+            ]
             np.testing.assert_allclose(*pair, equal_nan=True, err_msg=case.name, **close)
     return True
 
@@ -92,7 +94,15 @@ def test_the_standards_own_cases(op):
 
 WITHOUT_CASES = frozenset(
     # superseded ops, of which the standard keeps no cases
-    {"GlobalLpPool", "Scatter", "Constant", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"}
+    {
+        "GlobalLpPool",
+        "Scatter",
+        "Constant",
+        "RandomNormal",
+        "RandomUniform",
+        "RandomNormalLike",
+        "RandomUniformLike",
+    }
 )
 
 
@@ -104,7 +114,9 @@ def test_most_of_the_standard_is_covered():
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))
 def test_versions_are_those_of_the_standard(op):
     """A version that ONNX has and the table has not would silently get its predecessor's meaning."""
-    stated = {s.since_version for s in onnx.defs.get_all_schemas_with_history() if s.name == op and not s.domain}
+    stated = {
+        s.since_version for s in onnx.defs.get_all_schemas_with_history() if s.name == op and not s.domain
+    }
     rows = set(TABLE["", op])
     first = min(rows)
     assert {v for v in stated if v >= first} <= rows
@@ -149,7 +161,7 @@ def windows(n, k, s, before, after, ceil):
 def pooled(x, pads, strides, ceil, take):
     """Pooling of 3×3 windows by enumeration; ``take(inside, stated)`` reduces the window's elements.
 
-    ``inside``: the elements within the input; ``stated``: how many places lie within the input or its padding.
+    ``inside``: the elements within the input; ``stated``: how many places lie within it or its padding.
     """
     n, m = x.shape[2:]
     rows, columns = (windows(x.shape[2 + a], 3, strides[a], pads[a], pads[2 + a], ceil) for a in (0, 1))
@@ -176,7 +188,9 @@ def test_pooling_windows(pads, ceil, strides):
     for (op, counted), take in takes.items():
         more = {} if counted is None else {"count_include_pad": counted}
         wanted = pooled(x, pads, strides, ceil, take)
-        np.testing.assert_allclose(run(one_node(op, [x], 19, **shared, **more), x), wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            run(one_node(op, [x], 19, **shared, **more), x), wanted, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("pads", [[1, 1, 1, 1], [0, 1, 2, 0]])
@@ -213,7 +227,9 @@ def test_a_node_that_does_not_fit_is_named():
         run(one_node("MatMul", [noise(2, 3), noise(2, 3)], 17), noise(2, 3), noise(2, 3))
 
 
-@pytest.mark.parametrize("op", ["Relu", "Add", "Clip", "Dropout", "Identity", "BatchNormalization", "Pad", "Slice"])
+@pytest.mark.parametrize(
+    "op", ["Relu", "Add", "Clip", "Dropout", "Identity", "BatchNormalization", "Pad", "Slice"]
+)
 def test_inputs_are_never_changed(op):
     for case in cases()[op]:
         module = module_of(case)
