@@ -1,0 +1,219 @@
+"""The multi-cut integer program whose optimum no schedule can undercut; docs/lower-bound.md has the proof.
+
+Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the first run of bᵢ. Interval i is from τᵢ on (from the
+start, for i = 0) until just before τᵢ₊₁ (until the end, for i = K).
+
+    x[v,i] = recipe v runs in interval i          h[t,i] = tensor t is resident just before τᵢ (at the end, i = K + 1)
+
+    min Σ c_v x[v,i]
+    (read)    x[v,i] ≤ h[t,i] + Σ_{u writes t} x[u,i]          t read by v
+    (hold)    h[t,i+1] ≤ h[t,i] + Σ_{u writes t} x[u,i]
+    (first)   x[v,i] = 0 for i < j if bⱼ must precede v; x[bᵢ,i] = 1; Σ_{i<j} x[v,i] ≥ 1 if v must precede bⱼ
+    (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
+    (memory)  Σ m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ortools.math_opt import model_pb2
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.bounds_cuts import Precedence
+
+Term = tuple[int, float]
+
+
+@dataclass
+class Rows:
+    """A mixed-integer program being written down: binary variables, rows Σ aⱼ xⱼ ≥ b."""
+
+    cost: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    floors: list[float] = field(default_factory=list)
+    constant: float = 0.0
+    impossible: bool = False
+
+    def variable(self, cost: float) -> int:
+        """A new binary variable."""
+        self.cost.append(cost)
+        return len(self.cost) - 1
+
+    def at_least(self, terms: Iterable[Term], floor: float) -> None:
+        """A new row."""
+        for column, factor in terms:
+            self.columns.append(column)
+            self.factors.append(factor)
+        self.starts.append(len(self.columns))
+        self.floors.append(floor)
+
+    def proto(self, integer: bool) -> model_pb2.ModelProto:
+        """The program in OR-tools' form; with ``integer`` off, its linear relaxation."""
+        model = model_pb2.ModelProto()
+        n = len(self.cost)
+        model.variables.ids.extend(range(n))
+        model.variables.lower_bounds.extend([0.0] * n)
+        model.variables.upper_bounds.extend([1.0] * n)
+        model.variables.integers.extend([integer] * n)
+        priced = [j for j in range(n) if self.cost[j]]
+        model.objective.linear_coefficients.ids.extend(priced)
+        model.objective.linear_coefficients.values.extend([self.cost[j] for j in priced])
+        rows = len(self.floors)
+        model.linear_constraints.ids.extend(range(rows))
+        model.linear_constraints.lower_bounds.extend(self.floors)
+        model.linear_constraints.upper_bounds.extend([float("inf")] * rows)
+        matrix = model.linear_constraint_matrix
+        for r in range(rows):
+            terms: dict[int, float] = {}
+            for k in range(self.starts[r], self.starts[r + 1]):
+                terms[self.columns[k]] = terms.get(self.columns[k], 0.0) + self.factors[k]
+            for column in sorted(terms):
+                if terms[column]:
+                    matrix.row_ids.append(r)
+                    matrix.column_ids.append(column)
+                    matrix.coefficients.append(terms[column])
+        return model
+
+
+ZERO, ONE = -1, -2
+"""In place of a variable's number: it is known to be 0, or 1."""
+
+
+COST_UNIT = 1e-6
+"""Costs are counted in millionths of the base cost, rounded down to thousandths of that."""
+
+
+class CutProgram:
+    """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only lowers it."""
+
+    def __init__(
+        self, graph: TrainingGraph, order: Precedence, cuts: Sequence[int], budget: int, tiny: int
+    ) -> None:
+        self.graph, self.order, self.cuts = graph, order, cuts
+        scale = 1e9 / graph.base_cost if graph.base_cost else 0.0
+        self.cost = [math.floor(op.cost * scale) / 1e3 for op in order.recipes]
+        self.room = budget - graph.input_bytes
+        self.last = len(cuts)
+        inputs = set(graph.inputs)
+        self.free = {t for t in order.makers if graph.size[t] <= tiny}
+        self.tracked = [t for t in order.makers if t not in self.free and t not in inputs]
+        self.rows = Rows()
+        self.earliest = [self._earliest(v) for v in range(len(order.recipes))]
+        self.deadline = [self._deadline(v) for v in range(len(order.recipes))]
+        self.x: dict[tuple[int, int], int] = {}
+        self.h: dict[tuple[str, int], int] = {}
+        self._make_variables()
+        self._write_rows()
+        self._write_suffix_rows()
+
+    def _earliest(self, v: int) -> int:
+        """The first interval in which v can run."""
+        return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
+
+    def _deadline(self, v: int) -> int:
+        """The interval by whose start v must have run; K + 1 if only by the end, K + 2 if it need not run at all."""
+        for j, b in enumerate(self.cuts):
+            if b != v and self.order.before[b] >> v & 1:
+                return j + 1
+        return self.last + (1 if self.order.needed >> v & 1 else 2)
+
+    def _make_variables(self) -> None:
+        for v in range(len(self.order.recipes)):
+            for i in range(self.last + 1):
+                self.x[v, i] = self._x(v, i, self.cost[v])
+        for t in self.tracked:
+            first = min(self.earliest[v] for v in self.order.makers[t])
+            for i in range(1, self.last + 2):
+                self.h[t, i] = ZERO if i <= first else self.rows.variable(0.0)
+            self.h[t, 0] = ZERO
+        for i in range(1, self.last + 1):
+            for t in self.order.recipes[self.cuts[i - 1]].reads:
+                self._force(t, i)
+        for t in self.graph.outputs:
+            self._force(t, self.last + 1)
+
+    def _x(self, v: int, i: int, cost: float) -> int:
+        if i < self.earliest[v]:
+            return ZERO
+        if i == self.earliest[v] and (v in self.cuts or self.deadline[v] == i + 1):
+            self.rows.constant += cost
+            return ONE
+        return self.rows.variable(cost)
+
+    def _force(self, tensor: str, i: int) -> None:
+        if (tensor, i) in self.h:
+            self.rows.impossible |= self.h[tensor, i] == ZERO
+            self.h[tensor, i] = ONE
+
+    def _write_rows(self) -> None:
+        for v, op in enumerate(self.order.recipes):
+            if self.deadline[v] <= self.last + 1:
+                self._row([(self.x[v, i], 1.0) for i in range(min(self.deadline[v], self.last + 1))], 1.0)
+            for i in range(self.earliest[v], self.last + 1):
+                for t in op.reads:
+                    if (t, i) in self.h:
+                        self._row([(self.h[t, i], 1.0), *self._made(t, i), (self.x[v, i], -1.0)], 0.0)
+        for t in self.tracked:
+            for i in range(self.last + 1):
+                self._row([(self.h[t, i], 1.0), *self._made(t, i), (self.h[t, i + 1], -1.0)], 0.0)
+        for i in range(1, self.last + 2):
+            self._memory(i)
+
+    def _write_suffix_rows(self) -> None:
+        """y[v,i] = v runs in interval i or later.
+
+        Implied for integers; in the relaxation these rows say that what several intervals share is paid for once.
+        Without them more cuts make it weaker; with them, never.
+        """
+        y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
+        for i in range(self.last - 1, 0, -1):
+            for v in range(len(self.order.recipes)):
+                y[v, i] = self._suffix(v, i, y[v, i + 1])
+            for v, op in enumerate(self.order.recipes):
+                for t in op.reads:
+                    if (t, i) in self.h:
+                        made = [(y[u, i], 1.0) for u in self.order.makers[t]]
+                        self._row([(self.h[t, i], 1.0), *made, (y[v, i], -1.0)], 0.0)
+
+    def _suffix(self, v: int, i: int, after: int) -> int:
+        runs = [self.x[v, j] for j in range(i, self.last + 1)]
+        if ONE in runs or (self.earliest[v] >= i and self.order.needed >> v & 1):
+            return ONE
+        if all(j == ZERO for j in runs):
+            return ZERO
+        y = self.rows.variable(0.0)
+        self._row([(j, 1.0) for j in runs] + [(y, -1.0)], 0.0)
+        self._row([(y, 1.0), (after, -1.0)], 0.0)
+        self._row([(y, 1.0), (self.x[v, i], -1.0)], 0.0)
+        return y
+
+    def _made(self, tensor: str, i: int) -> list[Term]:
+        return [(self.x[u, i], 1.0) for u in self.order.makers[tensor]]
+
+    def _memory(self, i: int) -> None:
+        room, size = self.room, self.graph.size
+        if i <= self.last:
+            cut = self.order.recipes[self.cuts[i - 1]]
+            room -= cut.workspace + sum(size[t] for t in cut.writes)
+        room -= sum(size[t] for t in self.tracked if self.h[t, i] == ONE)
+        if room < 0:
+            self.rows.impossible = True
+            return
+        held = [(self.h[t, i], -float(size[t])) for t in self.tracked if self.h[t, i] >= 0 and size[t]]
+        scale = max((-m for _, m in held), default=1.0)
+        self._row([(j, m / scale) for j, m in held], -room / scale)
+
+    def _row(self, terms: list[Term], floor: float) -> None:
+        """A row Σ ≥ floor, known variables folded in, left out if it always holds."""
+        open_terms = [(j, a) for j, a in terms if j >= 0]
+        floor -= sum(a for j, a in terms if j == ONE)
+        if sum(min(a, 0.0) for _, a in open_terms) >= floor:
+            return
+        if sum(max(a, 0.0) for _, a in open_terms) < floor - 1e-9:
+            self.rows.impossible = True
+        self.rows.at_least(open_terms, floor)

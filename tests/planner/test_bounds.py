@@ -1,0 +1,141 @@
+"""The bound never exceeds the optimum that an exhaustive search over all schedules finds."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.bounds import lower_bound, min_peak_bound
+from rematplan.planner.bounds_cuts import precedence
+
+LAWS = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+@st.composite
+def graphs(draw, most=7, inverses=False):
+    """Small problems: several writes an op, workspaces, free sizes and costs, any outputs."""
+    tensors, ops, known = [Tensor("x", draw(st.integers(0, 3)))], [], ["x"]
+    for i in range(draw(st.integers(1, most))):
+        reads = tuple(draw(st.lists(st.sampled_from(known), max_size=3, unique=True)))
+        writes = tuple(f"t{i}{k}" for k in range(draw(st.sampled_from([1, 1, 1, 2]))))
+        tensors += [Tensor(t, draw(st.integers(0, 6))) for t in writes]
+        ops.append(Op(f"o{i}", reads, writes, float(draw(st.integers(0, 5))), draw(st.sampled_from([0, 0, 2]))))
+        known += writes
+    outputs = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)))
+    extra = ()
+    if inverses and len(known) > 2:
+        back, source = draw(st.sampled_from(known[1:])), draw(st.sampled_from(known))
+        if back != source:
+            extra = (Op("inverse", (source,), (back,), 1.0),)
+    return TrainingGraph("drawn", tuple(tensors), ("x",), outputs, tuple(ops), extra)
+
+
+def optimum(graph, budget):
+    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors; inf if none."""
+    bit = {t: 1 << i for i, t in enumerate(t.name for t in graph.tensors if t.name not in graph.inputs)}
+    recipes = [
+        (sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
+        for o in (*graph.ops, *graph.inverses)
+    ]
+    goal = sum(bit.get(t, 0) for t in graph.outputs)
+
+    def held(mask):
+        return graph.input_bytes + sum(graph.size[t] for t, b in bit.items() if mask & b)
+
+    if held(0) > budget:
+        return math.inf
+    best, queue = {0: 0.0}, [(0.0, 0)]
+    while queue:
+        cost, mask = heapq.heappop(queue)
+        if cost > best[mask]:
+            continue
+        if mask & goal == goal:
+            return cost / graph.base_cost - 1 if graph.base_cost else 0.0
+        moves = [(cost, mask & ~b) for b in bit.values() if mask & b]
+        moves += [
+            (cost + price, mask | writes)
+            for reads, writes, price, workspace in recipes
+            if mask & reads == reads and held(mask | writes) + workspace <= budget
+        ]
+        for total, then in moves:
+            if total < best.get(then, math.inf):
+                best[then] = total
+                heapq.heappush(queue, (total, then))
+    return math.inf
+
+
+def least_peak(graph):
+    """The smallest budget that some schedule fits."""
+    low, high = 0, graph.input_bytes + sum(t.bytes for t in graph.tensors) + 2
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if optimum(graph, middle) < math.inf else (middle + 1, high)
+    return low
+
+
+@LAWS
+@given(graphs(), st.integers(0, 6))
+def test_bound_is_at_most_the_optimum(graph, slack):
+    budget = least_peak(graph) + slack
+    assert lower_bound(graph, budget, 5).overhead <= optimum(graph, budget) + 1e-12
+
+
+@LAWS
+@given(graphs(inverses=True), st.integers(0, 4))
+def test_bound_is_at_most_the_optimum_with_inverses(graph, slack):
+    budget = least_peak(graph) + slack
+    assert lower_bound(graph, budget, 5).overhead <= optimum(graph, budget) + 1e-12
+
+
+@LAWS
+@given(graphs(inverses=True))
+def test_peak_bound_is_at_most_the_least_peak(graph):
+    assert min_peak_bound(graph).bytes <= least_peak(graph)
+
+
+@LAWS
+@given(graphs())
+def test_unreachable_budgets_have_no_schedule(graph):
+    budget = least_peak(graph)
+    assert not lower_bound(graph, budget, 5).unreachable
+    assert lower_bound(graph, min_peak_bound(graph).bytes - 1, 5).unreachable
+
+
+def chain(length, backward=True):
+    """A forward chain of unit ops and, with ``backward``, its gradient, each step reading the activation too."""
+    ops = [Op(f"f{i}", (f"a{i}",), (f"a{i + 1}",), 1.0, 0, "forward") for i in range(length)]
+    if backward:
+        ops += [
+            Op(f"b{i}", (f"g{i + 1}", f"a{i}") if i < length - 1 else (f"a{length}",), (f"g{i}",), 1.0, 0, "backward")
+            for i in reversed(range(length))
+        ]
+    names = dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
+    return TrainingGraph("chain", tuple(Tensor(t, 1) for t in names), ("a0",), ("g0",), tuple(ops))
+
+
+def test_bound_sees_recomputation_that_a_chain_cannot_avoid():
+    graph = chain(4)
+    budget = least_peak(graph)
+    bound = lower_bound(graph, budget, 5).overhead
+    assert 0 < bound <= optimum(graph, budget)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_bound_is_monotone_in_the_budget(length):
+    graph = chain(length)
+    bounds = [lower_bound(graph, b, 5).overhead for b in range(3, 2 * length + 3)]
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def test_precedence_takes_the_alternatives_of_an_inverse_into_account():
+    tensors = tuple(Tensor(t, 1) for t in "xabc")
+    ops = (Op("a", ("x",), ("a",), 1.0), Op("b", ("x",), ("b",), 1.0), Op("c", ("a",), ("c",), 1.0))
+    plain = TrainingGraph("p", tensors, ("x",), ("c",), ops)
+    either = TrainingGraph("p", tensors, ("x",), ("c",), ops, (Op("i", ("b",), ("a",), 1.0),))
+    assert precedence(plain).before[2] == 0b101
+    assert precedence(either).before[2] == 0b100
