@@ -12,8 +12,9 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     """Bytes at the peak by kind; they sum to the peak.
 
-    The problem's own split of its inputs (parameters, buffers, batch, ...), or one entry for all of them; activations
-    (what forward ops wrote), gradients (what backward ops wrote), and the workspace of the op that runs there.
+    The problem's own split of its inputs (parameters, buffers, batch, ...), or one entry for all of them;
+    activations (what forward ops wrote), gradients (what backward ops wrote), and the workspace of the op
+    that runs there.
     """
     at = simulate(graph, schedule).peak_at
     held = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)

@@ -53,7 +53,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A planned step that was run. Peaks in bytes, everything the step holds counted; times in seconds a step."""
+    """A planned step that was run. Peaks in bytes, everything the step holds counted; times in seconds a
+    step."""
 
     plan: Plan
     measured_peak: int
@@ -72,10 +73,11 @@ def load_step(
     loss: str | None = None,
     seed: int = 0,
 ) -> LoadedStep:
-    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random batch.
+    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
+    batch.
 
-    ``dims`` binds an ONNX file's symbolic dimensions. Weights are the file's; where it states none (and for the zoo)
-    they are drawn from ``seed``, as are inputs and targets.
+    ``dims`` binds an ONNX file's symbolic dimensions. Weights are the file's; where it states none (and for
+    the zoo) they are drawn from ``seed``, as are inputs and targets.
 
     Raises:
         UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
@@ -139,8 +141,8 @@ def problem(
 ) -> TrainingGraph:
     """The planning problem of a step.
 
-    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile`` measures
-    time and workspace of each distinct op on the present device.
+    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile``
+    measures time and workspace of each distinct op on the present device.
 
     Raises:
         UsageError: unknown costs or device model.
@@ -193,9 +195,11 @@ def curves(
 def run_step(
     loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
 ) -> StepReport:
-    """Run a planned step: measured peak, time against plain autograd in turn, and, if asked, the bitwise comparison.
+    """Run a planned step: measured peak, time against plain autograd in turn, and, if asked, the bitwise
+    comparison.
 
-    ``steps``: planned steps timed; their losses are reported. No optimizer runs; the module is left as it was.
+    ``steps``: planned steps timed; their losses are reported. No optimizer runs; the module is left as it
+    was.
     """
     planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device

@@ -1,7 +1,8 @@
-"""A module and a batch become one joint forward+backward graph of ATen calls, and from it the planning problem.
+"""A module and a batch become one joint graph of ATen calls, forward and backward, and from it the problem.
 
-PyTorch differentiates (`aot_export_joint_with_descriptors`); this file only reads the result: which call makes which
-storage, which calls are views, what goes in and what comes out. Nothing of the module is changed by it.
+PyTorch differentiates (`aot_export_joint_with_descriptors`); this file only reads the result: which call
+makes which storage, which calls are views, what goes in and what comes out. Nothing of the module is changed
+by it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["loss", "gradient", "buffer"]
@@ -31,7 +33,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the graph: its storage (views share one), the call that makes it (None for inputs), its fake."""
+    """One tensor: its storage (views share one), the call that makes it (None for inputs), its fake."""
 
     name: str
     storage: str
@@ -78,7 +80,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A training step as ATen calls in a valid order, with what it reads from outside and what it gives back."""
+    """A training step as ATen calls in a valid order, with what it reads and what it gives back."""
 
     name: str
     inputs: tuple[StepInput, ...]
@@ -133,15 +135,15 @@ SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
     """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view).
 
-    Views are folded into the storage they view. The saved generator states of the random calls, needed to draw the
-    same numbers when they run again, are charged as one more input.
+    Views are folded into the storage they view. The saved generator states of the random calls, needed to
+    draw the same numbers when they run again, are charged as one more input.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
     inputs: dict[str, InputKind] = {}
     for i in step.inputs:
         inputs.setdefault(step.values[i.value].storage, i.kind)
-    split = dict.fromkeys(dict.fromkeys(inputs.values()), 0)
+    split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
     if seeded:
@@ -201,8 +203,8 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
     The module's parameters, buffers, gradients and random state are left as they are.
 
     Raises:
-        ModelError: no parameter is trainable, the loss is no scalar or depends on none of them, or PyTorch cannot
-            trace the module.
+        ModelError: no parameter is trainable, the loss is no scalar or depends on none of them, or PyTorch
+            cannot trace the module.
     """
     if not any(p.requires_grad for p in module.parameters()):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
@@ -291,8 +293,8 @@ class _Reader:
         made = [self.values[n] for n in names if n]
         is_view = bool(made) and all(v.storage in read for v in made)
         if not is_view:
-            # A result that shares an argument's storage beside fresh ones is counted as a storage of its own: more
-            # than it takes, never less.
+            # A result that shares an argument's storage beside fresh ones is counted as a storage of its own:
+            # more than it takes, never less.
             for v in made:
                 if v.storage in read:
                     self.values[v.name] = replace(v, storage=v.name)
@@ -323,7 +325,8 @@ class _Reader:
 
     def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
         outputs = []
-        for result, description in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
+        results: Any = node.args[0]
+        for result, description in zip(results, node.meta["desc"], strict=True):
             found = _describe_output(description)
             if isinstance(result, fx.Node) and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
@@ -333,7 +336,7 @@ class _Reader:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call tagged as random really draws: attention without dropout and dropout off are tagged too."""
+    """Whether a call tagged as random really draws: attention without dropout is tagged too."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return True
@@ -365,7 +368,7 @@ def _describe_output(description: Any) -> tuple[OutputKind, str] | None:
 
 
 def _with_own_outputs(step: CapturedStep) -> CapturedStep:
-    """Give every output a dense storage of its own, by a copy where it is an input, is expanded, or is shared.
+    """Give every output a dense storage of its own: copy an input, an expanded or a shared tensor.
 
     ``.grad`` of two parameters must not be one memory, and an expanded gradient cannot be accumulated into.
     """
@@ -422,7 +425,8 @@ def _with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def _without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they leave."""
+    """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they
+    leave."""
     needed = {o.value for o in step.outputs}
     kept = []
     for call in reversed(step.calls):

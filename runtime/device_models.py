@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
 from rematplan.ir import UsageError
 
 
@@ -13,8 +14,8 @@ from rematplan.ir import UsageError
 class DeviceModel:
     """What the roofline model knows of a device, from its vendor's data sheet.
 
-    ``flops``: dense peak by dtype, 10¹² operations a second (float32 without tensor cores). ``bandwidth``: 10⁹ bytes a
-    second. ``launch``: microseconds that any op takes at least.
+    ``flops``: dense peak by dtype, 10¹² operations a second (float32 without tensor cores). ``bandwidth``:
+    10⁹ bytes a second. ``launch``: microseconds that any op takes at least.
     """
 
     name: str

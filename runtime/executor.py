@@ -1,4 +1,4 @@
-"""A schedule becomes one flat Python function over ATen calls with explicit ``del``s, readable when printed."""
+"""A schedule becomes one flat Python function over ATen calls, with ``del``s, readable when printed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.capture import Call, CapturedStep, Ref, refs
@@ -22,7 +23,8 @@ Generator = Callable[[], Any]
 class Executable:
     """A compiled schedule. ``source`` is the function that runs.
 
-    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is made.
+    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is
+    made.
     """
 
     source: str
@@ -38,7 +40,8 @@ def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
     """Compile a schedule of the step's planning problem.
 
     Raises:
-        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
+        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first
+        time in
             another order than the step does, which would draw other numbers.
     """
     _check_order_of_draws(step, schedule)
@@ -62,8 +65,8 @@ def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
 class _Writer:
     """Writes the source of one schedule, line by line, following which values are alive.
 
-    A storage's views are made when first used and dropped with it, so that no view is evaluated twice. A call that
-    runs again drops what is left of its old results first: the simulator counts each storage once.
+    A storage's views are made when first used and dropped with it, so that no view is evaluated twice. A call
+    that runs again drops what is left of its old results first: the simulator counts each storage once.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
@@ -144,8 +147,8 @@ class _Writer:
         self.alive.setdefault(self.step.values[value].storage, {})[value] = None
 
     def _use(self, value: str) -> str:
-        """The variable of a value; a view that does not stand in one yet is made here (an explicit stack, since
-        chains of views may be long)."""
+        """The variable of a value; a view that does not stand in one yet is made here (an explicit stack,
+        since chains of views may be long)."""
         stack = [value]
         while stack:
             top = self.step.values[stack[-1]]
@@ -200,7 +203,8 @@ class _Writer:
     def _name(self, value: str) -> str:
         if value not in self.variable:
             name = "v_" + re.sub(r"\W", "_", value)
-            # Values' names are identifiers by construction; a collision after cleaning would be a silent wrong result.
+            # Values' names are identifiers by construction; a collision after cleaning would be a silent
+            # wrong result.
             if name in self.variable.values():
                 name += f"_{len(self.variable)}"
             self.variable[value] = name
@@ -224,7 +228,8 @@ def load_rng(device: torch.device) -> Callable[[Any], None]:
 def bind_inputs(
     step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The step's inputs in order: parameters and buffers by name, the batch by position, constants, a tangent of 1."""
+    """The step's inputs in order: parameters and buffers by name, the batch by position, constants, a tangent
+    of 1."""
     take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
         {
             "parameter": lambda i: named[i.target].detach(),

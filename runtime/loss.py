@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rematplan.ir import ModelError, UsageError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
 
+from rematplan.ir import ModelError, UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss by name. ``apply``: output and targets to a scalar. ``target``: an output's fake to a random target, or
-    None where the loss needs none. ``fits``: whether outputs of that shape have such a loss."""
+    """A loss by name. ``apply``: output and targets to a scalar. ``target``: an output's fake to a random
+    target, or None where the loss needs none. ``fits``: whether outputs of that shape have such a loss."""
 
     name: str
     summary: str
@@ -50,7 +51,7 @@ def _noise_target(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
     return torch.randn(tuple(output.shape), generator=generator).to(output.dtype)
 
 
-def _sum(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum(output: torch.Tensor, _targets: Sequence[torch.Tensor]) -> torch.Tensor:
     return output.sum() if output.dim() else output
 
 
@@ -82,7 +83,8 @@ class WithLoss(nn.Module):
 
 
 def first_real(outputs: Any) -> torch.Tensor:
-    """The first floating-point tensor of a model's outputs (a tensor, or nested sequences and mappings of them).
+    """The first floating-point tensor of a model's outputs (a tensor, or nested sequences and mappings of
+    them).
 
     Raises:
         ModelError: there is none, so nothing to differentiate.
@@ -93,7 +95,7 @@ def first_real(outputs: Any) -> torch.Tensor:
     return found
 
 
-def _reals(outputs: Any) -> Any:
+def _reals(outputs: Any) -> Iterator[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point():
             yield outputs
@@ -110,7 +112,8 @@ def with_loss(
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
     """The model with a loss, and a batch for it: the inputs, and random targets if the loss needs them.
 
-    ``loss``: a name of `LOSSES`; None takes ``output`` for a scalar output, ``cross_entropy`` for scores, else ``mse``.
+    ``loss``: a name of `LOSSES`; None takes ``output`` for a scalar output, ``cross_entropy`` for scores,
+    else ``mse``.
 
     Raises:
         UsageError: an unknown loss, or one that does not fit the output.
@@ -123,7 +126,7 @@ def with_loss(
     chosen = LOSSES[loss]
     if not chosen.fits(output):
         raise UsageError(f"loss {loss} does not fit an output of shape {tuple(output.shape)}; try --loss mse")
-    targets = ()
+    targets: tuple[torch.Tensor, ...] = ()
     if chosen.target is not None:
         targets = (chosen.target(output, torch.Generator().manual_seed(seed)).to(output.device),)
     return WithLoss(model, chosen, len(inputs)), (*inputs, *targets)
@@ -137,7 +140,7 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """
     mode = FakeTensorMode()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    fakes = {name: mode.from_tensor(t.detach()) for name, t in state.items()}
+    fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(t.detach()) for name, t in state.items()}
     with mode:
         try:
             return functional_call(model, fakes, tuple(mode.from_tensor(t) for t in inputs))

@@ -27,8 +27,8 @@ def synchronize(device: torch.device) -> None:
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
     """Bytes that ``call`` holds at its worst moment beyond what was held when it began, and its result.
 
-    CPU: the running sum of the tensor allocator's events, which sees every operator's workspace but not what a
-    library takes from the system by itself. CUDA: the caching allocator's peak of allocated bytes.
+    CPU: the running sum of the tensor allocator's events, which sees every operator's workspace but not what
+    a library takes from the system by itself. CUDA: the caching allocator's peak of allocated bytes.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -54,18 +54,18 @@ def high_water(sizes: list[int]) -> int:
 
 @contextmanager
 def memory_profile() -> Iterator[tuple[list[Event], dict[str, tuple[int, int]]]]:
-    """CPU allocator events of the block, and start and end times of its `mark`s; both are filled at the end."""
+    """CPU allocator events of the block, and start and end of its `mark`s; both are filled at the end."""
     events: list[Event] = []
     marks: dict[str, tuple[int, int]] = {}
     with _quiet_profiler():
-        recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        recorder: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         recorder.__enter__()
     try:
         yield events, marks
     finally:
         with _quiet_profiler():
             recorder.__exit__(None, None, None)
-        for event in recorder.profiler.kineto_results.events():  # type: ignore[union-attr]
+        for event in recorder.profiler.kineto_results.events():
             name = event.name()
             if name == "[memory]":
                 events.append((event.start_ns(), event.nbytes()))
@@ -85,7 +85,7 @@ def mark(name: str) -> Any:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library writes a line of its own to the process's standard error; keep it from the user."""
+    """The profiler's library writes a line of its own to standard error; keep it from the user."""
     sys.stderr.flush()
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)

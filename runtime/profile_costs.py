@@ -1,7 +1,9 @@
-"""Profiled costs: each distinct call run on the present device, timed, its workspace measured; kept in a cache file.
+"""Profiled costs: each distinct call run on the present device, timed, its workspace measured; kept in a
+cache file.
 
-Calls are distinct by op, shapes, strides, dtypes and plain arguments, so that a deep network's repeated blocks are run
-once. Their arguments are synthetic: a step too large for the machine can still be profiled op by op.
+Calls are distinct by op, shapes, strides, dtypes and plain arguments, so that a deep network's repeated
+blocks are run once. Their arguments are synthetic: a step too large for the machine can still be profiled op
+by op.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
 from rematplan.runtime.capture import Call, CallCost, CapturedStep, substitute
@@ -41,8 +44,8 @@ def profile_costs(
 ) -> dict[str, CallCost]:
     """A measured cost for every call that is no view: microseconds, and workspace in bytes.
 
-    ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was
-    measured so far.
+    ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what
+    was measured so far.
     """
     calls = {c.name: signature(step, c) for c in step.calls if not c.is_view}
     file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
@@ -89,8 +92,8 @@ def _measure_all(
 
 
 def _guess(step: CapturedStep, call: Call, error: Exception) -> tuple[float, int]:
-    """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of a laptop,
-    and a workspace as large as all that it reads and writes."""
+    """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
+    a laptop, and a workspace as large as all that it reads and writes."""
     moved = moved_bytes(step, call)
     warnings.warn(
         f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
@@ -145,7 +148,8 @@ class _Arguments:
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
         generator = torch.Generator().manual_seed(0)
-        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to any size.
+        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
+        # any size.
         self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -197,7 +201,8 @@ def _cache_folder() -> Path:
 
 
 def _load(file: Path) -> dict[str, tuple[float, int]]:
-    """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured again."""
+    """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured
+    again."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         return {str(k): (float(cost), int(workspace)) for k, (cost, workspace) in data.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
+
 from rematplan.runtime.capture import Call, CallCost, CapturedStep, refs, substitute
 from rematplan.runtime.device_models import DeviceModel
 
@@ -17,8 +18,8 @@ FlopRow: TypeAlias = Callable[[tuple[Any, ...], list[torch.Tensor | None]], floa
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """A cost for every call that is no view, in microseconds. The workspace is not modelled: it is 0 here, and
-    measured by `profile_costs`."""
+    """A cost for every call that is no view, in microseconds. The workspace is not modelled: it is 0 here,
+    and measured by `profile_costs`."""
     costs: dict[str, CallCost] = {}
     for call in step.calls:
         if not call.is_view:
@@ -55,17 +56,17 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> float:
 def _convolution(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
     out, (x, weight), transposed = results[0], args[:2], args[6]
     assert out is not None
-    # A weight is (out, in / groups, ...) or, transposed, (in, out / groups, ...): either way each element of the
-    # side that it slides over meets weight.numel() / weight.shape[0] products.
+    # A weight is (out, in / groups, ...) or, transposed, (in, out / groups, ...): either way each element of
+    # the side that it slides over meets weight.numel() / weight.shape[0] products.
     slid = x if transposed else out
-    return 2.0 * slid.numel() * weight.numel() / weight.shape[0]
+    return float(2.0 * slid.numel() * weight.numel() / weight.shape[0])
 
 
-def _convolution_backward(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
+def _convolution_backward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
     grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     slid = x if transposed else grad
     one = 2.0 * slid.numel() * weight.numel() / weight.shape[0]
-    return one * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0)
+    return float(one * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0))
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
@@ -73,11 +74,11 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def _attention_forward(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
+def _attention_forward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
     return _attention(args[0], args[1], args[2])
 
 
-def _attention_backward(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
+def _attention_backward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
     # Five products for the forward's two: the weights are computed again.
     return 2.5 * _attention(args[1], args[2], args[3])
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.capture import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step
-from torch import nn
 
 
 class PlannedStep:
@@ -67,7 +68,8 @@ class Verification:
 
     @property
     def bit_equal(self) -> bool:
-        """Whether loss, every gradient and every buffer agree in every bit, and so does the random state after."""
+        """Whether loss, every gradient and every buffer agree in every bit, and so does the random state
+        after."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -81,7 +83,8 @@ class Verification:
 
 
 def verify(planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0) -> Verification:
-    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare everything.
+    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare
+    everything.
 
     The module's buffers, gradients and the random state are put back as they were.
     """
@@ -125,7 +128,8 @@ def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tenso
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A block that begins without gradients and after which buffers, gradients and random state are as before."""
+    """A block that begins without gradients and after which buffers, gradients and random state are as
+    before."""
     buffers = {name: b.clone() for name, b in module.named_buffers()}
     gradients = {name: p.grad for name, p in module.named_parameters()}
     state = torch.get_rng_state()

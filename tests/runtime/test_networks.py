@@ -4,12 +4,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+
+from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.models import ZOO
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.runtime.training_step import PlannedStep, verify
-
-from rematplan.api import LoadedStep, Sizes, load_step, problem
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 REAL = ("light_squeezenet", "light_inception_v1")

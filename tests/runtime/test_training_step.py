@@ -1,4 +1,5 @@
-"""Laws of the planned step: bit-equal to plain autograd, once updated, within the simulated peak, on awkward models."""
+"""Laws of the planned step: bit-equal to plain autograd, once updated, within the simulated peak, on awkward
+models."""
 
 import copy
 from collections.abc import Callable
@@ -6,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
 from rematplan.ir import ModelError, ProblemError, TrainingGraph
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import Run, runs_of, with_frees
@@ -15,8 +19,6 @@ from rematplan.runtime.executor import compile_step
 from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.training_step import PlannedStep, eager_step, untouched, verify
-from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Conv(nn.Module):
@@ -62,7 +64,8 @@ class Attention(nn.Module):
 
 
 class SharedGradients(nn.Module):
-    """Parameters whose gradients are one tensor, an expanded one, an untouched one, a frozen and an unused one."""
+    """Parameters whose gradients are one tensor, an expanded one, an untouched one, a frozen and an unused
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +143,8 @@ def test_every_strategy_is_bit_equal_and_within_its_peak(case: Loaded, name: str
 
 
 def recompute_everything(graph: TrainingGraph) -> list[str]:
-    """A run sequence in which every backward op is preceded by a whole second forward: as many re-runs as can be."""
+    """A run sequence in which every backward op is preceded by a whole second forward: as many re-runs as can
+    be."""
     forward = [o.name for o in graph.ops if o.phase == "forward"]
     backward = [o.name for o in graph.ops if o.phase == "backward"]
     return forward + [name for b in backward for name in (*forward, b)]
