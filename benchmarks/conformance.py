@@ -1,0 +1,95 @@
+"""Run ONNX's own test suite against our op table and print what passed, was refused, and failed.
+
+usage: python benchmarks/conformance.py [--refusals] [--kind Node] [--kind Real] ...
+
+Exit status 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import sys
+import tempfile
+import unittest
+import warnings
+
+from onnx.backend.test import BackendTest
+
+import rematplan.onnx_backend as backend
+
+KINDS = ("Real", "Simple", "PyTorchConverted", "PyTorchOperator", "Node")
+
+
+class Tally(unittest.TestResult):
+    """Outcomes by kind of case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.reasons: collections.Counter[str] = collections.Counter()
+
+    def _count(self, test: unittest.TestCase, outcome: str) -> None:
+        self.counts[type(test).__name__.removeprefix("OnnxBackend").removesuffix("ModelTest")][outcome] += 1
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        """A case whose outputs are right."""
+        self._count(test, "passed")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        """A case that was refused, or that is for a device this machine has not."""
+        if "doesn't support device" in reason:
+            return
+        self._count(test, "refused")
+        op = re.search(r"the op (\w+) is not supported", reason)
+        self.reasons[op.group(1) if op else reason[-90:]] += 1
+
+    def addFailure(self, test: unittest.TestCase, err: object) -> None:
+        """A case with wrong outputs."""
+        super().addFailure(test, err)  # type: ignore[arg-type]
+        self._count(test, "failed")
+
+    def addError(self, test: unittest.TestCase, err: object) -> None:
+        """A case that raised."""
+        super().addError(test, err)  # type: ignore[arg-type]
+        self._count(test, "failed")
+
+
+def run(kinds: tuple[str, ...] = KINDS) -> Tally:
+    """The suite's cases of these kinds, run."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as home, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("ONNX_HOME", home)  # the suite writes its references there
+        cases = BackendTest(backend, __name__).test_cases
+        for name in (f"OnnxBackend{k}ModelTest" for k in kinds):
+            unittest.defaultTestLoader.loadTestsFromTestCase(cases[name]).run(tally)
+    return tally
+
+
+def show(tally: Tally, refusals: bool) -> None:
+    """The table of outcomes, the failures, and on request what was refused."""
+    print(f"{'cases':<18}{'passed':>8}{'refused':>9}{'failed':>8}")
+    for kind, counts in tally.counts.items():
+        print(f"{kind:<18}{counts['passed']:>8}{counts['refused']:>9}{counts['failed']:>8}")
+    for test, trace in (*tally.failures, *tally.errors):
+        print(f"failed: {test.id().rsplit('.', 1)[-1]}: {trace.strip().splitlines()[-1][:150]}")
+    if refusals:
+        for reason, count in tally.reasons.most_common():
+            print(f"refused {count:>4}: {reason}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--refusals", action="store_true", help="list what was refused")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only these cases")
+    arguments = parser.parse_args()
+    tally = run(tuple(arguments.kind or KINDS))
+    show(tally, arguments.refusals)
+    return 1 if tally.failures or tally.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
