@@ -4,6 +4,7 @@ tensors."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.memo import remember
@@ -29,6 +30,35 @@ class Indexed:
     readers: tuple[tuple[int, ...], ...]
     after: tuple[int, ...]
     forward: tuple[bool, ...]
+
+    @cached_property
+    def backward(self) -> tuple[int, ...]:
+        """The ops that are not of the forward half, ascending."""
+        return tuple(o for o, forward in enumerate(self.forward) if not forward)
+
+    @cached_property
+    def backward_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the backward ops that must have run before it."""
+        return tuple(
+            tuple(
+                p
+                for p in dict.fromkeys((*(self.producer[t] for t in reads), after))
+                if p >= 0 and not self.forward[p]
+            )
+            for reads, after in zip(self.reads, self.after, strict=True)
+        )
+
+    @cached_property
+    def forward_reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the tensors of forward ops that it reads, graph outputs left out."""
+        return tuple(
+            tuple(
+                t
+                for t in reads
+                if self.producer[t] >= 0 and self.forward[self.producer[t]] and not self.is_output[t]
+            )
+            for reads in self.reads
+        )
 
 
 def indexed(graph: TrainingGraph) -> Indexed:

@@ -14,13 +14,14 @@ dropped in name but is read before its next run simply stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.forward_graph import ForwardGraph, bits
 from rematplan.planner.indexed import Indexed, indexed
-from rematplan.planner.lattice import blocks_of, boundaries
+from rematplan.planner.lattice import blocks_of
+from rematplan.planner.memo import remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,16 @@ def partition_of(
     cross.
     """
     ix = indexed(graph)
-    blocks = blocks_of(chain)
-    block = [0] * len(ix.ops)
-    for i, mask in enumerate(blocks):
-        for v in bits(mask):
-            for o in view.members[v]:
-                block[o] = i
-    kept: list[int] = []
-    for v in bits(boundaries(view, chain)):
-        kept += _kept_of_node(ix, view.members[v], block, lean)
-    return Partition(
-        blocks=tuple(
-            tuple(ix.ops[o] for o in sorted(o for v in bits(mask) for o in view.members[v]))
-            for mask in blocks
-        ),
-        kept=tuple(ix.tensors[t] for t in sorted(kept)),
-    )
+    outer = remember(graph, "outer", lambda: _outer(ix, view))
+    blocks, kept = [], []
+    for nodes, mask in zip(blocks_of(chain), chain, strict=True):
+        ops: list[int] = []
+        for v in bits(nodes):
+            ops += view.members[v]
+            if view.succs[v] & ~mask:
+                kept += _kept_of_node(ix, outer[v], mask, lean)
+        blocks.append(tuple(ix.ops[o] for o in sorted(ops)))
+    return Partition(tuple(blocks), tuple(ix.tensors[t] for t in sorted(kept)))
 
 
 SMALL = 8
@@ -69,20 +64,33 @@ SMALL = 8
 crosses."""
 
 
-def _kept_of_node(ix: Indexed, members: tuple[int, ...], block: list[int], lean: bool) -> list[int]:
-    crossing, further = [], []
-    for o in members:
-        for t in ix.writes[o]:
-            if any(ix.forward[r] and block[r] != block[o] for r in ix.readers[t]):
-                crossing.append(t)
-            elif any(r not in members for r in ix.readers[t]):
-                further.append(t)
+def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
+    """For each node the tensors that ops outside it read, each with the mask of the nodes among their
+    readers."""
+    node = {o: v for v, members in enumerate(view.members) for o in members}
+    outer: list[list[tuple[int, int]]] = []
+    for v, members in enumerate(view.members):
+        tensors = [t for o in members for t in ix.writes[o] if any(node.get(r) != v for r in ix.readers[t])]
+        readers = [{node[r] for r in ix.readers[t] if r in node} for t in tensors]
+        outer.append([(t, sum(1 << u for u in nodes)) for t, nodes in zip(tensors, readers, strict=True)])
+    return outer
+
+
+def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bool) -> list[int]:
+    crossing = [t for t, readers in outer if readers & ~mask]
+    further = [t for t, readers in outer if not readers & ~mask]
     most = sum(ix.bytes[t] for t in crossing) // SMALL
     return crossing + [t for t in further if not lean or ix.bytes[t] <= most]
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
     """The run sequence of a partition. Linear in the reads and writes of what runs, but for sorting."""
+    ix = indexed(graph)
+    return [ix.ops[o] for o in lower_to_positions(graph, partition)]
+
+
+def lower_to_positions(graph: TrainingGraph, partition: Partition) -> list[int]:
+    """`lower`, as positions in the base order."""
     ix = indexed(graph)
     id_of = {name: o for o, name in enumerate(ix.ops)}
     block = [-1] * len(ix.ops)
@@ -96,43 +104,31 @@ def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
         for name, p, out in zip(ix.tensors, ix.producer, ix.is_output, strict=True)
     ]
     forward = sorted((o for o, f in enumerate(ix.forward) if f), key=lambda o: (block[o], o))
-    runs = forward + _backward(ix, _stages(ix, block, kept), resident)
-    return [ix.ops[o] for o in runs]
+    return forward + _backward(ix, _stages(ix, block, kept), resident)
 
 
 def _stages(ix: Indexed, block: list[int], kept: set[str]) -> dict[int, int]:
     """The stage of each backward op: no later op's is larger than that of an op it depends on."""
     free = len(ix.ops)  # waits for nothing yet
-    backward = [o for o, forward in enumerate(ix.forward) if not forward]
-    stage = dict.fromkeys(backward, free)
-    for o in backward:
-        waits = [stage[p] for p in _depends(ix, o) if not ix.forward[p]]
-        waits += [
-            block[ix.producer[t]]
-            for t in ix.reads[o]
-            if ix.producer[t] >= 0
-            and ix.forward[ix.producer[t]]
-            and not ix.is_output[t]
-            and ix.tensors[t] not in kept
-        ]
-        stage[o] = min(waits, default=free)
+    comes_back = [
+        free if p < 0 or t in kept else block[p] for t, p in zip(ix.tensors, ix.producer, strict=True)
+    ]
+    stage = dict.fromkeys(ix.backward, free)
+    for o in ix.backward:
+        at = free
+        for p in ix.backward_before[o]:
+            at = min(at, stage[p])
+        for t in ix.forward_reads[o]:
+            at = min(at, comes_back[t])
+        stage[o] = at
     # An op that waits for no block runs when the first op that depends on it does: nothing is held early.
-    due = dict.fromkeys(backward, -1)
-    for o in reversed(backward):
+    due = dict.fromkeys(ix.backward, 0)
+    for o in reversed(ix.backward):
         if stage[o] == free:
-            stage[o] = max(due[o], 0)
-        for p in _depends(ix, o):
-            if not ix.forward[p]:
-                due[p] = max(due[p], stage[o])
+            stage[o] = due[o]
+        for p in ix.backward_before[o]:
+            due[p] = max(due[p], stage[o])
     return stage
-
-
-def _depends(ix: Indexed, o: int) -> Iterable[int]:
-    for t in ix.reads[o]:
-        if ix.producer[t] >= 0:
-            yield ix.producer[t]
-    if ix.after[o] >= 0:
-        yield ix.after[o]
 
 
 def _backward(ix: Indexed, stage: dict[int, int], resident: list[bool]) -> list[int]:

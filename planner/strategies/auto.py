@@ -15,22 +15,22 @@ from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
-BLOCKS: tuple[Strategy, ...] = (
-    ChenSqrt(),
-    ChenGreedy(),
-    ApproxDP(objective="time"),
-    ApproxDP(objective="memory"),
-    ExactDP(objective="time"),
-    ExactDP(objective="memory"),
+ALWAYS: tuple[tuple[Strategy, ...], ...] = ((StoreAll(),),)
+BLOCKS: tuple[tuple[Strategy, ...], ...] = (
+    (ChenSqrt(),),
+    (ChenGreedy(),),
+    (ExactDP(objective="time"), ApproxDP(objective="time")),
+    (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
+"""The members, in rows: of each row the first counts that the problem is not too large for."""
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
     """Never worse than any of its members; its plans carry the name of the member that found them.
 
-    A member that a problem is too large for is passed over, and without a backward half so are the block
-    strategies.
+    `exact_dp` finds all that `approx_dp` finds, which takes its place where the lattice is too large. Without
+    a backward half the block strategies are passed over.
     """
 
     name: ClassVar[str] = "auto"
@@ -62,13 +62,15 @@ class Auto(Strategy):
 
 
 def _each(graph: TrainingGraph, ask: Callable[[Strategy, Progress], None], progress: Progress) -> None:
-    members = (StoreAll(), *(BLOCKS if graph.has_phases else ()))
-    for i, member in enumerate(members):
+    rows = (*ALWAYS, *(BLOCKS if graph.has_phases else ()))
+    for i, row in enumerate(rows):
+        for member in row:
 
-        def report(fraction: float, text: str, i: int = i, name: str = member.name) -> None:
-            progress((i + fraction) / len(members), f"{name}: {text}")
+            def report(fraction: float, text: str, i: int = i, name: str = member.name) -> None:
+                progress((i + fraction) / len(rows), f"{name}: {text}")
 
-        try:
-            ask(member, report)
-        except LatticeTooLarge:
-            continue
+            try:
+                ask(member, report)
+            except LatticeTooLarge:
+                continue
+            break

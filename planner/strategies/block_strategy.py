@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.forward_graph import ForwardGraph, forward_graph
-from rematplan.planner.lowering import lower, partition_of
+from rematplan.planner.lowering import Partition, lower, lower_to_positions, partition_of
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.run_price import price_runs
 from rematplan.planner.strategy import FamilyStrategy, Progress, silent
 
-Chain = Sequence[int]
+Chain = tuple[int, ...]
 """L₁ ⊂ … ⊂ L_k = V, as masks of forward nodes."""
 
 
@@ -32,7 +32,7 @@ class BlockStrategy(FamilyStrategy):
         raise NotImplementedError
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Every candidate chain, lowered and priced.
+        """The candidate chains, lowered, that no other beats in both peak and cost.
 
         Raises:
             UsageError: the problem has no backward half, so that blocks mean nothing.
@@ -42,16 +42,30 @@ class BlockStrategy(FamilyStrategy):
                 f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
                 f"in the forward half; try --strategy auto"
             )
-        view = forward_graph(graph)
         # Where the halves are interleaved, no partition gives the base order back.
         yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
+        priced = [
+            (cost, peak, i, partition)
+            for i, partition in enumerate(self._partitions(graph, progress))
+            for peak, cost in [price_runs(graph, lower_to_positions(graph, partition))]
+        ]
+        least = None
+        for _, peak, _, partition in sorted(priced, key=lambda row: row[:3]):
+            if least is None or peak < least:
+                least = peak
+                yield plan_from_runs(graph, lower(graph, partition), self.name, blocks=partition.blocks)
+
+    def _partitions(self, graph: TrainingGraph, progress: Progress) -> Iterable[Partition]:
+        view = forward_graph(graph)
+        yield partition_of(graph, view, (view.everything,))
         seen = set()
-        for chain in itertools.chain([(view.everything,)], self.chains(view, progress) if len(view) else ()):
-            for lean in (False, True):
-                partition = partition_of(graph, view, chain, lean)
-                if partition not in seen:
-                    seen.add(partition)
-                    yield plan_from_runs(graph, lower(graph, partition), self.name, blocks=partition.blocks)
+        for chain in self.chains(view, progress) if len(view) else ():
+            if chain not in seen:
+                seen.add(chain)
+                full, lean = (partition_of(graph, view, chain, lean) for lean in (False, True))
+                yield full
+                if lean.kept != full.kept:
+                    yield lean
 
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent

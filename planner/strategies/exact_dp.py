@@ -8,13 +8,17 @@ of the graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import UsageError
 from rematplan.planner.forward_graph import ForwardGraph
 from rematplan.planner.lattice import lower_sets
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.block_strategy import Chain
 from rematplan.planner.strategies.dp_strategy import DPStrategy
+from rematplan.planner.strategy import Progress
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class ExactDP(DPStrategy):
         super().__post_init__()
         if self.max_lower_sets < 2:
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
+
+    def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
+        """Chains over all lower sets, then those over the pruned family.
+
+        Under the formula the second are never better; after liveness some are, and then they are the better
+        plans.
+        """
+        yield from super().chains(view, lambda fraction, text: progress(fraction / 2, text))
+        pruned = ApproxDP(self.objective, self.ticks, self.budgets)
+        if len(self.lower_sets(view)) > len(pruned.lower_sets(view)):
+            yield from pruned.chains(view, lambda fraction, text: progress((1 + fraction) / 2, text))
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
         """All of them."""

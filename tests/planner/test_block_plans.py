@@ -164,8 +164,17 @@ def test_dp_beats_chen_where_cut_points_are_few(problems):
     graph = problems.unet()
     least = {name: kind.curve(graph, ())[-1].estimate.peak for name, kind in zip(NAMES, KINDS, strict=True)}
     chen = min(least["chen_sqrt"], least["chen_greedy"])
+    assert least["exact_dp-time"] <= least["approx_dp-time"]
     assert least["exact_dp-memory"] <= least["approx_dp-memory"] < 0.7 * chen
     assert chen < least["store_all"]
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_exact_dp_is_never_worse_than_approx_dp(problems, objective):
+    graph = problems.residual((2, 2))
+    exact = strategy("exact_dp", objective=objective)
+    for plan in strategy("approx_dp", objective=objective).curve(graph, ()):
+        assert exact.plan(graph, plan.estimate.peak).estimate.cost <= plan.estimate.cost
 
 
 def test_a_chain_of_a_thousand_layers(problems, oracle):

@@ -24,7 +24,9 @@ def graphs(draw, most=7, inverses=False):
         reads = tuple(draw(st.lists(st.sampled_from(known), max_size=3, unique=True)))
         writes = tuple(f"t{i}{k}" for k in range(draw(st.sampled_from([1, 1, 1, 2]))))
         tensors += [Tensor(t, draw(st.integers(0, 6))) for t in writes]
-        ops.append(Op(f"o{i}", reads, writes, float(draw(st.integers(0, 5))), draw(st.sampled_from([0, 0, 2]))))
+        ops.append(
+            Op(f"o{i}", reads, writes, float(draw(st.integers(0, 5))), draw(st.sampled_from([0, 0, 2])))
+        )
         known += writes
     outputs = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)))
     extra = ()
@@ -111,7 +113,14 @@ def chain(length, backward=True):
     ops = [Op(f"f{i}", (f"a{i}",), (f"a{i + 1}",), 1.0, 0, "forward") for i in range(length)]
     if backward:
         ops += [
-            Op(f"b{i}", (f"g{i + 1}", f"a{i}") if i < length - 1 else (f"a{length}",), (f"g{i}",), 1.0, 0, "backward")
+            Op(
+                f"b{i}",
+                (f"g{i + 1}", f"a{i}") if i < length - 1 else (f"a{length}",),
+                (f"g{i}",),
+                1.0,
+                0,
+                "backward",
+            )
             for i in reversed(range(length))
         ]
     names = dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import ProblemError, TrainingGraph, problem_to_json
-from rematplan.planner import Free, Run, plan_from_runs, plan_to_json, resident_bytes, simulate, with_frees
+from rematplan.planner import (
+    Free,
+    Run,
+    plan_from_runs,
+    plan_to_json,
+    resident_bytes,
+    runs_of,
+    simulate,
+    with_frees,
+)
+from rematplan.planner.run_price import price_runs
 
 PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -76,6 +86,9 @@ def test_simulator_agrees_with_the_checker(problems, oracle, seed):
     assert found["cost"] == pytest.approx(plan.estimate.cost)
     assert found["overhead"] == pytest.approx(plan.estimate.overhead)
     assert found["reruns"] == plan.estimate.reruns
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    peak, cost = price_runs(graph, [position[name] for name in runs_of(plan.schedule)])
+    assert (peak, cost) == (plan.estimate.peak, pytest.approx(plan.estimate.cost))
     series = resident_bytes(graph, plan.schedule)
     assert max([graph.input_bytes, *series]) == plan.estimate.peak
     if plan.estimate.peak_at >= 0:
