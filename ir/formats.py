@@ -103,14 +103,21 @@ def read_json(path: Path) -> object:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary neighbour, so that nothing half-written is ever left behind.
 
+    A link is followed. What is no file, such as ``/dev/stdout``, is written to and not replaced.
+
     Raises:
         ProblemError: the folder or the file cannot be written.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return
+        path = path.resolve()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                file.write(data)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -58,7 +59,11 @@ def export_onnx(
 def _written_whole(path: Path) -> Iterator[Path]:
     """A temporary neighbour of ``path`` that takes its place if all goes well and vanishes otherwise."""
     if path.is_dir():
-        raise IsADirectoryError(21, "Is a directory", str(path))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():  # a device or a pipe: written to, not replaced
+        yield path
+        return
+    path = path.resolve()  # a link is followed
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:

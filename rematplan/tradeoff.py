@@ -87,6 +87,14 @@ def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
     return tuple(plans[round(i * (len(plans) - 1) / (count - 1))] for i in range(count))
 
 
+Key = tuple[str, int, float]
+
+
+def key(plan: Plan) -> Key:
+    """What tells the plans of one problem's curves apart."""
+    return plan.strategy, plan.estimate.peak, plan.estimate.cost
+
+
 CSV_COLUMNS = (
     "strategy",
     "predicted_peak_bytes",
@@ -99,10 +107,10 @@ CSV_COLUMNS = (
 )
 
 
-def curves_csv(curves: Curves, base: Plan, measured: Mapping[int, tuple[int, float, float]]) -> str:
+def curves_csv(curves: Curves, base: Plan, measured: Mapping[Key, tuple[int, float, float]]) -> str:
     """Every point of every curve as CSV.
 
-    ``measured``: by the ``id`` of a plan that was run, its measured peak in bytes, its and eager's seconds.
+    ``measured``: by the `key` of a plan that was run, its measured peak in bytes, its and eager's seconds.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -112,5 +120,5 @@ def curves_csv(curves: Curves, base: Plan, measured: Mapping[int, tuple[int, flo
             e = plan.estimate
             share = 100 * e.peak / base.estimate.peak if base.estimate.peak else 100.0
             row = (name, e.peak, f"{share:.3f}", f"{100 * e.overhead:.4f}", e.reruns)
-            writer.writerow((*row, *measured.get(id(plan), ("", "", ""))))
+            writer.writerow((*row, *measured.get(key(plan), ("", "", ""))))
     return out.getvalue()

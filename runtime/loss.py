@@ -44,7 +44,8 @@ def _class_target(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _mse(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    return functional.mse_loss(output, targets[0])
+    # Reduced by itself, PyTorch's CPU kernel returns a scalar in a storage as large as its input.
+    return functional.mse_loss(output, targets[0], reduction="none").mean()
 
 
 def _noise_target(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -25,7 +25,7 @@ from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Strategy, pareto
 from rematplan.tables import measured_table, trade_off_table
-from rematplan.tradeoff import curves_csv, rows_at, spread, trace_curves
+from rematplan.tradeoff import curves_csv, key, rows_at, spread, trace_curves
 
 if TYPE_CHECKING:
     from rematplan.api import StepReport
@@ -38,8 +38,8 @@ MEASURED_PLANS = 5
 class TradeOff:
     """The trade-off of a problem.
 
-    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table's rows. ``reports``: of the
-    plans that were run, the no-recompute plan first.
+    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table rows. ``reports``: of
+    the plans that were run, the no-recompute plan first.
     """
 
     source: Source
@@ -142,7 +142,7 @@ def show(trade_off: TradeOff, out: Output) -> None:
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
     """The picture and the CSV file, where wanted."""
     if csv:
-        measured = {id(r.plan): (r.measured_peak, r.seconds, r.eager_seconds) for r in trade_off.reports}
+        measured = {key(r.plan): (r.measured_peak, r.seconds, r.eager_seconds) for r in trade_off.reports}
         write_whole(csv, curves_csv(trade_off.curves, trade_off.base, measured))
     if png:
         from rematplan.plot import MeasuredPoint, save_trade_off  # matplotlib is slow to load

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import parse_budget
+from rematplan.budgets import parse_budget, smallest_peak
 from rematplan.cli import curve, step
 from rematplan.cli.arguments import several_strategies
 from rematplan.cli.export import write_network
 from rematplan.cli.output import Output
 from rematplan.cli.source import PROFILE, price
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategies.registry import STRATEGIES, strategy
 
 STEPS = 3
 
@@ -31,7 +31,7 @@ class Case:
 
 
 CASES = (Case("unet", 2, 192, 32, "60%"), Case("resnet50", 8, 224, 64, "60%"))
-SMALL = (Case("unet", 2, 32, 4, "80%"), Case("resnet50", 2, 32, 8, "80%"))
+SMALL = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +77,11 @@ def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any
     curve.show(trade_off, out)
     curve.write(trade_off, folder / f"{case.name}.png", folder / f"{case.name}.csv")
     with out.progress(f"planning {case.name}") as progress:
-        budget = parse_budget(case.budget).bytes(trade_off.base.estimate.peak, lambda: 0)
-        plan = api.plan(source.graph, budget, progress=progress)
+        auto = strategy("auto")
+        budget = parse_budget(case.budget).bytes(
+            trade_off.base.estimate.peak, lambda: smallest_peak(auto, source.graph, progress)
+        )
+        plan = auto.plan(source.graph, budget, progress)
     out.show(f"   picture: {folder / case.name}.png; running a step within {case.budget}")
     report = step.run_plan(loaded, plan, out, STEPS, True)
     document = {"model": case.name, "budget": plan.budget, "peak": plan.estimate.peak}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: a verification failed. 2: an argument, a file or a problem is at fault. 3: no plan fits the
     budget. 130: interrupted. Every error is one line on standard error.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what this terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser().parse_args(argv)
         status: int = args.run(args, Output(json=args.json, quiet=args.quiet))

@@ -1,0 +1,99 @@
+"""One way to call the command line, and the files that many tests read."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematplan.cli import main
+
+CHECKER = Path(__file__).parents[2].parent / "shared" / "oracle" / "check_plan.py"
+# A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
+VGG = ("vgg19", "--batch", "64", "--image", "32", "--width", "2")
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*argv: object) -> Result:
+        capsys.readouterr()
+        status = main([str(a) for a in argv])
+        return Result(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The planning problem of a small VGG-19."""
+    path = tmp_path_factory.mktemp("problem") / "vgg19.json"
+    assert (
+        main(
+            ["plan", *VGG, "--device-model", "t4", "--budget", "100%", "--quiet", "--problem-out", str(path)]
+        )
+        == 0
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ResNet-18 with a symbolic batch."""
+    path = tmp_path_factory.mktemp("onnx") / "r18.onnx"
+    assert main(["export", "resnet18", "--image", "64", "--width", "4", "--quiet", "-o", str(path)]) == 0
+    return path
+
+
+def check(problem: Path, plan: Path) -> dict[str, Any]:
+    """What the independent checker says of a plan; fails if it does not accept it."""
+    assert CHECKER.is_file(), f"the independent checker is missing: {CHECKER}"
+    done = subprocess.run(
+        [sys.executable, str(CHECKER), str(problem), str(plan)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def oracle() -> Callable[[Path, Path], dict[str, Any]]:
+    return check
+
+
+def assert_one_line_error(result: Result, status: int) -> None:
+    assert result.status == status, result
+    assert result.out == ""
+    assert result.err.startswith("rematplan: ")
+    assert result.err.endswith("\n")
+    assert result.err.count("\n") == 1
+    assert "Traceback" not in result.err
+
+
+@pytest.fixture
+def refused() -> Callable[[Result, int], None]:
+    return assert_one_line_error

@@ -1,0 +1,155 @@
+"""`rematplan models`, `export`, `curve`, `step` and `demo`: what they write and say."""
+
+import csv
+import dataclasses
+import struct
+
+import onnx
+import pytest
+
+from rematplan import api
+from rematplan.models import ZOO
+from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.runtime.training_step import Difference, Verification
+
+SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")
+
+
+def test_models(call) -> None:
+    listed = call("models", "--json").data["models"]
+    assert [m["name"] for m in listed] == list(ZOO)
+    assert {m["name"]: m["parameters"] for m in listed}["resnet50"] == 25_557_032
+    table = call("models").out
+    assert all(name in table for name in ZOO)
+    assert call("models", "--quiet").out == ""
+
+
+def test_export(call, tmp_path) -> None:
+    path = tmp_path / "u.onnx"
+    result = call("export", *SMALL, "-o", path, "--json")
+    assert result.data["input"] == ["batch", 3, 32, 32]
+    assert result.data["bytes"] == path.stat().st_size
+    first = path.read_bytes()
+    assert onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert "--dim batch=2" in call("export", *SMALL, "-o", path).out
+    assert path.read_bytes() == first  # the same command writes the same network
+    assert call("export", *SMALL, "-o", path, "--static-batch", "--json").data["input"] == [2, 3, 32, 32]
+    assert onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_value == 2
+
+
+def test_curve_json_table_and_files(call, problem, tmp_path) -> None:
+    png, points = tmp_path / "c.png", tmp_path / "c.csv"
+    said = call("curve", "--problem", problem, "--png", png, "--csv", points, "--json").data
+    assert set(said["curves"]) == set(STRATEGIES)
+    for curve in said["curves"].values():
+        ordered = sorted(curve, key=lambda p: p["peak"])
+        overheads = [p["overhead"] for p in ordered]
+        assert overheads == sorted(overheads, reverse=True)
+        assert len({p["peak"] for p in curve}) == len(curve)
+    auto = {r["budget"]: r for r in said["table"] if r["strategy"] == "auto"}
+    assert auto["smallest"]["peak"] == said["smallest_peak"]
+    for row in said["table"]:
+        best = auto[row["budget"]]
+        assert row["peak"] is None or best["overhead"] <= row["overhead"] or row["budget"] == "smallest"
+        if row["budget"].endswith("%") and row["peak"] is not None:
+            assert row["peak"] <= float(row["budget"][:-1]) / 100 * said["no_recompute_peak"]
+    rows = list(csv.DictReader(points.open()))
+    assert len(rows) == sum(map(len, said["curves"].values()))
+    assert {r["strategy"] for r in rows} == set(STRATEGIES)
+    content = png.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width > 900
+    assert height > 500
+
+
+def test_curve_table_for_a_person(call, problem) -> None:
+    result = call(
+        "curve", "--problem", problem, "--budget", "85%", "--budget", "min", "--strategy", "exact_dp"
+    )
+    assert result.status == 0
+    for words in (
+        "no recompute",
+        "predicted peak",
+        "overhead",
+        "ops recomputed",
+        "store_all",
+        "exact_dp",
+        "85%",
+    ):
+        assert words in result.out
+    assert "chen_sqrt" not in result.out
+
+
+def test_curve_leaves_out_what_is_too_large(call, refused, problem) -> None:
+    limited = ("curve", "--problem", problem, "--max-lower-sets", "3")
+    said = call(*limited, "--json").data
+    assert "exact_dp" not in said["curves"]
+    assert "approx_dp" in said["curves"]
+    assert any("lower sets" in note for note in said["notes"])
+    refused(call(*limited, "--strategy", "exact_dp"), 2)
+
+
+def test_curve_measured(call, tmp_path) -> None:
+    points, png = tmp_path / "c.csv", tmp_path / "c.png"
+    said = call("curve", *SMALL, "--measure", "--csv", points, "--png", png, "--json").data
+    assert said["measured"][0]["strategy"] == "store_all"
+    for one in said["measured"]:
+        assert one["measured_peak"] == pytest.approx(one["peak"], rel=0.03)
+        assert one["measured_peak"] <= one["peak"]
+        assert one["seconds"] > 0
+        assert one["eager_seconds"] > 0
+    measured = [r for r in csv.DictReader(points.open()) if r["measured_peak_bytes"]]
+    assert {int(r["measured_peak_bytes"]) for r in measured} == {m["measured_peak"] for m in said["measured"]}
+    assert {"store_all", "auto"} <= {r["strategy"] for r in measured}
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "output"])
+def test_step_verified(loss, call, onnx_file) -> None:
+    result = call(
+        *("step", onnx_file, "--dim", "batch=8", "--budget", "min", "--steps", "2", "--loss", loss),
+        *("--verify", "--json"),
+    )
+    assert result.status == 0, result.err
+    said = result.data
+    assert said["verification"]["bit_equal"]
+    assert said["verification"]["differences"] == []
+    assert said["verification"]["compared"] > 60
+    assert said["measured_peak"] <= said["budget"] < said["no_recompute_peak"]
+    assert len(said["losses"]) == 2
+
+
+def test_step_for_a_person(call) -> None:
+    result = call("step", *SMALL, "--budget", "100%", "--verify", "--steps", "1")
+    for words in ("predicted peak", "measured peak", "step time", "eager", "bit-equal", "parameters"):
+        assert words in result.out
+    assert result.err == ""
+    assert call("step", *SMALL, "--budget", "100%", "--steps", "1", "--quiet").out == ""
+
+
+def test_a_failed_verification_is_exit_status_1(call, monkeypatch) -> None:
+    real = api.run_step
+
+    def differing(*args: object, **more: object) -> api.StepReport:
+        report = real(*args, **more)  # type: ignore[arg-type]
+        difference = Difference("gradient model.head.weight", 0.5, 0.1)
+        return dataclasses.replace(report, verification=Verification(10, (difference,)))
+
+    monkeypatch.setattr(api, "run_step", differing)
+    result = call("step", *SMALL, "--budget", "100%", "--verify", "--steps", "1")
+    assert result.status == 1
+    assert "model.head.weight" in result.err
+
+
+def test_step_below_the_smallest(call, refused) -> None:
+    result = call("step", *SMALL, "--budget", "10%", "--quiet")
+    refused(result, 3)
+
+
+def test_demo(call, tmp_path) -> None:
+    result = call("demo", "--small", "--folder", tmp_path / "demo")
+    assert result.status == 0, result.err
+    assert result.out.count("bit-equal") == 2
+    wanted = {f"{name}.{kind}" for name in ("unet", "resnet18") for kind in ("onnx", "png", "csv")}
+    assert {p.name for p in (tmp_path / "demo").iterdir()} == wanted

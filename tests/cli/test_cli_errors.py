@@ -1,0 +1,211 @@
+"""Hostile arguments and files: one line, the right exit status, no traceback, nothing half-written."""
+
+import errno
+import json
+
+import pytest
+
+from rematplan import api
+from rematplan.planner.strategies.auto import Auto
+
+PLAN = ("plan", "--budget", "90%")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("nonsense",),
+        ("plan",),
+        ("plan", "unet"),
+        PLAN,
+        (*PLAN, "unet", "--problem", "x.json"),
+        (*PLAN, "resnet51"),
+        (*PLAN, ""),
+        (*PLAN, "missing.onnx"),
+        (*PLAN, "--problem", "missing.json"),
+        (*PLAN, "unet", "--batch", "0"),
+        (*PLAN, "unet", "--batch", "-3"),
+        (*PLAN, "unet", "--batch", "two"),
+        (*PLAN, "unet", "--batch", "9" * 5000),
+        (*PLAN, "unet", "--batch", "٣"),
+        (*PLAN, "unet", "--image", "50"),
+        (*PLAN, "resnet18", "--batch", "1", "--image", "32"),
+        (*PLAN, "unet", "--dim", "batch=8"),
+        (*PLAN, "unet", "--dim", "batch"),
+        (*PLAN, "unet", "--dim", "=3"),
+        (*PLAN, "unet", "--loss", "hinge", "--image", "32", "--width", "2"),
+        (*PLAN, "unet", "--costs", "guess", "--image", "32", "--width", "2"),
+        (*PLAN, "unet", "--costs", "profile", "--device-model", "a100"),
+        (*PLAN, "unet", "--device-model", "abacus", "--image", "32", "--width", "2"),
+        (*PLAN, "unet", "--strategy", "magic"),
+        (*PLAN, "unet", "--strateg", "auto"),
+        (*PLAN, "unet", "-o", "no/such/folder/plan.json"),
+        (*PLAN, "unet", "-o", "."),
+        (*PLAN, "unet", "-o", "a.json", "--problem-out", "./a.json"),
+        ("step", "unet", "--budget", "90%", "--steps", "0"),
+        ("step", "--budget", "90%"),
+        ("curve", "unet", "--strategy", "magic"),
+        ("curve", "unet", "--budget", "half"),
+        ("curve", "unet", "--strategy", "chen_sqrt", "--objective", "time"),
+        ("curve", "unet", "--png", "x", "--csv", "x"),
+        ("curve", "--problem", "x.json", "--measure"),
+        ("export", "unet"),
+        ("export", "resnet51", "-o", "x.onnx"),
+        ("export", "unet", "--image", "17", "-o", "x.onnx"),
+        ("export", "unet", "-o", "."),
+    ],
+    ids=lambda argv: " ".join(argv)[:60] or "nothing",
+)
+def test_bad_arguments(argv, call, refused, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(call(*argv), 2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        "",
+        "-1",
+        "1.5",
+        "0x10",
+        "4 Gi B",
+        "4G",
+        "nan",
+        "inf",
+        "1e9",
+        "60%%",
+        "%",
+        "½GiB",
+        "٣MB",
+        "9" * 30,
+        "60 % of it",
+    ],
+)
+def test_malformed_budgets(budget, call, refused, problem) -> None:
+    result = call("plan", "--problem", problem, f"--budget={budget}")
+    refused(result, 2)
+    assert "4GiB" in result.err
+
+
+@pytest.mark.parametrize("unknown", ["resnet51", "magic"])
+def test_unknown_names_list_the_known(unknown, call) -> None:
+    assert "resnet50" in call(*PLAN, "resnet51").err
+    assert "chen_sqrt" in call(*PLAN, "unet", "--strategy", "magic").err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        '{"format": "rematplan.problem/2"}',
+        '{"format": "rematplan.problem/1", "tensors": 3, "inputs": [], "outputs": [], "ops": []}',
+        '{"format": "rematplan.problem/1", "tensors": [], "inputs": [], "outputs": ["x"], "ops": []}',
+        "[" * 100_000,
+    ],
+    ids=range(8),
+)
+def test_broken_problem_files(text, call, refused, tmp_path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    refused(call(*PLAN, "--problem", path), 2)
+
+
+def test_broken_onnx_files(call, refused, onnx_file, tmp_path) -> None:
+    whole = onnx_file.read_bytes()
+    for i, content in enumerate((b"", b"not onnx", whole[: len(whole) // 2], b"\x00" * 100)):
+        path = tmp_path / f"{i}.onnx"
+        path.write_bytes(content)
+        refused(call(*PLAN, path), 2)
+    folder = tmp_path / "folder.onnx"
+    folder.mkdir()
+    refused(call(*PLAN, folder), 2)
+
+
+def test_dimensions_of_a_file(call, refused, onnx_file) -> None:
+    unbound = call(*PLAN, onnx_file, "--device-model", "t4")
+    refused(unbound, 2)
+    assert "batch" in unbound.err
+    refused(call(*PLAN, onnx_file, "--dim", "bach=2"), 2)
+    refused(call(*PLAN, onnx_file, "--dim", "batch=2", "--dim", "batch=3"), 2)
+    refused(call(*PLAN, onnx_file, "--batch", "2"), 2)
+
+
+def test_options_of_models_do_not_go_with_problems(call, refused, problem) -> None:
+    for option in (("--batch", 2), ("--dim", "batch=2"), ("--loss", "mse"), ("--costs", "roofline")):
+        refused(call(*PLAN, "--problem", problem, *option), 2)
+
+
+def test_interrupted(call, refused, problem, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Auto, "plan", interrupt)
+    refused(call(*PLAN, "--problem", problem), 130)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied", "x"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."),
+    ],
+)
+def test_the_systems_own_errors(error, call, refused, problem, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Auto, "plan", fail)
+    refused(call(*PLAN, "--problem", problem), 2)
+
+
+def test_our_own_bugs_are_not_hidden(call, problem, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Auto, "plan", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        call(*PLAN, "--problem", problem)
+
+
+def test_a_failed_write_leaves_the_old_file(call, refused, problem, tmp_path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    monkeypatch.setattr("os.replace", fail)
+    refused(call(*PLAN, "--problem", problem, "-o", path, "--quiet"), 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    assert path.read_text() == "old"
+
+
+def test_help_and_version(call) -> None:
+    assert call("--version").out.startswith("rematplan ")
+    for command in ("models", "export", "plan", "curve", "step", "demo"):
+        result = call(command, "--help")
+        assert result.status == 0
+        assert "--json" in result.out
+        assert "--quiet" in result.out
+    assert "--objective {time,memory}" in call("plan", "--help").out
+
+
+def test_too_large_a_network_for_this_machine(call, refused, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(api, "load_step", fail)
+    result = call(*PLAN, "vgg19")
+    refused(result, 2)
+    assert "smaller" in result.err
+
+
+def test_json_errors_are_lines_too(call, refused, problem) -> None:
+    refused(call("plan", "--problem", problem, "--budget", "1", "--json"), 3)
+    assert json.loads(call(*PLAN, "--problem", problem, "--json").out)

@@ -1,0 +1,178 @@
+"""`rematplan plan`: budgets, files, what is said, and every plan accepted by the independent checker."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rematplan.planner.strategies.registry import STRATEGIES
+
+UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--device-model", "t4")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, oracle, problem, tmp_path) -> None:
+    plan = tmp_path / "plan.json"
+    result = call(
+        "plan", "--problem", problem, "--budget", budget, "--strategy", strategy, "-o", plan, "--json"
+    )
+    assert result.status == 0, result.err
+    found, said = oracle(problem, plan), result.data
+    assert found["peak"] == said["peak"] <= said["budget"]
+    assert found["reruns"] == said["ops_recomputed"]
+    assert found["overhead"] == pytest.approx(said["overhead"])
+    if budget == "100%":
+        assert said["peak"] <= said["no_recompute_peak"] == said["budget"]
+
+
+def test_from_onnx_file_to_plan_and_problem(call, oracle, onnx_file, tmp_path) -> None:
+    plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
+    result = call(
+        *("plan", onnx_file, "--dim", "batch=16", "--device-model", "a100", "--budget", "85%"),
+        *("-o", plan, "--problem-out", problem, "--json"),
+    )
+    assert result.status == 0, result.err
+    assert oracle(problem, plan)["peak"] == result.data["peak"]
+    assert json.loads(plan.read_text())["budget"] == int(0.85 * result.data["no_recompute_peak"])
+    again = call("plan", "--problem", problem, "--budget", "85%", "--json").data
+    assert (again["peak"], again["budget"]) == (result.data["peak"], result.data["budget"])
+
+
+def test_split_sums_to_the_peak(call) -> None:
+    said = call("plan", *UNET, "--budget", "80%", "--json").data
+    for split, peak in (("split", "peak"), ("split_no_recompute", "no_recompute_peak")):
+        assert {"parameters", "buffers", "batch", "activations", "gradients", "workspace"} <= set(said[split])
+        assert sum(said[split].values()) == said[peak]
+    assert said["split"]["activations"] < said["split_no_recompute"]["activations"]
+
+
+def test_table_names_what_the_step_holds(call) -> None:
+    result = call("plan", *UNET, "--budget", "80%")
+    for words in (
+        "parameters",
+        "buffers",
+        "batch",
+        "activations",
+        "gradients",
+        "workspace",
+        "overhead",
+        "no recompute",
+    ):
+        assert words in result.out
+    assert result.err == ""
+
+
+def test_profiled_costs_are_the_default_and_count_workspace(call) -> None:
+    said = call("plan", *UNET[:-2], "--budget", "100%", "--json").data
+    roofline = call("plan", *UNET, "--budget", "100%", "--json").data
+    assert said["no_recompute_peak"] > roofline["no_recompute_peak"]
+
+
+def test_below_what_the_strategy_reaches(call, refused, problem) -> None:
+    for strategy in STRATEGIES:
+        low = call("plan", "--problem", problem, "--budget", "1MB", "--strategy", strategy)
+        refused(low, 3)
+        smallest = int(low.err.rsplit("(", 1)[1].split()[0])
+        assert call("plan", "--problem", problem, "--budget", smallest, "--strategy", strategy).status == 0
+        refused(call("plan", "--problem", problem, "--budget", smallest - 1, "--strategy", strategy), 3)
+
+
+def test_an_infeasible_budget_writes_no_plan(call, problem, tmp_path) -> None:
+    assert call("plan", "--problem", problem, "--budget", "0%", "-o", tmp_path / "plan.json").status == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_memory_never_costs_more_time(call, problem) -> None:
+    overheads = []
+    for percent in (100, 90, 80, 70, 60):
+        result = call("plan", "--problem", problem, "--budget", f"{percent}%", "--json")
+        if result.status == 0:
+            overheads.append(result.data["overhead"])
+    assert len(overheads) > 2
+    assert overheads == sorted(overheads)
+
+
+def test_quiet_says_nothing(call, problem, tmp_path) -> None:
+    result = call("plan", "--problem", problem, "--budget", "90%", "--quiet", "-o", tmp_path / "plan.json")
+    assert (result.status, result.out, result.err) == (0, "", "")
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_options_reach_the_strategy(call, refused, problem) -> None:
+    base = ("plan", "--problem", problem, "--budget", "70%")
+    for objective in ("time", "memory"):
+        assert call(*base, "--strategy", "exact_dp", "--objective", objective).status == 0
+    refused(call(*base, "--strategy", "exact_dp", "--objective", "space"), 2)
+    refused(call(*base, "--strategy", "chen_sqrt", "--objective", "time"), 2)
+    refused(call(*base, "--strategy", "exact_dp", "--ticks", "many"), 2)
+    limited = call(*base, "--strategy", "exact_dp", "--max-lower-sets", "3")
+    refused(limited, 2)
+    assert "approx_dp" in limited.err
+
+
+def test_a_problem_without_a_backward_half(call, oracle, tmp_path) -> None:
+    problem, plan = tmp_path / "p.json", tmp_path / "plan.json"
+    ops = [
+        {"name": "f", "reads": ["x"], "writes": ["a"], "cost": 1},
+        {"name": "g", "reads": ["a"], "writes": ["b"], "cost": 2.5},
+    ]
+    tensors = [{"name": n, "bytes": 10} for n in "xab"]
+    data = {"format": "rematplan.problem/1", "name": "[red]\ud800 ops", "tensors": tensors, "inputs": ["x"]}
+    problem.write_text(json.dumps(data | {"outputs": ["b"], "ops": ops}))
+    result = call("plan", "--problem", problem, "--budget", "30", "-o", plan)
+    assert result.status == 0
+    assert "[red]" in result.out  # a name is text, not markup
+    assert oracle(problem, plan)["peak"] == 30
+    assert call("curve", "--problem", problem).status == 0
+
+
+def test_problem_files_are_planned_without_loading_torch(problem) -> None:
+    program = (
+        "import sys\nfrom rematplan.cli import main\n"
+        f"assert main(['plan', '--problem', {str(problem)!r}, '--budget', '90%']) == 0\n"
+        "assert not {'torch', 'onnx', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_written_through_a_pipe_and_a_link(problem, tmp_path) -> None:
+    program = [
+        sys.executable,
+        "-m",
+        "rematplan",
+        "plan",
+        "--problem",
+        str(problem),
+        "--budget",
+        "90%",
+        "--quiet",
+    ]
+    piped = subprocess.run([*program, "-o", "/dev/stdout"], check=True, capture_output=True)
+    assert json.loads(piped.stdout)["format"] == "rematplan.plan/1"
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    subprocess.run([*program, "-o", str(link)], check=True)
+    assert link.is_symlink()
+    assert json.loads(target.read_text()) == json.loads(piped.stdout)
+    assert {p.name for p in tmp_path.iterdir()} == {"target.json", "link.json"}
+
+
+def test_planning_is_deterministic(call, problem, tmp_path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    for path in (first, second):
+        assert call("plan", "--problem", problem, "--budget", "75%", "-o", path, "--quiet").status == 0
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_module_runs_as_a_program(problem: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rematplan", "plan", "--problem", str(problem), "--budget", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
