@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rematplan.models.errors import ZooError
 from torch import Tensor, nn
+
+from rematplan.models.errors import ZooError
 
 OPSET = 17
 FILE_LIMIT = 2**31 - 2**24

@@ -10,8 +10,9 @@ import itertools
 from typing import cast
 
 import torch
-from rematplan.models.errors import ZooError
 from torch import Tensor, nn
+
+from rematplan.models.errors import ZooError
 
 LEVELS = 4
 """Poolings by two. The image size must be divisible by 2^LEVELS for the skips to meet what comes up."""

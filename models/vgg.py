@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from rematplan.models.errors import ZooError
 from torch import Tensor, nn
+
+from rematplan.models.errors import ZooError
 
 CONFIGURATION_E = ((1, 2), (2, 2), (4, 4), (8, 4), (8, 4))
 """Stages of 3×3 convolutions, each ended by a 2×2 pooling: (channels ÷ width, convolutions)."""

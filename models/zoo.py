@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
+
 from rematplan.models.errors import ZooError
 from rematplan.models.resnet import DEPTHS, ResNet
 from rematplan.models.unet import LEVELS, UNet
 from rematplan.models.vgg import STRIDE, VGG
-from torch import Tensor, nn
 
 OutputKind = Literal["classes", "pixels"]
 """What the network gives scores for: each image (N, C) or each of its pixels (N, C, H, W)."""

@@ -10,9 +10,10 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import nn
+
 from rematplan.models import ZOO, ZooError, build, example_inputs, export_onnx
 from rematplan.models import export as export_module
-from torch import nn
 
 
 def exported(name: str, path: Path, *, dynamic_batch: bool = True) -> tuple[nn.Module, onnx.ModelProto]:

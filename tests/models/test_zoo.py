@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from rematplan.models import ZOO, ZooError, build, example_inputs
 from rematplan.models.vgg import grid_side
 

@@ -1,0 +1,59 @@
+"""The executor's own cost: the schedule that recomputes nothing against eager autograd, in turn in one process.
+
+usage: python benchmarks/store_all_vs_eager.py [NAME] [--batch 8] [--image 224] [--width 64] [--rounds 7]
+
+Prints the least and the median step time of each and their ratios. Without recomputation the two run the same kernels,
+so that the ratio is what the generated function costs; 1.05 is its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from rematplan import api
+from rematplan.runtime.training_step import PlannedStep, eager_step
+
+LIMIT = 1.05
+
+
+def main() -> int:
+    """Measure and print; exit status 1 over the limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="resnet50")
+    for option, default in (("batch", 8), ("image", 224), ("width", 64), ("rounds", 7)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+    args = parser.parse_args()
+    loaded = api.load_step(args.name, sizes=api.Sizes(args.batch, args.image, args.width))
+    plan = api.no_recompute(api.problem(loaded))
+    planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
+
+    def run(step: Callable[[], object]) -> float:
+        loaded.module.zero_grad(set_to_none=True)
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    calls = {
+        "eager": lambda: eager_step(loaded.module, loaded.batch),
+        "store_all": lambda: planned(*loaded.batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for at in range(args.rounds + 1):
+        for name, call in calls.items():
+            took = run(call)
+            if at:  # the first round warms up
+                seconds[name].append(took)
+    least = {name: min(times) for name, times in seconds.items()}
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    for name in calls:
+        print(f"{name:10} least {least[name]:.3f} s, median {median[name]:.3f} s")
+    ratio = least["store_all"] / least["eager"]
+    print(f"store_all ÷ eager: least {ratio:.3f}, median {median['store_all'] / median['eager']:.3f}")
+    return int(ratio > LIMIT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
