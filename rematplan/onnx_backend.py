@@ -21,6 +21,7 @@ from rematplan.ir import ModelError
 from rematplan.ir.graph import Graph
 from rematplan.ir.onnx_loader import graph_from_proto
 from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.onnx_table import row_of
 from rematplan.runtime.onnx_values import to_array, to_tensor
 
 
@@ -62,7 +63,7 @@ class RematplanBackend(Backend):
         """
         try:
             graph = graph_from_proto(model)
-            _check_dropout(graph)
+            _check_random(graph)
             module = OnnxModule(graph, seed=None)
         except ModelError as error:
             raise Refused(str(error)) from None
@@ -83,12 +84,15 @@ class RematplanBackend(Backend):
         return bool(kind == DeviceType.CPU or (kind == DeviceType.CUDA and torch.cuda.is_available()))
 
 
-def _check_dropout(graph: Graph) -> None:
-    """Whether dropout is on has to be known with the model: it decides what is computed, and what is random."""
+def _check_random(graph: Graph) -> None:
+    """A backend's outputs are compared, so they are no random draws; torch's are not numpy's for the same seed.
+
+    Whether dropout is on has to be known with the model, for it decides whether anything is drawn.
+    """
     inputs = {v.name for v in graph.inputs}
     for node in graph.nodes:
-        if node.op == "Dropout" and inputs.intersection(node.inputs[2:3]):
-            raise ModelError(f"node {node.name!r} (Dropout): training_mode is an input of the graph")
+        if row_of(node).random or (node.op == "Dropout" and inputs.intersection(node.inputs[2:3])):
+            raise ModelError(f"node {node.name!r} ({node.op}): its result is random or may be")
 
 
 prepare = RematplanBackend.prepare

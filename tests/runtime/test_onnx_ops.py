@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import numpy as np
 import onnx
@@ -18,21 +19,9 @@ from rematplan.runtime.onnx_values import to_array, to_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the standard's cases divide by zero
 
-# Not comparable by value: masks drawn by another generator; half precision rounded after other partial sums.
-NOT_COMPARABLE = frozenset(
-    {
-        "test_training_dropout_default",
-        "test_training_dropout_default_mask",
-        "test_training_dropout",
-        "test_training_dropout_mask",
-        "test_attention_4d_causal_bf16_expanded",
-        "test_attention_4d_causal_fp16_expanded",
-        "test_attention_4d_padded_kv_bf16_expanded",
-        "test_attention_4d_causal_padded_kv_bf16_expanded",
-        "test_attention_4d_attn_mask_causal_bf16_expanded",
-        "test_attention_3d_causal_bf16_expanded",
-    }
-)
+# Not comparable by value: draws of another generator; a softmax that the standard's own code rounds to half
+# precision at each step and torch once.
+NOT_COMPARABLE = re.compile("test_training_dropout|test_bernoulli|test_attention_4d_causal_fp16_expanded")
 
 
 @functools.cache
@@ -41,7 +30,11 @@ def cases():
     for case in collect_testcases(None):
         nodes = case.model.graph.node if case.model else ()
         ops = {n.op_type for n in nodes if not n.domain}
-        if nodes and all((n.domain, n.op_type) in TABLE for n in nodes) and case.name not in NOT_COMPARABLE:
+        if (
+            nodes
+            and all((n.domain, n.op_type) in TABLE for n in nodes)
+            and not NOT_COMPARABLE.match(case.name)
+        ):
             for op in ops:
                 found.setdefault(op, []).append(case)
     return found
@@ -78,7 +71,9 @@ def check(name) -> bool:
             wanted = values(wanted)
             assert str(result.dtype) == f"torch.{wanted.dtype.name}", case.name
             assert result.shape == wanted.shape, case.name
-            close = {"rtol": case.rtol, "atol": case.atol} if wanted.dtype.kind in "fcV" else {"rtol": 0}
+            exact = wanted.dtype.kind in "biu"
+            half = wanted.dtype.name == "bfloat16"  # the suite allows it two units in the last place
+            close = {"rtol": 0 if exact else max(case.rtol, half * 2**-6), "atol": 0 if exact else case.atol}
             pair = [
                 a.astype(np.float32) if a.dtype.name == "bfloat16" else a for a in (to_array(result), wanted)
             ]
@@ -89,26 +84,16 @@ def check(name) -> bool:
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))
 def test_the_standards_own_cases(op):
     ran = [check(case.name) for case in cases().get(op, [])]
-    assert sum(ran) > 0 or op in WITHOUT_CASES
+    assert sum(ran) > 0 or WITHOUT_CASES.match(op)
 
 
-WITHOUT_CASES = frozenset(
-    # superseded ops, of which the standard keeps no cases
-    {
-        "GlobalLpPool",
-        "Scatter",
-        "Constant",
-        "RandomNormal",
-        "RandomUniform",
-        "RandomNormalLike",
-        "RandomUniformLike",
-    }
-)
+# The standard keeps no cases of superseded ops, and no comparable ones of random ones.
+WITHOUT_CASES = re.compile("Bernoulli|GlobalLpPool|Random|Scatter$")
 
 
 def test_most_of_the_standard_is_covered():
     ran = [name for name in by_name() if check(name)]
-    assert len(ran) >= 1150
+    assert len(ran) >= 1290
 
 
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))
