@@ -17,7 +17,7 @@ from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.runtime.capture import CapturedStep, capture, training_graph
 from rematplan.runtime.executor import compile_step
 from rematplan.runtime.measure import peak_above_entry
-from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.profile_costs import ProfileWarning, profile_costs
 from rematplan.runtime.training_step import PlannedStep, eager_step, untouched, verify
 
 
@@ -299,3 +299,37 @@ def test_profiles_are_cached_and_a_broken_cache_is_measured_again(tmp_path: Path
     again = profile_costs(step, cache=tmp_path)
     assert {n: c.workspace for n, c in again.items()} == {n: c.workspace for n, c in first.items()}
     assert all(c.time > 0 for c in again.values())
+
+
+@torch.library.custom_op("rematplan_tests::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    """A user's operator that refuses all but whole numbers."""
+    if not torch.equal(x, x.round()):
+        raise ValueError("whole numbers only")
+    return x * 2
+
+
+picky.register_fake(torch.empty_like)
+picky.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return picky(self.w * x).sum()
+
+
+def test_a_call_that_refuses_synthetic_arguments_is_guessed_with_a_warning(tmp_path: Path) -> None:
+    module, batch = Picky(), (torch.ones(4),)
+    step = capture(module, batch, "picky")
+    with pytest.warns(ProfileWarning, match="whole numbers only"):
+        costs = profile_costs(step, cache=tmp_path)
+    guessed = costs["picky"]
+    assert guessed.time > 0
+    assert guessed.workspace == 32
+    graph = training_graph(step, costs)
+    plan = plan_from_runs(graph, recompute_everything(graph), "everything")
+    assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal

@@ -1,0 +1,122 @@
+"""Roofline costs against formulas by hand; measurement against sizes known beforehand."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from rematplan.ir import UsageError
+from rematplan.runtime.capture import CapturedStep, capture
+from rematplan.runtime.device_models import DEVICE_MODELS, device_model
+from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.roofline import flops, moved_bytes, roofline_costs
+
+
+class OneOp(nn.Module):
+    def __init__(self, op: nn.Module) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x).sum()
+
+
+def step_of(op: nn.Module, *shape: int) -> CapturedStep:
+    return capture(OneOp(op), (torch.randn(*shape),), "one op")
+
+
+def total(step: CapturedStep, part: str) -> float:
+    return sum(flops(step, c) for c in step.calls if part in c.name and not c.is_view)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "forward"),
+    [
+        (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 10, 10), 2 * (2 * 8 * 10 * 10) * 3 * 9),
+        (nn.Conv2d(8, 8, 3, groups=8), (2, 8, 10, 10), 2 * (2 * 8 * 8 * 8) * 9),
+        (nn.Conv2d(8, 8, 3, stride=2, groups=2), (2, 8, 9, 9), 2 * (2 * 8 * 4 * 4) * 4 * 9),
+        (nn.ConvTranspose2d(8, 4, 2, stride=2), (2, 8, 5, 5), 2 * (2 * 8 * 5 * 5) * 4 * 4),
+        (nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2), (2, 8, 5, 5), 2 * (2 * 8 * 5 * 5) * 2 * 4),
+    ],
+)
+def test_convolution_flops(op: nn.Module, shape: tuple[int, ...], forward: int) -> None:
+    step = step_of(op, *shape)
+    backward = [c for c in step.calls if c.name == "convolution_backward"]
+    assert sum(flops(step, c) for c in step.calls if c.name == "convolution") == forward
+    # The batch needs no gradient in a training step: only the weight's, as costly as the forward, and the bias's sum.
+    grad = step.values[next(iter(r.value for r in backward[0].args[:1]))].fake.numel()
+    assert sum(flops(step, c) for c in backward) == forward + grad
+
+
+def test_matrix_flops_agree_with_torch_s_counter() -> None:
+    model = OneOp(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x = torch.randn(4, 7)
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    step = capture(model, (x,), "linear")
+    assert total(step, "mm") == counter.get_total_flops()
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, q: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q * self.w, q, q).sum()
+
+
+def test_attention_is_charged() -> None:
+    step = capture(Attend(), (torch.randn(2, 4, 16, 8),), "attention")
+    forward = 2.0 * (2 * 4 * 16) * 16 * (8 + 8)
+    calls = [c for c in step.calls if "attention" in c.name]
+    assert [flops(step, c) for c in calls] == [forward, 2.5 * forward]
+
+
+def test_broadcast_reads_count_once() -> None:
+    step = step_of(nn.Linear(4, 6, bias=False), 3, 4)
+    expanded = next(c for c in step.calls if c.is_view and "expand" in c.name)
+    reader = next(c for c in step.calls if any(r == expanded.results[0] for r in _reads(c)))
+    assert moved_bytes(step, reader) < 4 * (3 * 6 + 3 * 4 + 6 * 4 + 3 * 6)
+
+
+def _reads(call: object) -> list[str]:
+    from rematplan.runtime.capture import refs
+
+    return [r.value for r in refs((call.args, call.kwargs))]
+
+
+@pytest.mark.parametrize("name", DEVICE_MODELS)
+def test_roofline_is_positive_and_faster_devices_are_faster(name: str) -> None:
+    step = step_of(nn.Conv2d(16, 16, 3), 8, 16, 32, 32)
+    costs = roofline_costs(step, device_model(name))
+    assert set(costs) == {c.name for c in step.calls if not c.is_view}
+    assert all(c.time >= device_model(name).launch for c in costs.values())
+
+
+def test_unknown_device_models_are_listed() -> None:
+    with pytest.raises(UsageError, match="h100"):
+        device_model("abacus")
+
+
+def test_peak_counts_what_is_held_at_once() -> None:
+    def call() -> Tensor:
+        a = torch.empty(1000)
+        b = torch.empty(500)
+        del a
+        return b
+
+    peak, result = peak_above_entry(call, torch.device("cpu"))
+    assert peak == 6000
+    assert result.numel() == 500
+
+
+def test_seconds_are_taken_in_turn() -> None:
+    order: list[str] = []
+    calls = {"slow": lambda: (order.append("slow"), time.sleep(0.02)), "fast": lambda: order.append("fast")}
+    best = seconds_in_turn(calls, torch.device("cpu"), rounds=2)
+    assert order == ["slow", "fast"] * 3
+    assert best["slow"] > 0.02 > best["fast"]
