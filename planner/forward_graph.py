@@ -100,8 +100,7 @@ def _contract(ix: Indexed) -> ForwardGraph:
 
 
 class _Groups:
-    """Groups under contraction, named by their anchor. The edges are those of the base graph, kept up to
-    date."""
+    """Groups under contraction, named by their anchor, and the edges between them."""
 
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix

@@ -1,5 +1,4 @@
-"""The planning problem on integer ids: ops by position in the base order, tensors by position among the
-tensors."""
+"""The planning problem on integer ids: ops by base position, tensors by position among the tensors."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """Which ops can run before the turn: one that must come after a backward op cannot, whatever it is
-    marked."""
+    """Which ops can run before the turn: what must come after a backward op cannot, however marked."""
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

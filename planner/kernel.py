@@ -11,6 +11,11 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def kernel(loop: Loop) -> Loop:
-    """``loop`` compiled at its first call for each set of argument types; the machine code is cached on
-    disk."""
-    return cast(Loop, numba.njit(cache=True)(loop))
+    """``loop`` compiled at its first call for each set of argument types; the machine code is cached on disk.
+
+    Where neither the package's folder nor the user's can be written, it is compiled in each process.
+    """
+    try:
+        return cast(Loop, numba.njit(cache=True)(loop))
+    except RuntimeError:  # numba found no folder for its cache
+        return cast(Loop, numba.njit(loop))

@@ -36,8 +36,7 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """The paper's peak (bytes) and recomputation time of a chain; ``charge_last``: the last block's time
-    counts."""
+    """The paper's peak (bytes) and recomputation time of a chain, with the last block's time or without."""
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
@@ -108,8 +107,7 @@ class Table:
     opt: Ints
 
     def times(self) -> list[int]:
-        """The ticks of recomputation at which some chain reaches V, ascending; empty if the budget is too
-        small."""
+        """The ticks at which some chain reaches V, ascending; empty if the budget is too small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.forward_graph import ForwardGraph, bits
+from rematplan.planner.forward_graph import ForwardGraph, bits, forward_graph
 from rematplan.planner.indexed import Indexed, indexed
 from rematplan.planner.lattice import blocks_of
 from rematplan.planner.memo import remember
@@ -36,17 +36,15 @@ class Partition:
     kept: tuple[str, ...]
 
 
-def partition_of(
-    graph: TrainingGraph, view: ForwardGraph, chain: Sequence[int], lean: bool = False
-) -> Partition:
-    """The canonical partition of a chain of lower sets: blocks V_i, kept U_k = ∪ ∂(L_j).
+def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
+    """The canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪ ∂(L_j).
 
     Kept are the boundary's tensors that a later block reads and, as in the formula that charges no
     recomputation of a boundary node, its others that anything outside it reads (batch norm's saved
     statistics, max-pool's indices). ``lean`` keeps of these others only what is small beside the tensors that
     cross.
     """
-    ix = indexed(graph)
+    ix, view = indexed(graph), forward_graph(graph)
     outer = remember(graph, "outer", lambda: _outer(ix, view))
     blocks, kept = [], []
     for nodes, mask in zip(blocks_of(chain), chain, strict=True):
@@ -60,13 +58,11 @@ def partition_of(
 
 
 SMALL = 8
-"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than what
-crosses."""
+"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the rest."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
-    """For each node the tensors that ops outside it read, each with the mask of the nodes among their
-    readers."""
+    """For each node the tensors that ops outside it read, each with the mask of the nodes that read it."""
     node = {o: v for v, members in enumerate(view.members) for o in members}
     outer: list[list[tuple[int, int]]] = []
     for v, members in enumerate(view.members):

@@ -57,12 +57,12 @@ class BlockStrategy(FamilyStrategy):
 
     def _partitions(self, graph: TrainingGraph, progress: Progress) -> Iterable[Partition]:
         view = forward_graph(graph)
-        yield partition_of(graph, view, (view.everything,))
+        yield partition_of(graph, (view.everything,))
         seen = set()
         for chain in self.chains(view, progress) if len(view) else ():
             if chain not in seen:
                 seen.add(chain)
-                full, lean = (partition_of(graph, view, chain, lean) for lean in (False, True))
+                full, lean = (partition_of(graph, chain, lean) for lean in (False, True))
                 yield full
                 if lean.kept != full.kept:
                     yield lean

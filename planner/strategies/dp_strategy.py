@@ -14,8 +14,7 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 from rematplan.planner.strategy import Progress
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
-"""Where along the feasible recomputation times of a table a plan is taken, by objective; its own end
-first."""
+"""Where along a table's feasible recomputation times plans are taken, by objective; its own end first."""
 
 WORK = 1.6e10
 FEWEST_TABLES = 6

@@ -95,7 +95,7 @@ def test_lowering_takes_any_chain_and_any_kept_tensors(problems, oracle, seed, l
         if mask and all(mask & ~m == 0 or m & ~mask == 0 for m in chain):
             chain.append(mask)
     chain = sorted({*chain, view.everything})
-    partition = partition_of(graph, view, chain, lean)
+    partition = partition_of(graph, chain, lean)
     if rng.random() < 0.5:
         kept = tuple(t.name for t in graph.tensors if rng.random() < 0.3)
         partition = Partition(partition.blocks, kept)
