@@ -6,7 +6,8 @@ the least block of the tensors it reads that were dropped, or of the backward op
 topological order, and it does each block's backward together. Just before an op, exactly those ops run again
 that bring back what it reads; what they need in turn is found by demand, so the result is valid for any
 blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
-waits until it is needed, and measured peaks are never higher.)
+waits until it is needed, and no curve
+of the networks measured got worse by it.)
 
 Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
 dropped in name but is read before its next run simply stays.
@@ -37,7 +38,8 @@ class Partition:
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
-    """The canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪ ∂(L_j).
+    """The canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪
+    ∂(L_j).
 
     Kept are the boundary's tensors that a later block reads and, as in the formula that charges no
     recomputation of a boundary node, its others that anything outside it reads (batch norm's saved
@@ -58,7 +60,8 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
 
 
 SMALL = 8
-"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the rest."""
+"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the
+rest."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
