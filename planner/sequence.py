@@ -69,9 +69,11 @@ class Annealer:
         )
         self.number = {op.name: i for i, op in enumerate(self.ops)}
         self.problem = _problem(graph, self.ops, self.unit, keep_order)
+        self.inverses = {op.name for op in graph.inverses}
         self.fixed = graph.input_bytes
         self.random = np.array([seed & (2**64 - 1)], dtype=np.uint64)
         self.state: State
+        self.priced = graph.base_cost > 0
         self.overflows = 0
 
     def load(self, runs: Sequence[str], budget: int) -> None:
@@ -82,19 +84,24 @@ class Annealer:
         value[PRICE] = 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Whether a sequence can be a start: ops only, and first runs in the order that must be kept."""
-        if any(name not in self.number for name in runs if name in self.number):
+        """Whether a sequence can be a start: every needed op runs, no inverse does, and first runs are in the order
+        that must be kept."""
+        first: dict[str, int] = {}
+        for at, name in enumerate(runs):
+            first.setdefault(name, at)
+        if any(name not in first for name in self.number) or any(name in self.inverses for name in first):
             return False
-        first = {name: at for at, name in reversed(list(enumerate(runs)))}
         after = self.problem.after
-        return all(name in first for name in self.number) and all(
+        return all(
             first[op.name] < first[self.ops[after[i]].name] for i, op in enumerate(self.ops) if after[i] >= 0
         )
 
-    def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> None:
-        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the runs anew."""
-        anneal(self.problem, self.state, moves, hot, cold, mode)
+    def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
+        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the runs
+        anew. Returns the number of moves made."""
+        made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
+        return int(made)
 
     def restart(self) -> None:
         """Go back to the best feasible sequence."""
@@ -113,9 +120,9 @@ class Annealer:
         return bool(self.state.number[BEST])
 
     @property
-    def best_cost(self) -> float:
-        """Cost of the best sequence, in percent of the base cost; infinite if there is none."""
-        return float(self.state.value[BEST_COST])
+    def best_overhead(self) -> float:
+        """Overhead of the best sequence; infinite if there is none."""
+        return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
     def penalty(self) -> float:

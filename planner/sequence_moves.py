@@ -340,10 +340,10 @@ def keep_best(S: State) -> None:
 
 
 @kernel
-def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> None:
+def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
     """Make some moves while the temperature falls geometrically from ``hot`` to ``cold``.
 
-    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state.
+    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the number of moves made.
     """
     feasible, temperature = 0, hot
     ratio = (cold / hot) ** (1.0 / moves)
@@ -361,7 +361,7 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
             if S.value[COST] < S.value[BEST_COST] - 1e-10:
                 keep_best(S)
             if mode == 2:
-                return
+                return k + 1
         if k % ADAPT == ADAPT - 1:
             if feasible < ADAPT // 10:
                 S.value[PRICE] *= 1.15
@@ -370,4 +370,5 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
             feasible = 0
             if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:
                 S.number[OVERFLOW] = 1
-                return
+                return k + 1
+    return moves

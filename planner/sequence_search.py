@@ -1,0 +1,180 @@
+"""How the annealer's time is spent: rounds of cooling, each twice as long as the one before, hot ones and reheated ones.
+
+A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start anew
+although nothing feasible is known starts from the best start instead. Doubling keeps small problems short and leaves
+large ones to one slow cooling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence import ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE, Annealer, needed_ops
+
+SLICE = 0.2  # seconds between two looks at the clock
+MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
+COLD = 0.001  # percent of the base cost
+REHEAT = 0.2  # of a hot round's temperature
+ORDERING = 0.15  # share of a hot round without phases that only reorders
+
+STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
+DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
+
+
+@dataclass
+class Effort:
+    """What a search may spend: seconds, or moves if ``moves`` is not 0 (the result then is the same on every machine).
+
+    Everything is counted in the one unit or the other.
+    """
+
+    seconds: float
+    moves: int = 0
+    done: int = 0
+    began: float = field(default_factory=time.monotonic)
+    slice_: int = MOVES_IN_SLICE
+
+    @property
+    def total(self) -> float:
+        """All that may be spent."""
+        return float(self.moves) if self.moves else self.seconds
+
+    def spent(self) -> float:
+        """What has been spent."""
+        return float(self.done) if self.moves else time.monotonic() - self.began
+
+    def first_round(self, ops: int) -> float:
+        """What the first round may take: more moves an op the more ops there are."""
+        moves = 150.0 * ops * (1 + ops / 1000) + 1000
+        return moves if self.moves else moves / 50_000
+
+    def next_slice(self, left: float) -> int:
+        """The number of moves to make before looking again."""
+        return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
+
+    def made(self, moves: int, seconds: float) -> None:
+        """Note moves made; where seconds count, the next slice is fitted to them."""
+        self.done += moves
+        if not self.moves:
+            self.slice_ = max(200, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))
+
+
+@dataclass
+class Search:
+    """One search at one budget.
+
+    ``enough(overhead)``: whether a plan of that overhead needs no improvement. ``report(fraction, overhead)``: called
+    between slices with the best overhead so far, or None.
+    """
+
+    graph: TrainingGraph
+    budget: int
+    seed: int = 0
+    keep_order: bool = False
+    enough: Callable[[float], bool] = lambda _: False
+    report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
+
+    def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
+        """The best plan within the budget that the effort finds, the starts included, or None.
+
+        A `KeyboardInterrupt` ends the search; the best so far is returned all the same.
+        """
+        self.best: Plan | None = None
+        self.smallest: Plan | None = None
+        self.annealer = Annealer(self.graph, self.seed, self.keep_order)
+        try:
+            self.base = [op.name for op in needed_ops(self.graph)]
+            self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
+            for runs in self.starts:
+                self._offer(runs)
+            self._rounds(effort)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+        return self.best
+
+    def _rounds(self, effort: Effort) -> None:
+        length = effort.first_round(len(self.base))
+        hot = 0.3 if len(self.base) < 600 else 0.1 if len(self.base) < 4000 else 0.01
+        k = 0
+        while not self._satisfied() and effort.spent() < effort.total:
+            left = effort.total - effort.spent()
+            length = left if 2 * length > left else length
+            self._round(k, hot, length, effort)
+            length *= 2
+            k += 1
+
+    def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
+        """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the starts."""
+        annealer = self.annealer
+        if k % 2 and self.best is not None:
+            annealer.load(runs_of(self.best.schedule), self.budget)
+            hot *= REHEAT
+        else:
+            annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
+        ordering = ORDERING if not self.graph.has_phases and not self.keep_order and k % 4 == 0 else 0.0
+        began = effort.spent()
+        while (spent := effort.spent() - began) < length and not self._satisfied():
+            moves = effort.next_slice(length - spent)
+            share = spent / length
+            end = min(1.0, share + (moves if effort.moves else SLICE) / length)
+            mode = SHIFTS_ONLY if share < ordering else ALL_MOVES
+            clock = time.monotonic()
+            moves = annealer.cool(moves, hot * (COLD / hot) ** share, hot * (COLD / hot) ** end, mode)
+            effort.made(moves, time.monotonic() - clock)
+            self._take(annealer)
+            self.report(min(1.0, effort.spent() / effort.total), self.best and self.best.estimate.overhead)
+        if self.best is None:
+            self._offer(annealer.current())
+            self.descend(effort, effort.spent() + length)
+
+    def descend(self, effort: Effort, until: float) -> None:
+        """Lower the smallest peak step by step, down to the budget or until ``until`` is spent.
+
+        Each step asks for a peak a little below the smallest and cools at one temperature until a sequence has it; a
+        step that fails halves the next.
+        """
+        assert self.smallest is not None
+        annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
+        while self.smallest.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
+            peak = self.smallest.estimate.peak
+            above = peak - self.graph.input_bytes
+            annealer.load(
+                runs_of(self.smallest.schedule), max(self.budget, peak - max(1, int(stride * above)))
+            )
+            tried = 0
+            while tried < patience and not annealer.feasible and effort.spent() < until:
+                moves = effort.next_slice(min(patience - tried, max(1.0, until - effort.spent())))
+                clock = time.monotonic()
+                moves = annealer.cool(moves, DESCENT, DESCENT, UNTIL_FEASIBLE)
+                effort.made(moves, time.monotonic() - clock)
+                tried += moves
+                self.report(min(1.0, effort.spent() / effort.total), None)
+            if annealer.feasible:
+                self._offer(annealer.best())
+            else:
+                stride /= 2
+                patience *= 2
+
+    def _take(self, annealer: Annealer) -> None:
+        if annealer.feasible and (
+            self.best is None or annealer.best_overhead < self.best.estimate.overhead - 1e-12
+        ):
+            self._offer(annealer.best())
+
+    def _offer(self, runs: Sequence[str]) -> None:
+        """Price a sequence with the simulator; keep it if it is the best plan, or the one of the smallest peak."""
+        plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
+        if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
+            self.smallest = plan
+        fits = plan.estimate.peak <= self.budget
+        if fits and (self.best is None or plan.estimate.cost < self.best.estimate.cost):
+            self.best = plan
+
+    def _satisfied(self) -> bool:
+        return self.best is not None and self.enough(self.best.estimate.overhead)

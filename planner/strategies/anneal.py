@@ -1,0 +1,91 @@
+"""Anneal: simulated annealing of the whole op sequence, any DAG, recomputation at any point and any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence_search import Effort, Search
+from rematplan.planner.strategy import Progress, Strategy, pareto, silent
+
+
+@dataclass(frozen=True)
+class Anneal(Strategy):
+    """Anneal the sequence of runs itself; see `sequence_moves` for the moves and their source.
+
+    Anytime: Ctrl-C returns the best plan so far. No guarantee; the bound of `auto` tells how far it is from optimal.
+
+    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order; ``moves``, if
+    not 0, replaces the time limit by a number of moves, which makes the plan the same on every machine.
+    """
+
+    time_limit: float = 30.0
+    seed: int = 0
+    keep_order: bool = False
+    moves: int = 0
+
+    name: ClassVar[str] = "anneal"
+    summary: ClassVar[str] = "anneal the sequence of ops, each recomputed where and as often as it pays"
+
+    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+        """See `Strategy.plan`."""
+        return self.improve(graph, budget, (), progress)
+
+    def improve(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Sequence[str]], progress: Progress = silent
+    ) -> Plan:
+        """The best plan within the budget, never worse than a start that fits.
+
+        Raises:
+            InfeasibleBudget: none was found; carries the smallest peak met on the way.
+        """
+        floor = _floor(graph)
+        search = Search(
+            graph,
+            budget,
+            self.seed,
+            self.keep_order,
+            enough=lambda overhead: overhead <= floor + 1e-12,
+            report=lambda fraction, overhead: progress(fraction, _text(overhead)),
+        )
+        plan = search.run(starts, Effort(self.time_limit, self.moves))
+        if plan is None:
+            assert search.smallest is not None
+            raise InfeasibleBudget(self.name, budget, search.smallest.estimate.peak)
+        return plan
+
+    def curve(
+        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+    ) -> tuple[Plan, ...]:
+        """See `Strategy.curve`. From the largest budget down, each plan the next one's start; the time limit holds for
+        the whole curve. A plan for a smaller budget serves a larger one too, so the curve is monotone."""
+        share = replace(
+            self, time_limit=self.time_limit / max(1, len(budgets)), moves=self.moves // max(1, len(budgets))
+        )
+        plans: list[Plan] = []
+        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
+
+            def report(fraction: float, text: str, k: int = k) -> None:
+                progress((k + fraction) / len(budgets), text)
+
+            starts = [runs_of(p.schedule) for p in plans[-2:]]
+            try:
+                plans.append(share.improve(graph, budget, starts, report))
+            except InfeasibleBudget:
+                break
+        return pareto(plans)
+
+
+def _floor(graph: TrainingGraph) -> float:
+    """Overhead of running every needed op once."""
+    from rematplan.planner.sequence import needed_ops
+
+    return sum(op.cost for op in needed_ops(graph)) / graph.base_cost - 1 if graph.base_cost else 0.0
+
+
+def _text(overhead: float | None) -> str:
+    return "nothing fits yet" if overhead is None else f"overhead {100 * overhead:.2f} %"
