@@ -1,4 +1,4 @@
-"""The way in: arguments to a command, errors to one line and an exit status."""
+"""From arguments to a command, errors to one line and an exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rematplan.cli.arguments import Parser
 from rematplan.cli.output import Output
 from rematplan.ir import RematplanError
 
-INTERRUPTED = 130
 CANNOT = 2
 
 
@@ -39,12 +38,8 @@ COMMANDS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status.
-
-    0: done. 1: a verification failed. 2: an argument, a file or a problem is at fault. 3: no plan fits the
-    budget. 130: interrupted. Every error is one line on standard error.
-    """
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status, as `rematplan.cli.main` lists them."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what this terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -54,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except SystemExit as exit_:  # --help, --version
         return exit_.code if isinstance(exit_.code, int) else 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe has left; nothing more can be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
