@@ -6,8 +6,7 @@ the least block of the tensors it reads that were dropped, or of the backward op
 topological order, and it does each block's backward together. Just before an op, exactly those ops run again
 that bring back what it reads; what they need in turn is found by demand, so the result is valid for any
 blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
-waits until it is needed, and no curve
-of the networks measured got worse by it.)
+waits until it is needed, and no curve of the networks measured got worse by it.)
 
 Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
 dropped in name but is read before its next run simply stays.
