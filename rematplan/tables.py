@@ -98,7 +98,7 @@ def plan_table(plan: Plan, base: Plan) -> Table:
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
     """Strategies × budgets, a section a budget, the least overhead of each in bold."""
-    columns = ("predicted peak", "of no recompute", "overhead", "ops recomputed")
+    columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
     table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
     for budget, group in itertools.groupby(rows, lambda row: row.budget):
@@ -132,11 +132,11 @@ def measured_table(name: str, reports: Sequence[StepReport]) -> Table:
     table = _table(
         f"{name}: measured on this machine",
         "strategy",
-        "predicted peak",
-        "measured peak",
+        "predicted\npeak",
+        "measured\npeak",
         "step time",
-        "against eager",
-        "overhead predicted",
+        "against\neager",
+        "predicted\noverhead",
         left=1,
     )
     for report in reports:
