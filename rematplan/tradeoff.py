@@ -37,7 +37,7 @@ def trace_curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """The curve of each strategy, and a note on each that the problem is too large for."""
+    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say)."""
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
     for done, (name, strategy) in enumerate(strategies.items()):
@@ -47,9 +47,14 @@ def trace_curves(
 
         report(0.0, "")
         try:
-            found[name] = strategy.curve(graph, budgets, report)
+            plans = strategy.curve(graph, budgets, report)
         except LatticeTooLarge as error:
             notes.append(str(error))
+            continue
+        if plans:
+            found[name] = plans
+        else:
+            notes.append(f"{name}: no plan within these budgets")
     return found, tuple(notes)
 
 
