@@ -23,6 +23,7 @@ from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
 from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
 
+MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
 
 
@@ -124,6 +125,8 @@ def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]
                 f"input {declared.name!r}: dimension {at} ({name}) is not bound; bind it with --dim {name}=8"
             )
         shape.append(size)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ModelError(f"input {declared.name!r}: a shape of {tuple(shape)} is absurd")
     return tuple(shape)
 
 
@@ -235,6 +238,8 @@ class _Work:
         fill = np.asarray(node.attributes.get("value", np.zeros(1, np.float32))).ravel()
         shape = tuple(int(d) for d in known[node.inputs[0]].ravel())
         dtype, name = fill.dtype.name, node.outputs[0]
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ModelError(f"node {node.name!r} (ConstantOfShape): a shape of {shape} is absurd")
         if fill.size != 1 or any(d < 0 for d in shape):
             raise ModelError(
                 f"node {node.name!r} (ConstantOfShape): a shape of {shape} filled with {fill.size} values"

@@ -177,6 +177,8 @@ def _check_names(graph: onnx.GraphProto) -> None:
     _once((t.name for t in graph.initializer), "initialisers")
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
     for node in graph.node:
+        if not node.op_type or not node.op_type.isprintable():
+            raise ModelError(f"node {node.name!r} has the op type {node.op_type!r}, which is no name")
         for name in filter(None, node.output):
             if name in known:
                 raise ModelError(f"the value {name!r} is written twice (again by node {_label(node)})")
@@ -280,6 +282,7 @@ def _nodes(graph: Any, opsets: Mapping[str, int], path: Path) -> tuple[Node, ...
                 f"node {node.name!r} ({node.op_type}): the file imports no opset of domain {domain!r}"
             )
         name = _fresh(node.name or f"{node.op_type}_{i}", taken)
+        _check_signature(node, name, domain, version)
         nodes.append(
             Node(
                 name=name,
@@ -292,6 +295,27 @@ def _nodes(graph: Any, opsets: Mapping[str, int], path: Path) -> tuple[Node, ...
             )
         )
     return tuple(nodes)
+
+
+def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
+    """Refuse a node that its op's schema does not allow: too few inputs, attributes of another kind.
+
+    An op without a schema is none of ONNX's; whoever runs the graph knows it or refuses it.
+    """
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return
+    if not schema.min_input <= len(node.inputs) <= schema.max_input:
+        wanted = f"{schema.min_input} to {schema.max_input}"
+        raise ModelError(f"node {name!r} ({node.op_type}) has {len(node.inputs)} inputs, not {wanted}")
+    if any(v is None for v in node.inputs[: schema.min_input]):
+        raise ModelError(f"node {name!r} ({node.op_type}) lacks an input that it needs")
+    for key, attribute in node.attributes.items():
+        known = schema.attributes.get(key)
+        if known is not None and known.type.name != attribute.type.name:
+            kinds = f"{attribute.type.name}, not {known.type.name}"
+            raise ModelError(f"node {name!r} ({node.op_type}): attribute {key!r} is of kind {kinds}")
 
 
 def _fresh(name: str, taken: set[str]) -> str:

@@ -220,3 +220,32 @@ def test_inputs_without_a_shape(tmp_path):
     model = small_model()
     model.graph.input[0].type.tensor_type.ClearField("shape")
     assert "states no shape" in refused_model(tmp_path, model)
+
+
+def test_absurd_sizes(tmp_path):
+    model = small_model()
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 1 << 60
+    assert "absurd" in refused_model(tmp_path, model)
+    model = small_model()
+    shape = numpy_helper.from_array(np.asarray([4, 3, 1 << 50, 3], np.int64), "ws")
+    model.graph.initializer[0].CopyFrom(shape)
+    model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["ws"], ["w"], name="fill"))
+    assert "'fill'" in refused_model(tmp_path, model)
+
+
+def test_op_types_that_would_break_the_line(tmp_path):
+    model = small_model()
+    model.graph.node[0].op_type = "Co\nnv"
+    assert "is no name" in refused_model(tmp_path, model)
+
+
+def test_nodes_that_their_op_does_not_allow(tmp_path):
+    model = small_model()
+    del model.graph.node[1].input[3:]
+    assert "node 'norm' (BatchNormalization) has 3 inputs" in refused_model(tmp_path, model)
+    model = small_model()
+    model.graph.node[0].input[1] = ""
+    assert "node 'conv' (Conv) lacks an input" in refused_model(tmp_path, model)
+    model = small_model()
+    model.graph.node[0].attribute[0].CopyFrom(helper.make_attribute("kernel_shape", "big"))
+    assert "attribute 'kernel_shape' is of kind STRING, not INTS" in refused_model(tmp_path, model)
