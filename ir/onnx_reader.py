@@ -313,8 +313,9 @@ def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
         raise ModelError(f"node {name!r} ({node.op_type}) lacks an input that it needs")
     for key, attribute in node.attributes.items():
         known = schema.attributes.get(key)
-        if known is not None and known.type.name != attribute.type.name:
-            kinds = f"{attribute.type.name}, not {known.type.name}"
+        wanted = str(known.type).rpartition(".")[2] if known is not None else attribute.type.name
+        if wanted != attribute.type.name:
+            kinds = f"{attribute.type.name}, not {wanted}"
             raise ModelError(f"node {name!r} ({node.op_type}): attribute {key!r} is of kind {kinds}")
 
 
