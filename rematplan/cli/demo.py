@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import parse_budget, smallest_peak
+from rematplan.budgets import parse_budget
 from rematplan.cli import curve, step
 from rematplan.cli.arguments import several_strategies
 from rematplan.cli.export import write_network
 from rematplan.cli.output import Output
 from rematplan.cli.source import PROFILE, price
-from rematplan.planner.strategies.registry import STRATEGIES, strategy
+from rematplan.ir import InfeasibleBudget
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.tradeoff import rows_at
 
 STEPS = 3
 
@@ -58,6 +61,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return worst
 
 
+def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
+    """The best plan of the curves within a budget, so that nothing is planned twice.
+
+    Raises:
+        InfeasibleBudget: none fits.
+    """
+    base, stated = trade_off.base.estimate.peak, parse_budget(budget)
+    every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}
+    (row,) = rows_at(every, [stated], base)
+    limit = stated.bytes(base, lambda: row.smallest)
+    if row.plan is None:
+        raise InfeasibleBudget(row.strategy, limit, row.smallest)
+    return replace(row.plan, budget=limit)
+
+
 def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any]]:
     from rematplan import api
 
@@ -76,12 +94,7 @@ def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any
     trade_off = curve.trace(source, several_strategies(list(STRATEGIES), {}), budgets, out)
     curve.show(trade_off, out)
     curve.write(trade_off, folder / f"{case.name}.png", folder / f"{case.name}.csv")
-    with out.progress(f"planning {case.name}") as progress:
-        auto = strategy("auto")
-        budget = parse_budget(case.budget).bytes(
-            trade_off.base.estimate.peak, lambda: smallest_peak(auto, source.graph, progress)
-        )
-        plan = auto.plan(source.graph, budget, progress)
+    plan = _plan_from(trade_off, case.budget)
     out.show(f"   picture: {folder / case.name}.png; running a step within {case.budget}")
     report = step.run_plan(loaded, plan, out, STEPS, True)
     document = {"model": case.name, "budget": plan.budget, "peak": plan.estimate.peak}
