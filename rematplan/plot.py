@@ -111,8 +111,10 @@ def _staircase(axes: Axes, name: str, plans: Sequence[Plan], base_peak: int, sca
         label=name,
         color="#BBBBBB" if under else _COLOURS[i % len(_COLOURS)],
         linewidth=8 if under else max(1.2, 4 - 0.8 * i),  # later lines finer, so that none hides another
-        marker="" if under else _MARKERS[i % len(_MARKERS)],
-        markersize=max(3.5, 7 - i),
+        marker="o" if under else _MARKERS[i % len(_MARKERS)],
+        markersize=6 if under else max(3.5, 7 - i),
+        markerfacecolor="#555555" if under else None,
+        markeredgecolor="#555555" if under else None,
         markevery=range(len(points)),
         zorder=1 if under else 3,
     )
@@ -144,9 +146,12 @@ def _mark_smallest(axes: Axes, plans: Sequence[Plan], base: Plan, scale: int) ->
         f"smallest reachable: {show_bytes(least.estimate.peak)} ({share:.0f} %)\n"
         f"overhead {y:.1f} %, by {least.strategy}",
         (x, y),
-        xytext=(14, 6),
-        textcoords="offset points",
+        # Below the curves, which fall from the upper left to the lower right, there is room.
+        xytext=(0.03, 0.06),
+        textcoords="axes fraction",
         va="bottom",
+        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "#BBBBBB", "alpha": 0.9},
+        arrowprops={"arrowstyle": "-", "color": "black", "relpos": (0, 1), "shrinkB": 7},
         zorder=7,
     )
 
