@@ -18,6 +18,7 @@ from ortools.util.python.solve_interrupter import SolveInterrupter
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import choose_cuts, heaviest_chain, precedence, working_set
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
+from rematplan.planner.plan import Plan
 
 CUTS = ((1, 0.05), (4, 0.05), (8, 0.3), (12, 0.6))
 """Number of cuts and the share of the backward half that they cover, from the quickest program to the strongest."""
@@ -75,6 +76,14 @@ class BoundSearch:
                 tried.add(cuts)
                 self._solve(cuts, left / (2 if k + 1 < len(CUTS) else 1))
         return self.best
+
+    def reached(self, overhead: float) -> bool:
+        """Whether an overhead is as low as the bound, within what counts as closed."""
+        return overhead <= self.best.overhead + CLOSED
+
+    def closed(self, plan: Plan | None) -> bool:
+        """Whether the plan is proven optimal; with none, whether it is proven that there is none."""
+        return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
         """End the search soon."""

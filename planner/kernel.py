@@ -15,7 +15,12 @@ def kernel(loop: Loop) -> Loop:
 
     Where neither the package's folder nor the user's can be written, it is compiled in each process.
     """
+    return compiled(loop)
+
+
+def compiled(loop: Loop, **options: bool) -> Loop:
+    """As `kernel`, with options of ``numba.njit``."""
     try:
-        return cast(Loop, numba.njit(cache=True)(loop))
+        return cast(Loop, numba.njit(cache=True, **options)(loop))
     except RuntimeError:  # numba found no folder for its cache
-        return cast(Loop, numba.njit(loop))
+        return cast(Loop, numba.njit(**options)(loop))

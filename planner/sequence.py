@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
-from rematplan.ir import Op, TrainingGraph
+
+from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.sequence_moves import anneal
 from rematplan.planner.sequence_state import (
     BEST,
@@ -165,6 +166,15 @@ class Annealer:
             number[BEST] = len(sequence) + 1
             self.state.best[: len(sequence)] = sequence
             self.state.best[len(sequence)] = len(self.ops)
+
+
+def compile_kernels() -> None:
+    """Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays for it."""
+    tensors = (Tensor("a", 1), Tensor("b", 1))
+    ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
+    annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
+    annealer.load(["a", "b"], 2)
+    annealer.cool(1, 1.0, 1.0)
 
 
 def _problem(graph: TrainingGraph, ops: Sequence[Op], unit: int, keep_order: bool) -> Problem:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from rematplan.planner.kernel import kernel
 from rematplan.planner.sequence_state import (
     BEST,
@@ -29,6 +30,7 @@ from rematplan.planner.sequence_state import (
     do_insert,
     do_remove,
     do_shift,
+    free_kernel,
     is_unread,
     last_read,
     node_after,
@@ -39,7 +41,7 @@ from rematplan.planner.sequence_state import (
 
 CHAIN = 60  # most runs that one drop may insert
 SEARCH = 16  # tries to find a candidate
-ADAPT = 500  # moves between two changes of the penalty's price
+ADAPT = 500  # most moves between two changes of the penalty's price
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90  # cumulative shares; the rest removes, then drops
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -339,13 +341,14 @@ def keep_best(S: State) -> None:
     S.value[BEST_COST] = S.value[COST]
 
 
-@kernel
+@free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
     """Make some moves while the temperature falls geometrically from ``hot`` to ``cold``.
 
     ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the number of moves made.
     """
     feasible, temperature = 0, hot
+    adapt = min(ADAPT, max(40, P.cost.size))
     ratio = (cold / hot) ** (1.0 / moves)
     for k in range(moves):
         temperature *= ratio
@@ -362,10 +365,10 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
                 keep_best(S)
             if mode == 2:
                 return k + 1
-        if k % ADAPT == ADAPT - 1:
-            if feasible < ADAPT // 10:
+        if k % adapt == adapt - 1:
+            if feasible < adapt // 10:
                 S.value[PRICE] *= 1.15
-            elif feasible > ADAPT // 2:
+            elif feasible > adapt // 2:
                 S.value[PRICE] /= 1.08
             feasible = 0
             if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:

@@ -7,6 +7,7 @@ large ones to one slow cooling.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field
 from rematplan.ir import TrainingGraph
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence import ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE, Annealer, needed_ops
+from rematplan.planner.sequence import (
+    ALL_MOVES,
+    SHIFTS_ONLY,
+    UNTIL_FEASIBLE,
+    Annealer,
+    compile_kernels,
+    needed_ops,
+)
 
 SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
@@ -22,6 +30,7 @@ COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
 ORDERING = 0.15  # share of a hot round without phases that only reorders
 
+STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
 
@@ -36,7 +45,7 @@ class Effort:
     seconds: float
     moves: int = 0
     done: int = 0
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: _started())
     slice_: int = MOVES_IN_SLICE
 
     @property
@@ -64,11 +73,24 @@ class Effort:
             self.slice_ = max(200, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))
 
 
+def _started() -> float:
+    """The time at which a search's clock starts: once its hot loops are compiled."""
+    compile_kernels()
+    return time.monotonic()
+
+
+def _hot(ops: int) -> float:
+    """The temperature of a hot round, percent of the base cost: about an op's share in small problems, less in large
+    ones, which have no time to cool from there."""
+    return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
+
+
 @dataclass
 class Search:
     """One search at one budget.
 
-    ``enough(overhead)``: whether a plan of that overhead needs no improvement. ``report(fraction, overhead)``: called
+    ``enough(overhead)``: whether a plan of that overhead needs no improvement (infinite: whether it is known that
+    there is no plan). ``report(fraction, overhead)``: called
     between slices with the best overhead so far, or None.
     """
 
@@ -78,36 +100,57 @@ class Search:
     keep_order: bool = False
     enough: Callable[[float], bool] = lambda _: False
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
+    best: Plan | None = None
+    smallest: Plan | None = None
+    ended_early: bool = False
+    """Whether the search gave up improving before its time was spent."""
+
+    @property
+    def overhead(self) -> float:
+        """Of the best plan so far; infinite if there is none. May be asked from another thread."""
+        best = self.best
+        return math.inf if best is None else best.estimate.overhead
 
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
         """The best plan within the budget that the effort finds, the starts included, or None.
 
         A `KeyboardInterrupt` ends the search; the best so far is returned all the same.
         """
-        self.best: Plan | None = None
-        self.smallest: Plan | None = None
-        self.annealer = Annealer(self.graph, self.seed, self.keep_order)
+        self.prepare(starts)
         try:
-            self.base = [op.name for op in needed_ops(self.graph)]
-            self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
-            for runs in self.starts:
-                self._offer(runs)
             self._rounds(effort)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
         return self.best
 
+    def prepare(self, starts: Sequence[Sequence[str]]) -> None:
+        """Price the base order and the starts; those that break the order that must be kept are left out."""
+        self.annealer = Annealer(self.graph, self.seed, self.keep_order)
+        self.base = [op.name for op in needed_ops(self.graph)]
+        self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
+        for runs in self.starts:
+            self._offer(runs)
+
+    @property
+    def least(self) -> Plan:
+        """The plan of the smallest peak met so far, whatever the budget."""
+        assert self.smallest is not None
+        return self.smallest
+
     def _rounds(self, effort: Effort) -> None:
         length = effort.first_round(len(self.base))
-        hot = 0.3 if len(self.base) < 600 else 0.1 if len(self.base) < 4000 else 0.01
-        k = 0
-        while not self._satisfied() and effort.spent() < effort.total:
+        hot = _hot(len(self.base))
+        k = stale = 0
+        while stale < STALE and not self._satisfied() and effort.spent() < effort.total:
             left = effort.total - effort.spent()
             length = left if 2 * length > left else length
+            before = self.best
             self._round(k, hot, length, effort)
+            stale = stale + 1 if self.best is before else 0
             length *= 2
             k += 1
+        self.ended_early = stale >= STALE
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the starts."""
@@ -139,14 +182,11 @@ class Search:
         Each step asks for a peak a little below the smallest and cools at one temperature until a sequence has it; a
         step that fails halves the next.
         """
-        assert self.smallest is not None
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
-        while self.smallest.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
-            peak = self.smallest.estimate.peak
+        while self.least.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
+            peak = self.least.estimate.peak
             above = peak - self.graph.input_bytes
-            annealer.load(
-                runs_of(self.smallest.schedule), max(self.budget, peak - max(1, int(stride * above)))
-            )
+            annealer.load(runs_of(self.least.schedule), max(self.budget, peak - max(1, int(stride * above))))
             tried = 0
             while tried < patience and not annealer.feasible and effort.spent() < until:
                 moves = effort.next_slice(min(patience - tried, max(1.0, until - effort.spent())))
@@ -177,4 +217,4 @@ class Search:
             self.best = plan
 
     def _satisfied(self) -> bool:
-        return self.best is not None and self.enough(self.best.estimate.overhead)
+        return self.enough(self.overhead)

@@ -16,12 +16,12 @@ no part of the logical state, so undo need not restore it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
-from rematplan.planner.kernel import kernel
+
+from rematplan.planner.kernel import compiled, kernel
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,7 +44,12 @@ def vector_kernel(function: F) -> F:
 
     No kernel of the annealer may call itself: reloading such a one from the disk cache crashes.
     """
-    return cast(F, njit(cache=True, fastmath=True)(function))
+    return compiled(function, fastmath=True)
+
+
+def free_kernel(function: F) -> F:
+    """As `kernel`, and other Python threads run meanwhile."""
+    return compiled(function, nogil=True)
 
 
 class Problem(NamedTuple):

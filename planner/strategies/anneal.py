@@ -9,6 +9,7 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence import needed_ops
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
@@ -54,8 +55,7 @@ class Anneal(Strategy):
         )
         plan = search.run(starts, Effort(self.time_limit, self.moves))
         if plan is None:
-            assert search.smallest is not None
-            raise InfeasibleBudget(self.name, budget, search.smallest.estimate.peak)
+            raise InfeasibleBudget(self.name, budget, search.least.estimate.peak)
         return plan
 
     def curve(
@@ -82,8 +82,6 @@ class Anneal(Strategy):
 
 def _floor(graph: TrainingGraph) -> float:
     """Overhead of running every needed op once."""
-    from rematplan.planner.sequence import needed_ops
-
     return sum(op.cost for op in needed_ops(graph)) / graph.base_cost - 1 if graph.base_cost else 0.0
 
 

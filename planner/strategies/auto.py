@@ -1,13 +1,21 @@
-"""Auto: the best plan of all strategies at the budget."""
+"""Auto: the best plan that rematplan knows to find, with a proven bound of what any plan could be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
-from rematplan.planner.plan import Plan
+from rematplan.planner.bounds import CLOSED, Bound, BoundSearch
+from rematplan.planner.exhaustive import exhaustive
+from rematplan.planner.memo import remember
+from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence import Annealer
+from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -22,47 +30,130 @@ BLOCKS: tuple[tuple[Strategy, ...], ...] = (
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
-"""The members, in rows: of each row the first counts that the problem is not too large for."""
+"""The members whose plans are starts, in rows: of each row the first counts that the problem is not too large for."""
+
+STARTS = 0.3  # share of the progress bar that the members get
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Never worse than any of its members; its plans carry the name of the member that found them.
+    """Never worse than any of its members; a plan carries the name of the member that found it.
 
-    `exact_dp` finds all that `approx_dp` finds, which takes its place where the lattice is too large. Without
-    a backward half the block strategies are passed over.
+    The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) start the annealing of the op sequence,
+    while a second thread searches for a lower bound; the search ends when the gap is closed, nothing has improved for
+    long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C returns the best plan so far.
+
+    What was found for a problem is remembered as long as the problem lives: a plan for a smaller budget serves a
+    larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, the block strategies apart.
     """
 
+    time_limit: float = 30.0
+    seed: int = 0
+    keep_order: bool = False
+
     name: ClassVar[str] = "auto"
-    summary: ClassVar[str] = "the best plan of all strategies at the budget"
+    summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
-        found: list[Plan] = []
-        smallest: list[int] = []
+        known = self._known(graph)
+        if not known:
+            starts = _starts(graph, lambda fraction, text: progress(STARTS * fraction, text))
+            known.extend(p for p in starts if not self.keep_order or self._in_order(graph, p))
 
-        def ask(member: Strategy, report: Progress) -> None:
-            try:
-                found.append(member.plan(graph, budget, report))
-            except InfeasibleBudget as error:
-                smallest.append(error.smallest)
+        def report(fraction: float, text: str) -> None:
+            progress(STARTS + (1 - STARTS) * fraction, text)
 
-        _each(graph, ask, progress)
-        if not found:
-            raise InfeasibleBudget(self.name, budget, min(smallest))
-        return min(found, key=lambda p: (p.estimate.cost, p.estimate.peak))
+        return self._improve(graph, budget, known, report)
 
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`."""
+        """See `Strategy.curve`. From the largest budget down; the time limit holds for the whole curve."""
+        steps = sorted(set(budgets), reverse=True)
+        share = replace(self, time_limit=self.time_limit / max(1, len(steps)))
         found: list[Plan] = []
-        _each(graph, lambda member, report: found.extend(member.curve(graph, budgets, report)), progress)
-        return pareto(found)
+        for k, budget in enumerate(steps):
+
+            def report(fraction: float, text: str, k: int = k) -> None:
+                progress((k + fraction) / len(steps), text)
+
+            try:
+                found.append(share.plan(graph, budget, report))
+            except InfeasibleBudget:
+                break
+        return pareto([*found, *(p for p in self._known(graph) if p not in found)])
+
+    def _known(self, graph: TrainingGraph) -> list[Plan]:
+        return remember(graph, ("auto", self.keep_order), list)
+
+    def _in_order(self, graph: TrainingGraph, plan: Plan) -> bool:
+        return Annealer(graph, keep_order=True).accepts(runs_of(plan.schedule))
+
+    def _improve(self, graph: TrainingGraph, budget: int, known: list[Plan], progress: Progress) -> Plan:
+        fitting = [p for p in known if p.estimate.peak <= budget]
+        best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
+        bound = BoundSearch(graph, budget)
+        smallest = min(known, key=lambda p: p.estimate.peak, default=None)
+        if not bound.closed(best):
+            exact = None if graph.ordered or self.keep_order else exhaustive(graph, budget)
+            if exact is not None:
+                best, bound.best = self._exact(graph, exact.runs, exact.cost, best)
+            else:
+                found = self._search(
+                    graph, budget, [p for p in (best, smallest) if p is not None], bound, progress
+                )
+                best = found.best if best is None or found.best is not None else best
+                smallest = min((p for p in (smallest, found.smallest) if p), key=lambda p: p.estimate.peak)
+        if best is None:
+            assert smallest is not None
+            raise InfeasibleBudget(self.name, budget, smallest.estimate.peak)
+        known.append(best)
+        return _with_bound(replace(best, budget=budget), bound.best)
+
+    def _exact(
+        self, graph: TrainingGraph, runs: tuple[str, ...], cost: float, best: Plan | None
+    ) -> tuple[Plan | None, Bound]:
+        if cost == math.inf:
+            return None, Bound(math.inf)
+        plan = plan_from_runs(graph, runs, "exhaustive")
+        if best is None or plan.estimate.cost < best.estimate.cost:
+            best = plan
+        return best, Bound(plan.estimate.overhead)
+
+    def _search(
+        self,
+        graph: TrainingGraph,
+        budget: int,
+        starts: Sequence[Plan],
+        bound: BoundSearch,
+        progress: Progress,
+    ) -> Search:
+        """Anneal in this thread while another proves a bound; each stops when the other has closed the gap."""
+
+        def report(fraction: float, overhead: float | None) -> None:
+            progress(fraction, _text(overhead, bound.best.overhead))
+
+        search = Search(graph, budget, self.seed, self.keep_order, bound.reached, report)
+        effort = Effort(self.time_limit)
+        with ThreadPoolExecutor(1) as pool:
+            proof = pool.submit(bound.run, self.time_limit, lambda floor: search.overhead <= floor + CLOSED)
+            try:
+                search.run([runs_of(p.schedule) for p in starts], effort)
+                if search.ended_early and not bound.closed(search.best):
+                    proof.result(max(0.0, self.time_limit - effort.spent()))
+            except (KeyboardInterrupt, TimeoutError):
+                if search.best is None:
+                    raise
+            finally:
+                bound.stop()
+        return search
 
 
-def _each(graph: TrainingGraph, ask: Callable[[Strategy, Progress], None], progress: Progress) -> None:
+def _starts(graph: TrainingGraph, progress: Progress) -> Iterable[Plan]:
+    """The trade-off of all members, none dominated."""
     rows = (*ALWAYS, *(BLOCKS if graph.has_phases else ()))
+    found: list[Plan] = []
     for i, row in enumerate(rows):
         for member in row:
 
@@ -70,7 +161,26 @@ def _each(graph: TrainingGraph, ask: Callable[[Strategy, Progress], None], progr
                 progress((i + fraction) / len(rows), f"{name}: {text}")
 
             try:
-                ask(member, report)
+                found.extend(member.curve(graph, (), report))
             except LatticeTooLarge:
                 continue
             break
+    return pareto(found)
+
+
+def _with_bound(plan: Plan, bound: Bound) -> Plan:
+    """The plan with its floor; optimal if the gap is closed."""
+    overhead = plan.estimate.overhead
+    if bound.overhead > overhead + CLOSED:  # a solver's error: no schedule can undercut a true bound
+        return plan
+    closed = overhead <= bound.overhead + CLOSED
+    return replace(
+        plan, lower_bound=min(bound.overhead, overhead), status="optimal" if closed else "feasible"
+    )
+
+
+def _text(overhead: float | None, bound: float) -> str:
+    floor = "proven unreachable" if bound == math.inf else f"bound {100 * bound:.2f} %"
+    if overhead is None:
+        return f"nothing fits yet, {floor}"
+    return f"overhead {100 * overhead:.2f} %, {floor}, gap {100 * max(0.0, overhead - bound):.2f} points"

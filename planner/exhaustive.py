@@ -1,0 +1,70 @@
+"""Exhaustive search over all schedules of a tiny problem: the optimum, or nothing where the problem is not tiny.
+
+Dijkstra's algorithm over sets of resident tensors; the steps are «run a recipe» at its cost and «free a tensor» at none.
+Any order, any number of runs, inverses too. Up to 2^tensors states, so the number of states is capped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from rematplan.ir import TrainingGraph
+
+MOST_STATES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """``cost``: the least cost of any schedule within the budget, inf if there is none. ``runs``: such a schedule's."""
+
+    cost: float
+    runs: tuple[str, ...]
+
+
+def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
+    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if too many states were met."""
+    names = [t.name for t in graph.tensors if t.name not in set(graph.inputs)]
+    bit = {t: 1 << i for i, t in enumerate(names)}
+    size = [graph.size[t] for t in names]
+    recipes = [
+        (o.name, sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
+        for o in (*graph.ops, *graph.inverses)
+    ]
+    goal = sum(bit.get(t, 0) for t in graph.outputs)
+    if graph.input_bytes > budget:
+        return Optimum(float("inf"), ())
+    best: dict[int, float] = {0: 0.0}
+    came: dict[int, tuple[int, str]] = {}
+    held = {0: graph.input_bytes}
+    queue = [(0.0, 0)]
+    while queue:
+        cost, mask = heapq.heappop(queue)
+        if cost > best[mask]:
+            continue
+        if mask & goal == goal:
+            return Optimum(cost, _path(came, mask))
+        if len(best) > most_states:
+            return None
+        steps = [(cost, mask & ~(1 << i), "") for i in range(len(names)) if mask >> i & 1]
+        for name, reads, writes, price, workspace in recipes:
+            if mask & reads == reads:
+                fresh = writes & ~mask
+                after = held[mask] + sum(size[i] for i in range(len(names)) if fresh >> i & 1)
+                if after + workspace <= budget:
+                    steps.append((cost + price, mask | writes, name))
+        for total, then, name in steps:
+            if total < best.get(then, float("inf")):
+                best[then], came[then] = total, (mask, name)
+                held[then] = graph.input_bytes + sum(size[i] for i in range(len(names)) if then >> i & 1)
+                heapq.heappush(queue, (total, then))
+    return Optimum(float("inf"), ())
+
+
+def _path(came: dict[int, tuple[int, str]], mask: int) -> tuple[str, ...]:
+    runs: list[str] = []
+    while mask in came:
+        mask, name = came[mask]
+        if name:
+            runs.append(name)
+    return tuple(reversed(runs))

@@ -1,0 +1,62 @@
+"""The smallest peak that a step can have with recomputation unlimited (``--budget min``), and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.bounds import min_peak_bound
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import Run, runs_of
+from rematplan.planner.sequence_search import Effort, Search
+from rematplan.planner.strategy import Progress, silent
+
+DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
+STALLS = 3  # descents in a row without success after which the peak is let be
+
+
+def smallest_peak(
+    graph: TrainingGraph,
+    time_limit: float = 30.0,
+    progress: Progress = silent,
+    *,
+    moves: int = 0,
+    starts: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """The plan of the smallest peak found, and of the least overhead found at that peak.
+
+    It starts from the base order and ``starts`` (the block strategies' plans of least memory), and asks for less and
+    less. `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. ``moves``, if not 0,
+    replaces the time limit, which makes the plan the same on every machine.
+    """
+    effort = Effort(time_limit, moves)
+    floor = min_peak_bound(graph).bytes
+    search = Search(graph, floor, report=lambda fraction, _: progress(fraction, "lowering the peak"))
+    search.prepare(starts)
+    until, stalls = DESCENDING * effort.total, 0
+    try:
+        while stalls < STALLS and search.least.estimate.peak > floor and effort.spent() < until:
+            before = search.least.estimate.peak
+            search.descend(effort, until)
+            stalls = stalls + 1 if search.least.estimate.peak == before else 0
+        return _cheapest(graph, search.least, effort, progress)
+    except KeyboardInterrupt:
+        return replace(search.least, budget=search.least.estimate.peak)
+
+
+def _cheapest(graph: TrainingGraph, least: Plan, effort: Effort, progress: Progress) -> Plan:
+    """Spend what is left on the overhead at the smallest peak."""
+    peak = least.estimate.peak
+    search = Search(
+        graph, peak, report=lambda fraction, _: progress(fraction, "lowering the overhead at that peak")
+    )
+    best = search.run([runs_of(least.schedule)], effort)
+    assert best is not None
+    return best
+
+
+def peak_op(plan: Plan) -> str | None:
+    """The op that runs where the plan's peak stands, or None if it runs nothing."""
+    step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
+    return step.op if isinstance(step, Run) else None

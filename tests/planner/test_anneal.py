@@ -1,0 +1,139 @@
+"""Anneal, auto and their search: valid within the budget, optimal on tiny problems, repeatable, interruptible."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
+from rematplan.planner.exhaustive import exhaustive
+from rematplan.planner.plan import plan_from_runs, plan_to_json
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.smallest_peak import peak_op, smallest_peak
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.auto import Auto
+
+LAWS = settings(derandomize=True, deadline=None, max_examples=30)
+
+
+def network(layers, rng=None, phases=True):
+    """A forward chain with skips and its gradient; sizes and costs by chance, or all one."""
+    rng = rng or random.Random(0)
+    size, cost = (lambda: rng.randint(1, 20)), (lambda: float(rng.randint(1, 20)))
+    half = ("forward", "backward") if phases else (None, None)
+    ops, tensors = [], {"x": 4, "g": 1}
+    for i in range(layers):
+        tensors[f"a{i}"] = size()
+        reads = ("x",) if i == 0 else tuple(dict.fromkeys((f"a{i - 1}", f"a{rng.randrange(i)}")))
+        ops.append(Op(f"f{i}", reads, (f"a{i}",), cost(), rng.choice([0, 3]), half[0]))
+    for i in reversed(range(layers)):
+        tensors[f"d{i}"] = tensors[f"a{i}"]
+        above = (f"d{i + 1}",) if i + 1 < layers else ()
+        ops.append(Op(f"b{i}", (*above, f"a{i}", *ops[i].reads[:1]), (f"d{i}",), cost(), 0, half[1]))
+    used = dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
+    sizes = tuple(Tensor(t, tensors[t]) for t in used)
+    return TrainingGraph("network", sizes, ("x",), ("d0",), tuple(ops))
+
+
+def peak_of_base(graph):
+    return plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
+
+
+@LAWS
+@given(st.integers(0, 10**6), st.integers(2, 4), st.floats(0.5, 1), st.booleans())
+def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, layers, share, phases):
+    graph = network(layers, random.Random(seed), phases)
+    budget = int(share * peak_of_base(graph))
+    optimum = exhaustive(graph, budget, 10**6)
+    if optimum.cost == math.inf:
+        for strategy in (Anneal(moves=20_000), Auto(time_limit=2)):
+            with pytest.raises(InfeasibleBudget) as caught:
+                strategy.plan(graph, budget)
+            assert budget < caught.value.smallest <= peak_of_base(graph)
+        return
+    for plan in (Anneal(moves=60_000).plan(graph, budget), Auto(time_limit=2).plan(graph, budget)):
+        assert plan.estimate.peak <= budget
+        assert plan.estimate.cost == pytest.approx(optimum.cost)
+    assert plan.status == "optimal"
+    assert plan.lower_bound == pytest.approx(plan.estimate.overhead)
+
+
+@pytest.mark.parametrize("layers", [12, 30])
+def test_plans_pass_the_independent_checker(layers, oracle):
+    graph = network(layers, random.Random(layers))
+    for share in (0.9, 0.75):
+        plan = Auto(time_limit=2).plan(graph, int(share * peak_of_base(graph)))
+        replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+        assert replayed["peak"] == plan.estimate.peak <= plan.budget
+        assert plan.lower_bound is not None
+        assert 0 <= plan.lower_bound <= plan.estimate.overhead
+
+
+def test_equal_seeds_and_moves_give_equal_plans():
+    graph = network(20)
+    budget = int(0.6 * peak_of_base(graph))
+    first, again, other = (Anneal(moves=8000, seed=s).plan(graph, budget) for s in (3, 3, 4))
+    assert first.schedule == again.schedule
+    assert first.schedule != other.schedule
+
+
+def test_keep_order_keeps_the_order_of_first_runs():
+    graph = network(20, phases=False)
+    plan = Anneal(moves=8000, keep_order=True).plan(graph, int(0.6 * peak_of_base(graph)))
+    firsts = list(dict.fromkeys(runs_of(plan.schedule)))
+    assert firsts == [op.name for op in graph.ops]
+    plan = Auto(time_limit=1, keep_order=True).plan(graph, int(0.6 * peak_of_base(graph)))
+    assert list(dict.fromkeys(runs_of(plan.schedule))) == [op.name for op in graph.ops]
+
+
+def test_an_interrupted_search_returns_the_best_so_far():
+    graph = network(40)
+    budget = int(0.6 * peak_of_base(graph))
+
+    def interrupt(fraction, text):
+        if text.startswith("overhead"):
+            raise KeyboardInterrupt
+
+    for strategy in (Anneal(), Auto()):
+        plan = strategy.plan(graph, budget, interrupt)
+        assert plan.estimate.peak <= budget
+
+
+def test_curve_is_monotone():
+    graph = network(25)
+    peak = peak_of_base(graph)
+    for strategy in (Anneal(moves=40_000), Auto(time_limit=4)):
+        plans = strategy.curve(graph, [int(peak * f) for f in (0.5, 0.6, 0.7, 0.8, 0.9, 1)])
+        assert len(plans) > 3
+        peaks, costs = [p.estimate.peak for p in plans], [p.estimate.cost for p in plans]
+        assert peaks == sorted(peaks, reverse=True)
+        assert costs == sorted(costs)
+
+
+def test_a_later_plan_for_a_larger_budget_is_never_worse():
+    graph = network(30)
+    peak = peak_of_base(graph)
+    overheads = [Auto(time_limit=1).plan(graph, int(peak * f)).estimate.overhead for f in (0.6, 0.65, 0.8)]
+    assert overheads == sorted(overheads, reverse=True)
+
+
+def test_smallest_peak_of_a_chain():
+    graph = network(30)
+    plan = smallest_peak(graph, moves=200_000)
+    assert plan.estimate.peak < 0.75 * peak_of_base(graph)
+    assert plan.budget == plan.estimate.peak
+    assert peak_op(plan) in {op.name for op in graph.ops}
+    tiny = network(4)
+    found = smallest_peak(tiny, moves=60_000).estimate.peak
+    assert exhaustive(tiny, found, 10**6).cost < math.inf
+    assert exhaustive(tiny, found - 1, 10**6).cost == math.inf
+
+
+def test_a_search_without_a_feasible_plan_says_the_smallest_peak_it_met():
+    graph = network(10)
+    with pytest.raises(InfeasibleBudget, match="smallest peak"):
+        Anneal(moves=5000).plan(graph, graph.input_bytes + 1)

@@ -1,0 +1,104 @@
+"""The annealer's state stays what a count from scratch gives, whatever it does, and its sequences are valid plans."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.sequence import Annealer, needed_ops
+from rematplan.planner.sequence_moves import anneal
+from rematplan.planner.sequence_state import COST, HALF, PENALTY
+
+
+def drawn(rng, most=25):
+    """A random problem: several writes an op, workspaces, ops that draw random numbers, any outputs."""
+    tensors, ops, known = [Tensor("x", 3)], [], ["x"]
+    for i in range(rng.randint(1, most)):
+        reads = tuple(dict.fromkeys(rng.choice(known) for _ in range(rng.randint(0, 3))))
+        writes = tuple(f"t{i}_{k}" for k in range(rng.choice([1, 1, 1, 2, 3])))
+        tensors += [Tensor(t, rng.randint(0, 9)) for t in writes]
+        ops.append(Op(f"o{i}", reads, writes, float(rng.randint(0, 5)), rng.choice([0, 0, 4])))
+        known += writes
+    outputs = tuple(rng.sample(known, min(len(known), 3)))
+    ordered = tuple(o.name for o in ops if rng.random() < 0.3)
+    return TrainingGraph("drawn", tuple(tensors), ("x",), outputs, tuple(ops), ordered=ordered)
+
+
+def base_of(graph):
+    return [op.name for op in graph.ops]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_state_is_exact_after_any_moves(seed):
+    rng = random.Random(seed)
+    graph = drawn(rng)
+    budget = int(plan_from_runs(graph, base_of(graph), "base").estimate.peak * rng.uniform(0.5, 1))
+    annealer = Annealer(graph, seed)
+    annealer.load(base_of(graph), budget)
+    for _ in range(4):
+        anneal(annealer.problem, annealer.state, 300, 1.0, 0.01, 0)
+        kept = annealer.state
+        annealer._reseat(annealer._sequence())  # counts everything anew
+        assert np.array_equal(kept.mem[kept.at >= 0], annealer.state.mem[annealer.state.at >= 0])
+        assert kept.value[PENALTY] == annealer.state.value[PENALTY]
+        assert kept.value[COST] == pytest.approx(annealer.state.value[COST])
+        plan = plan_from_runs(graph, annealer.current(), "now")
+        assert (plan.estimate.peak <= budget) == (annealer.penalty < HALF)
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_first_runs_keep_the_order_that_must_be_kept(seed, keep_order):
+    rng = random.Random(100 + seed)
+    graph = drawn(rng)
+    annealer = Annealer(graph, seed, keep_order)
+    annealer.load(base_of(graph), plan_from_runs(graph, base_of(graph), "base").estimate.peak * 2 // 3)
+    annealer.cool(3000, 1.0, 0.1)
+    runs = annealer.current()
+    kept = needed_ops(graph) if keep_order else [graph.op[name] for name in graph.ordered]
+    base = sorted((op.name for op in kept), key=base_of(graph).index)
+    assert [runs.index(name) for name in base] == sorted(runs.index(name) for name in base)
+    assert {op.name for op in needed_ops(graph)} <= set(runs)
+
+
+def test_ops_that_no_output_needs_are_left_out():
+    tensors = tuple(Tensor(t, 1) for t in "abc")
+    ops = (
+        Op("a", (), ("a",), 1.0),
+        Op("b", ("a",), ("b",), 1.0),
+        Op("c", ("a",), ("c",), 1.0),
+        Op("d", ("c",), (), 1.0),
+    )
+    graph = TrainingGraph("g", tensors, (), ("b",), ops[:3])
+    assert [op.name for op in needed_ops(graph)] == ["a", "b"]
+    effects = TrainingGraph("g", tensors, (), ("b",), ops)
+    assert [op.name for op in needed_ops(effects)] == ["a", "b", "c", "d"]
+
+
+def test_starts_are_refused_that_miss_an_op_or_break_the_order():
+    tensors = tuple(Tensor(t, 1) for t in "ab")
+    ops = (Op("a", (), ("a",), 1.0), Op("b", (), ("b",), 1.0))
+    graph = TrainingGraph("g", tensors, (), ("a", "b"), ops, ordered=("a", "b"))
+    annealer = Annealer(graph)
+    assert annealer.accepts(["a", "b"])
+    assert annealer.accepts(["a", "b", "a"])
+    assert not annealer.accepts(["b", "a"])
+    assert not annealer.accepts(["a"])
+
+
+def test_sizes_near_the_limit_of_64_bits_are_counted_safely():
+    huge = 2**61
+    tensors = (Tensor("a", huge), Tensor("b", huge), Tensor("c", 1))
+    ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0, huge), Op("c", ("b",), ("c",), 1.0))
+    graph = TrainingGraph("huge", tensors, (), ("c",), ops)
+    annealer = Annealer(graph)
+    peak = plan_from_runs(graph, base_of(graph), "base").estimate.peak
+    assert peak == 3 * huge
+    annealer.load(base_of(graph), peak + 2 * annealer.unit)
+    assert annealer.feasible
+    annealer.load(base_of(graph), peak - 2 * annealer.unit)
+    assert not annealer.feasible
