@@ -7,6 +7,7 @@ by it.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,11 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["loss", "gradient", "buffer"]
+OutputKind = Literal["output", "gradient", "input gradient", "buffer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """An input of the step: ``target`` is the parameter's or buffer's name, or the position in the batch."""
+    """An input of the step: ``target`` is the parameter's or buffer's name, the position in the batch, or for a tangent
+    (the gradient of an output) the output's position."""
 
     kind: InputKind
     target: str
@@ -71,7 +74,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """An output of the step: the loss, the gradient of a parameter, or a buffer's new content."""
+    """An output of the step: one of the module's outputs (``target``: its position; the loss is 0), the gradient of a
+    parameter or of an input (its position in the batch), or a buffer's new content."""
 
     kind: OutputKind
     target: str
@@ -102,8 +106,18 @@ class CapturedStep:
     @cached_property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        first = next(i for i in self.inputs if i.kind == "parameter")
-        return self.values[first.value].fake.device
+        return self.values[self.inputs[0].value].fake.device
+
+    @cached_property
+    def after_turn(self) -> frozenset[str]:
+        """The calls that need a tangent, directly or not: they run after the turn from forward to backward."""
+        after = {i.value for i in self.inputs if i.kind == "tangent"}
+        found = set()
+        for call in self.calls:
+            if any(r.value in after for r in refs((call.args, call.kwargs))):
+                found.add(call.name)
+                after.update(r for r in call.results if r)
+        return frozenset(found)
 
     def reads(self, call: Call) -> tuple[str, ...]:
         """The storages that a call reads, each once."""
@@ -198,20 +212,23 @@ def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
 
 
 def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> CapturedStep:
-    """Trace ``module(*batch)``, which must return a scalar loss, together with its backward.
+    """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
+
+    No output may be a view of an input, of a parameter or of another output.
 
     The module's parameters, buffers, gradients and random state are left as they are.
 
     Raises:
-        ModelError: no parameter is trainable, the loss is no scalar or depends on none of them, or PyTorch
-            cannot trace the module.
+        ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
+            changes an input in place, or PyTorch cannot trace it.
     """
-    if not any(p.requires_grad for p in module.parameters()):
+    if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
         with ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            joint = aot_export_joint_with_descriptors(stack, module, tuple(batch))
+            untied = _Untied(module)
+            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
     except ModelError:
         raise
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
@@ -219,14 +236,45 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
         raise ModelError(
             f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}"
         ) from error
-    return _Reader(joint.graph_module).read(name)
+    return _Reader(joint.graph_module, untied.names).read(name)
+
+
+class _Untied(nn.Module):
+    """A module as a function of its distinct parameters and buffers.
+
+    The tracer takes a tied weight for two, with a gradient each; plain autograd knows one, and adds where it adds.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
+        self.names: dict[str, str] = {}
+        short: dict[int, str] = {}
+        for at, (name, parameter) in enumerate(module.named_parameters()):
+            self.register_parameter(f"p{at}", parameter)
+            short[id(parameter)], self.names[f"p{at}"] = f"p{at}", name
+        for at, (name, buffer) in enumerate(module.named_buffers()):
+            self.register_buffer(f"b{at}", buffer)
+            short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
+        everything = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        self.short_of = {name: short[id(tensor)] for name, tensor in everything}
+
+    def forward(self, *batch: torch.Tensor) -> Any:
+        state = {name: getattr(self, short) for name, short in self.short_of.items()}
+        return functional_call(self.__dict__["inner"], state, batch)
 
 
 class _Reader:
     """Reads one joint fx graph into a `CapturedStep`."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str]) -> None:
+        self.module, self.names = (
+            module,
+            names,
+        )  # names: of parameters and buffers, by what the tracer calls them
         self.values: dict[str, Value] = {}
         self.calls: list[Call] = []
         self.inputs: list[StepInput] = []
@@ -260,6 +308,7 @@ class _Reader:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         kind, target = _describe_input(node.meta["desc"])
+        target = self.names.get(target, target) if kind in ("parameter", "buffer") else target
         self._value(node.name, node.meta["val"], None)
         self.inputs.append(StepInput(kind, target, node.name))
 
@@ -329,9 +378,11 @@ class _Reader:
         for result, description in zip(results, node.meta["desc"], strict=True):
             found = _describe_output(description)
             if isinstance(result, fx.Node) and found:
-                outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
-        if not any(o.kind == "gradient" for o in outputs):
-            raise ModelError("the loss depends on no trainable parameter")
+                kind, target = found
+                target = self.names.get(target, target) if kind in ("gradient", "buffer") else target
+                outputs.append(StepOutput(kind, target, self.alias.get(result.name, result.name)))
+        if not any("gradient" in o.kind for o in outputs):
+            raise ModelError("nothing that the model gives depends on a trainable parameter")
         return tuple(outputs)
 
 
@@ -352,18 +403,21 @@ def _describe_input(description: Any) -> tuple[InputKind, str]:
     if kind == "BufferAOTInput":
         return "buffer", description.target
     if kind == "TangentAOTInput":
-        return "tangent", "loss"
+        return "tangent", str(description.output.idx)
     return "batch", str(description.idx)
 
 
 def _describe_output(description: Any) -> tuple[OutputKind, str] | None:
     kind = type(description).__name__
     if kind == "PlainAOTOutput":
-        return "loss", "loss"
+        return "output", str(description.idx)
     if kind == "InputMutationAOTOutput":
+        if not hasattr(description.mutated_input, "target"):
+            raise ModelError(f"the model changes its input {description.mutated_input.idx} in place")
         return "buffer", description.mutated_input.target
-    if kind == "GradAOTOutput" and type(description.grad_of).__name__ == "ParamAOTInput":
-        return "gradient", description.grad_of.target
+    if kind == "GradAOTOutput":
+        of = description.grad_of
+        return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
     return None
 
 
@@ -379,7 +433,7 @@ def _with_own_outputs(step: CapturedStep) -> CapturedStep:
         value = values[output.value]
         dense = value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
         if value.storage in taken or not dense:
-            name = f"own_{output.kind}_{output.target}".replace(".", "_")
+            name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
             while name in values:
                 name += "_"
             with torch.no_grad():
@@ -395,7 +449,7 @@ def _with_own_outputs(step: CapturedStep) -> CapturedStep:
                     single=True,
                     is_view=False,
                     seeded=False,
-                    backward=output.kind == "gradient",
+                    backward="gradient" in output.kind,
                 )
             )
             output = replace(output, value=name)
@@ -409,15 +463,11 @@ def _with_own_outputs(step: CapturedStep) -> CapturedStep:
 
 def _with_phases(step: CapturedStep) -> CapturedStep:
     """Mark as backward what needs the loss's gradient, and what nothing of the forward's results needs."""
-    after = {i.value for i in step.inputs if i.kind == "tangent"}
-    for call in step.calls:
-        if any(r.value in after for r in refs((call.args, call.kwargs))):
-            after.update(r for r in call.results if r)
-    needed = {o.value for o in step.outputs if o.value not in after}
+    late = step.after_turn
+    needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()
     for call in reversed(step.calls):
-        made = {r for r in call.results if r}
-        if made & after or not (made & needed or call.seeded):
+        if call.name in late or not (call.seeded or any(r in needed for r in call.results)):
             backward.add(call.name)
         else:
             needed.update(r.value for r in refs((call.args, call.kwargs)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
@@ -23,8 +24,7 @@ Generator = Callable[[], Any]
 class Executable:
     """A compiled schedule. ``source`` is the function that runs.
 
-    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is
-    made.
+    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is made.
     """
 
     source: str
@@ -36,20 +36,51 @@ class Executable:
             return self.function(*inputs)
 
 
+@dataclass(frozen=True)
+class Halves:
+    """A compiled schedule in two functions, before and after the gradients of the outputs are known.
+
+    ``forward(*inputs)``, tangents left out, gives the outputs and new buffers, and a list of all that is held at the
+    turn. ``backward(held, *tangents)`` empties that list, so that what it holds can be freed on the way, and gives the
+    gradients. Both follow the order of `CapturedStep.inputs` and `CapturedStep.outputs`.
+    """
+
+    source: str
+    forward: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
+    backward: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
+
+
 def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
     """Compile a schedule of the step's planning problem.
 
     Raises:
-        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first
-        time in
+        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
             another order than the step does, which would draw other numbers.
     """
     _check_order_of_draws(step, schedule)
     writer = _Writer(step, schedule)
     source = writer.write()
-    scope: dict[str, Any] = dict(writer.scope)
-    exec(compile(source, f"<rematplan step of {step.name}>", "exec"), scope)
-    return Executable(source, scope["step"])
+    return Executable(source, _defined(step, source, writer.scope)["step"])
+
+
+def compile_halves(step: CapturedStep, schedule: Schedule) -> Halves:
+    """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
+    a tangent (`planned_module.turning_schedule`).
+
+    Raises:
+        ProblemError: as `compile_step`; or an output is not there at the turn.
+    """
+    _check_order_of_draws(step, schedule)
+    writer = _Writer(step, schedule)
+    source = writer.write_halves()
+    scope = _defined(step, source, writer.scope)
+    return Halves(source, scope["forward"], scope["backward"])
+
+
+def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(scope)
+    exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
+    return found
 
 
 def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
@@ -81,11 +112,39 @@ class _Writer:
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
 
     def write(self) -> str:
+        """The whole schedule as ``step(*inputs)``."""
         step = self.step
-        for i in step.inputs:
-            self._bring_to_life(i.value)
-        names = ", ".join(self._name(i.value) for i in step.inputs)
-        for at, one in enumerate(self.schedule):
+        names = self._take([i.value for i in step.inputs])
+        self._steps(0, len(self.schedule))
+        self.lines.append(f"return {self._tuple(self._use(o.value) for o in step.outputs)}")
+        return self._function(f"step({names})")
+
+    def write_halves(self) -> str:
+        """The schedule as ``forward(*inputs)`` and ``backward(held, *tangents)``."""
+        step = self.step
+        turn = self._turn()
+        names = self._take([i.value for i in step.inputs if i.kind != "tangent"])
+        self._steps(0, turn)
+        early = self._tuple(self._use(o.value) for o in step.outputs if o.kind in ("output", "buffer"))
+        held = [self._name(v) for values in self.alive.values() for v in values] + sorted(self.states)
+        self.lines.append(f"return {early}, [{', '.join(held)}]")
+        first = self._function(f"forward({names})")
+        tangents = self._take([i.value for i in step.inputs if i.kind == "tangent"])
+        self.lines += [f"{self._tuple(held)} = held", "held.clear()"]
+        self._steps(turn, len(self.schedule))
+        late = self._tuple(self._use(o.value) for o in step.outputs if o.kind not in ("output", "buffer"))
+        self.lines.append(f"return {late}")
+        return first + "\n\n" + self._function(f"backward(held, {tangents})")
+
+    def _turn(self) -> int:
+        """The first step that needs a tangent, directly or not."""
+        late = self.step.after_turn
+        found = (at for at, one in enumerate(self.schedule) if isinstance(one, Run) and one.op in late)
+        return next(found, len(self.schedule))
+
+    def _steps(self, start: int, end: int) -> None:
+        for at in range(start, end):
+            one = self.schedule[at]
             if isinstance(one, Free):
                 if one.tensor not in self.alive:
                     raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
@@ -93,9 +152,20 @@ class _Writer:
             else:
                 self._run(one, at)
         self._drop_dead()
-        results = [self._use(o.value) for o in step.outputs]
-        self.lines.append(f"return ({', '.join(results)},)")
-        return f"def step({names}):\n" + "".join(f"    {line}\n" for line in self.lines)
+
+    def _take(self, values: Sequence[str]) -> str:
+        for value in values:
+            self._bring_to_life(value)
+        return ", ".join(map(self._name, values))
+
+    def _function(self, head: str) -> str:
+        body = "".join(f"    {line}\n" for line in self.lines)
+        self.lines = []
+        return f"def {head}:\n{body}"
+
+    @staticmethod
+    def _tuple(names: Iterable[str]) -> str:
+        return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def _run(self, run: Run, at: int) -> None:
         call = self.step.call.get(run.op)
@@ -223,6 +293,11 @@ def load_rng(device: torch.device) -> Callable[[Any], None]:
     if device.type == "cuda":
         return lambda state: torch.cuda.set_rng_state(state, device)
     return torch.set_rng_state
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each once, as a captured step knows them."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def bind_inputs(

@@ -53,7 +53,8 @@ def _noise_target(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _sum(output: torch.Tensor, _targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    return output.sum() if output.dim() else output
+    # Of a scalar too: a loss that is a view of something else would not be a result of its own.
+    return output.sum()
 
 
 _LOSSES = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.capture import CapturedStep
-from rematplan.runtime.executor import bind_inputs, compile_step
+from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 
 
 class PlannedStep:
@@ -27,12 +27,12 @@ class PlannedStep:
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """Run the step; the loss as a scalar."""
-        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        named = named_tensors(self.module)
         results = self.executable(bind_inputs(self.step, named, batch))
         loss = None
         with torch.no_grad():
             for output, result in zip(self.step.outputs, results, strict=True):
-                if output.kind == "loss":
+                if output.kind == "output":
                     loss = result
                 elif output.kind == "buffer":
                     named[output.target].copy_(result)

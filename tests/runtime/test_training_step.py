@@ -277,7 +277,7 @@ class Shape(nn.Module):
     ("module", "batch", "message"),
     [
         (nn.ReLU(), (torch.randn(3),), "no trainable parameter"),
-        (NoGradient(), (torch.randn(3),), "trac|depends on no"),
+        (NoGradient(), (torch.randn(3),), "depends on a trainable"),
         (Shape(), (torch.randn(2, 5),), "cannot be traced"),
     ],
 )

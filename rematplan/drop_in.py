@@ -1,0 +1,86 @@
+"""The drop-in for any training loop: `plan_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rematplan.budgets import parse_budget
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.plan import Plan
+from rematplan.planner.simulator import simulate
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.registry import strategy as named_strategy
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategy import Strategy
+from rematplan.runtime.capture import CapturedStep, training_graph
+from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.planned_module import planned_module, turning_schedule
+from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.roofline import roofline_costs
+
+
+def plan_module(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int,
+    strategy: str = "auto",
+    options: Mapping[str, object] | None = None,
+    costs: str = "profile",
+    dynamic: bool = True,
+) -> nn.Module:
+    """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
+
+    It shares the model's parameters, buffers and state; ``planned.plan`` is the plan for the last way in which it was
+    called. A first plan is made here, for ``args`` and ``kwargs``, without running the model; another shape, type or
+    mode makes a further one when it is met, or is refused with ``dynamic=False``.
+
+    ``budget``: bytes, or text such as ``8GiB`` or ``60%`` (of the peak without recomputation). It bounds all that a
+    forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients of
+    parameters and inputs, workspaces. ``costs``: ``profile`` measures ops on the present device, ``roofline`` models
+    them, without workspaces.
+
+    Raises:
+        InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
+        UsageError: a malformed budget, an unknown strategy or option.
+        ModelError: the model cannot be captured.
+    """
+    wanted = parse_budget(str(budget))
+    chosen = named_strategy(strategy, **(options or {}))
+
+    def planner(step: CapturedStep) -> Plan:
+        priced = (
+            profile_costs(step)
+            if costs == "profile"
+            else roofline_costs(step, device_model(DEFAULT_DEVICE_MODEL))
+        )
+        graph = training_graph(step, priced)
+        base = next(iter(StoreAll().family(graph))).estimate.peak
+        limit = wanted.bytes(base, lambda: 0)
+        return _plan(step, graph, limit, chosen)
+
+    planned = planned_module(model, planner, dynamic)
+    return planned.prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return,operator]
+
+
+def _plan(step: CapturedStep, graph: TrainingGraph, budget: int, strategy: Strategy) -> Plan:
+    """The strategy's plan with all outputs there at the turn, or a block plan if that takes it over the budget."""
+    smallest = []
+    for one in (strategy, ApproxDP()):
+        # What the turn adds is known only when the plan is: ask again for that much less.
+        limit = budget
+        for _ in range(3):
+            plan = one.plan(graph, limit)
+            schedule = turning_schedule(step, graph, plan.schedule)
+            estimate = simulate(graph, schedule)
+            if estimate.peak <= budget:
+                status = plan.status if estimate.cost <= plan.estimate.cost else "feasible"
+                return replace(plan, schedule=schedule, estimate=estimate, budget=budget, status=status)
+            smallest.append(estimate.peak)
+            limit -= estimate.peak - budget
+    raise InfeasibleBudget(strategy.name, budget, min(smallest))

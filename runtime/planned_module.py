@@ -1,0 +1,275 @@
+"""A module whose forward and backward follow a plan, in any training loop.
+
+The module keeps its class, its parameters and its state; only its ``forward`` is another. One plan is made for each
+way it is called (shapes, types, modes, autocast), when it is first called so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from rematplan.ir import ModelError, TrainingGraph
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import Schedule, before_turn, runs_of, with_frees
+from rematplan.runtime.capture import CapturedStep, StepInput, capture
+from rematplan.runtime.executor import Halves, compile_halves, named_tensors
+
+Planner = Callable[[CapturedStep], Plan]
+"""Makes the plan of a captured step. Its schedule must run all outputs before anything that needs a tangent."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way that the module is called, compiled."""
+
+    step: CapturedStep
+    plan: Plan
+    halves: Halves
+    outputs: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    """The flattened outputs, with `_TENSOR` where a tensor goes."""
+    differentiable: tuple[bool, ...]
+
+
+_TENSOR = object()
+
+
+def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> nn.Module:
+    """``model`` with a planned forward and backward: an object of a subclass of its class, sharing all its state.
+
+    ``dynamic``: whether a call with other shapes, types or modes makes a further plan; else it is refused.
+    """
+    kind = type(model)
+    planned = copy.copy(model)  # the same dictionaries of parameters, buffers and children
+    planned.__class__ = type(f"Planned{kind.__name__}", (_Planned, kind), {"__module__": kind.__module__})
+    planned.__dict__["_rematplan"] = _Runner(model, planner, dynamic)
+    return planned
+
+
+class _Planned:
+    """What a planned module has beyond its model."""
+
+    _rematplan: _Runner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
+        assert isinstance(self, nn.Module)
+        runner = self._rematplan
+        if runner.model.training != self.training:
+            runner.model.training = (
+                self.training
+            )  # the root's flag is each object's own; the children are shared
+        return runner(args, kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last way in which the module was called."""
+        return self._rematplan.last.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans made so far."""
+        return tuple(way.plan for way in self._rematplan.ways.values())
+
+    @property
+    def source(self) -> str:
+        """The generated source of `plan`."""
+        return self._rematplan.last.halves.source
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the plan for these arguments without running anything; returns the module."""
+        self._rematplan.prepare(args, kwargs)
+        return self
+
+
+class _Runner:
+    """Plans and runs one model."""
+
+    def __init__(self, model: nn.Module, planner: Planner, dynamic: bool) -> None:
+        self.model, self.planner, self.dynamic = model, planner, dynamic
+        self.ways: dict[Any, _Way] = {}
+        self.last: _Way
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        wanted = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
+        if not (torch.is_grad_enabled() and wanted):
+            return self.model(*args, **kwargs)
+        way = self._way(leaves, spec, tensors)
+        named = named_tensors(self.model)
+        inputs = [_input(way.step, i, named, tensors) for i in way.step.inputs if i.kind != "tangent"]
+        flat = iter(_Function.apply(way, named, *inputs))  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        self._way(leaves, spec, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def _way(self, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[torch.Tensor]) -> _Way:
+        key = self._key(leaves, spec)
+        if key not in self.ways:
+            if self.ways and not self.dynamic:
+                raise ModelError(
+                    f"{type(self.model).__name__} was planned for other shapes, types or modes; plan it again, or with "
+                    f"dynamic=True"
+                )
+            self.ways[key] = self._compile(leaves, spec, tensors)
+        self.last = self.ways[key]
+        return self.last
+
+    def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        described = tuple(_describe(leaf) for leaf in leaves)
+        state = tuple(_describe(t) for t in (*self.model.parameters(), *self.model.buffers()))
+        modes = tuple(m.training for m in self.model.modules())
+        casts = tuple(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        )
+        return described, spec, state, modes, casts
+
+    def _compile(self, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[torch.Tensor]) -> _Way:
+        flat = _Flat(self.model, leaves, spec)
+        batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        step = capture(flat, batch, type(self.model).__name__)
+        plan = self.planner(step)
+        tangents = {i.target for i in step.inputs if i.kind == "tangent"}
+        outputs = [o for o in step.outputs if o.kind == "output"]
+        if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
+            raise ModelError(f"{step.name}: an output could not be captured")
+        return _Way(
+            step,
+            plan,
+            compile_halves(step, plan.schedule),
+            flat.outputs,
+            tuple(flat.constants),
+            tuple(o.target in tangents for o in outputs),
+        )
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return leaf
+
+
+def _input(
+    step: CapturedStep, i: StepInput, named: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    if i.kind == "batch":
+        return tensors[int(i.target)]
+    if i.kind == "constant":
+        return step.constants[i.value]
+    return named[i.target.removeprefix("model.")]
+
+
+class _Flat(nn.Module):
+    """The model as a function from a flat tuple of tensors to a flat tuple of tensors that are nobody's views."""
+
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self._leaves, self._spec = leaves, spec
+        self.outputs: pytree.TreeSpec
+        self.constants: list[Any] = []
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        flat, self.outputs = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.constants = [_TENSOR if isinstance(o, torch.Tensor) else o for o in flat]
+        taken = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        results = []
+        for output in flat:
+            if isinstance(output, torch.Tensor):
+                # A view, or an output given twice, has a tangent of its own only as a copy.
+                results.append(output.clone() if output._is_view() or id(output) in taken else output)
+                taken.add(id(output))
+        return tuple(results)
+
+
+class _Function(torch.autograd.Function):
+    """The two halves of a plan as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, named: dict[str, torch.Tensor], *inputs: torch.Tensor) -> Any:
+        device = way.step.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            early, held = way.halves.forward(*(t.detach() for t in inputs))
+            results = []
+            outputs = [o for o in way.step.outputs if o.kind in ("output", "buffer")]
+            for output, value in zip(outputs, early, strict=True):
+                if output.kind == "buffer":
+                    named[output.target.removeprefix("model.")].copy_(value)
+                else:
+                    results.append(value)
+        ctx.way, ctx.held = way, held
+        kinds = (i.kind for i in way.step.inputs if i.kind != "tangent")
+        ctx.versions = [
+            (t, t._version) for t, kind in zip(inputs, kinds, strict=True) if kind in ("parameter", "batch")
+        ]
+        ctx.mark_non_differentiable(
+            *(r for r, real in zip(results, way.differentiable, strict=True) if not real)
+        )
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        way, held = ctx.way, ctx.held
+        ctx.held = None
+        if held is None:
+            raise RuntimeError(
+                f"{way.step.name}: backward a second time through a planned step, whose tensors were freed on the way"
+            )
+        for tensor, version in ctx.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{way.step.name}: a parameter or input was changed in place between forward and backward"
+                )
+        tangents = [
+            _laid_out(gradients[int(i.target)], way.step.values[i.value].fake)
+            for i in way.step.inputs
+            if i.kind == "tangent"
+        ]
+        del gradients
+        with torch.no_grad(), torch.autocast(way.step.device.type, enabled=False):
+            late = way.halves.backward(held, *tangents)
+        by_target = {
+            (o.kind, o.target): value
+            for o, value in zip((o for o in way.step.outputs if "gradient" in o.kind), late, strict=True)
+        }
+        wanted = {"parameter": "gradient", "batch": "input gradient"}
+        of_inputs = [
+            by_target.get((wanted.get(i.kind), i.target)) for i in way.step.inputs if i.kind != "tangent"
+        ]
+        return (None, None, *of_inputs)
+
+
+def _laid_out(tangent: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """The tangent with the strides it was captured with; an expanded one (``y.sum().backward()``) becomes dense."""
+    if tangent.stride() == fake.stride():
+        return tangent
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=tangent.dtype, device=tangent.device).copy_(
+        tangent
+    )
+
+
+def turning_schedule(step: CapturedStep, graph: TrainingGraph, schedule: Schedule) -> Schedule:
+    """The schedule with all outputs and new buffers resident at the turn from forward to backward, where they leave.
+
+    What of them a plan would make later is made before the turn; what it would drop and make again is held.
+    """
+    early = [step.values[o.value].storage for o in step.outputs if o.kind in ("output", "buffer")]
+    runs, turn = before_turn(graph, runs_of(schedule), early, step.after_turn)
+    return with_frees(graph, runs, turn, early)

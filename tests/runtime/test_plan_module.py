@@ -1,0 +1,255 @@
+"""Laws of the drop-in: what a loop sees of a planned module is what it sees of the model, bit by bit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, ModelError, UsageError
+from rematplan.runtime.measure import peak_above_entry
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, dropout, tied weights, a dictionary out, an unused and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.more = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(6))
+        )
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        y = functional.relu(self.norm(self.conv(x)))
+        y = functional.dropout(self.more(y), 0.3, self.training)
+        y = self.second(torch.tanh(self.first(y.mean((2, 3)) * self.frozen)))
+        return {"scores": y * scale, "view": y[:, :2], "sizes": (x.shape[0], None), "best": y.argmax(1)}
+
+
+def loss_of(out: dict[str, Any]) -> Tensor:
+    return out["scores"].pow(2).mean() + out["view"].sin().sum()
+
+
+def images(n: int = 4) -> Tensor:
+    return torch.randn(n, 3, 12, 12, generator=torch.Generator().manual_seed(n))
+
+
+def planned_and_plain(**options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    options = {"budget": "70%", "strategy": "approx_dp", "costs": "roofline"} | options
+    return rematplan.plan_module(model, (images(),), **options), plain
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return list(a.state_dict()) == list(b.state_dict()) and all(
+        map(torch.equal, a.state_dict().values(), b.state_dict().values())
+    )
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_grads(a: nn.Module, b: nn.Module) -> bool:
+    x, y = grads(a), grads(b)
+    return list(x) == list(y) and bool(x) and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def test_it_is_the_model_to_look_at() -> None:
+    planned, plain = planned_and_plain()
+    assert isinstance(planned, Net)
+    assert same(planned, plain)
+    assert [n for n, _ in planned.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert grads(planned) == {}
+    assert planned.plan.estimate.peak <= planned.plan.budget
+    assert planned.plan.estimate.reruns > 0
+    assert "def backward(held, " in planned.source
+
+
+LOOPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {}
+
+
+def loop(
+    f: Callable[[nn.Module, torch.optim.Optimizer], None],
+) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    LOOPS[f.__name__] = f
+    return f
+
+
+@loop
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model(images())).backward()
+        optimizer.step()
+
+
+@loop
+def accumulated_and_clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for n in (4, 4, 3):
+        loss_of(model(images(n), scale=0.5)).backward()
+    nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+    optimizer.step()
+
+
+@loop
+def two_forwards_before_two_backwards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = model(images()), model(images(4) + 1)
+    loss_of(first).backward()
+    loss_of(second).backward()
+    optimizer.step()
+
+
+@loop
+def part_of_the_outputs(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(images())["view"].sum().backward()
+    optimizer.step()
+
+
+@loop
+def evaluation_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model(images())).backward()
+    model.eval()
+    with torch.no_grad():
+        model(images(2))
+    loss_of(model(images())).backward()
+    model.train()
+    loss_of(model(images())).backward()
+    optimizer.step()
+
+
+@loop
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    handle = model.conv.weight.register_hook(lambda g: g * 2)
+    loss_of(model(images())).backward()
+    handle.remove()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_ends_in_equal_bits(name: str) -> None:
+    planned, plain = planned_and_plain()
+    states = []
+    for model in (planned, plain):
+        torch.manual_seed(5)
+        LOOPS[name](model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+        states.append(torch.get_rng_state())
+    assert same_grads(planned, plain)
+    assert same(planned, plain)
+    assert torch.equal(*states)
+
+
+def test_autocast_has_a_plan_of_its_own_and_autocast_s_accuracy() -> None:
+    planned, plain = planned_and_plain()
+    for model in (planned, plain):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(images())
+        assert out["scores"].dtype == torch.bfloat16
+        loss_of(out).backward()
+    assert len(planned.plans) == 2
+    # Plain autocast casts a tied weight once for both its uses, the captured step once for each: other roundings.
+    for name, grad in grads(plain).items():
+        assert torch.allclose(grads(planned)[name], grad, rtol=0.05, atol=0.02 * float(grad.abs().max())), (
+            name
+        )
+
+
+def test_outputs_keep_their_structure_and_inputs_get_gradients() -> None:
+    planned, plain = planned_and_plain()
+    found = []
+    for model in (planned, plain):
+        torch.manual_seed(1)
+        x = images().requires_grad_()
+        out = model(x)
+        assert list(out) == ["scores", "view", "sizes", "best"]
+        assert out["sizes"] == (4, None)
+        assert not out["best"].requires_grad
+        loss_of(out).backward()
+        found.append((out["scores"], out["view"], out["best"], x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_several_planned_modules_and_a_planned_part() -> None:
+    planned, plain = planned_and_plain()
+    other, plain_other = planned_and_plain(budget="80%")
+    torch.manual_seed(2)
+    (loss_of(planned(images())) * loss_of(other(images()))).backward()
+    torch.manual_seed(2)
+    (loss_of(plain(images())) * loss_of(plain_other(images()))).backward()
+    assert same_grads(planned, plain)
+    assert same_grads(other, plain_other)
+
+
+def test_the_promise_in_bytes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+    x = torch.randn(4096, 64)
+    planned = rematplan.plan_module(model, (x,), budget="75%", strategy="approx_dp")
+    held = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    peak, _ = peak_above_entry(lambda: planned(x).backward(torch.ones(4096, 64)), torch.device("cpu"))
+    assert held + peak <= planned.plan.budget
+    model.zero_grad()
+    eager, _ = peak_above_entry(lambda: model(x).backward(torch.ones(4096, 64)), torch.device("cpu"))
+    assert held + peak < 0.8 * (held + eager)
+
+
+def test_planning_leaves_the_model_and_the_generator_alone() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.conv.weight.grad = torch.ones_like(model.conv.weight)
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    rematplan.plan_module(model, (images(),), budget="100%", strategy="store_all", costs="roofline")
+    assert same(model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.conv.weight.grad, before.conv.weight * 0 + 1)
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(InfeasibleBudget) as caught:
+        planned_and_plain(budget=1000)
+    assert caught.value.smallest > 1000
+    with pytest.raises(UsageError, match="not understood"):
+        planned_and_plain(budget="lots")
+    planned, _ = planned_and_plain(dynamic=False)
+    with pytest.raises(ModelError, match="dynamic=True"):
+        planned(images(2))
+    loss = loss_of(planned(images()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    out = loss_of(planned(images()))
+    with torch.no_grad():
+        planned.conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="in place"):
+        out.backward()
+    planned, _ = planned_and_plain()
+    x = images().requires_grad_()
+    (g,) = torch.autograd.grad(loss_of(planned(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_moving_and_loading_after_planning() -> None:
+    planned, plain = planned_and_plain()
+    state = {k: v + 1 if v.is_floating_point() else v for k, v in plain.state_dict().items()}
+    planned.load_state_dict(state)
+    plain.load_state_dict(state)
+    for model in (planned.double(), plain.double()):
+        torch.manual_seed(3)
+        loss_of(model(images().double())).backward()
+    assert same_grads(planned, plain)
+    assert len(planned.plans) == 2
