@@ -163,9 +163,7 @@ def test_autocast_has_a_plan_of_its_own_and_autocast_s_accuracy() -> None:
     assert len(planned.plans) == 2
     # Plain autocast casts a tied weight once for both its uses, the captured step once for each: other roundings.
     for name, grad in grads(plain).items():
-        assert torch.allclose(grads(planned)[name], grad, rtol=0.05, atol=0.02 * float(grad.abs().max())), (
-            name
-        )
+        assert torch.allclose(grads(planned)[name], grad, rtol=0.05, atol=0.01), name
 
 
 def test_outputs_keep_their_structure_and_inputs_get_gradients() -> None:
