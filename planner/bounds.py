@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
-from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import choose_cuts, heaviest_chain, precedence, working_set
@@ -31,6 +30,9 @@ TINY = 1e-5
 LARGE = 200
 TOO_LARGE = 60_000
 """Variables beyond which only the relaxation is solved."""
+
+FIRST = 1.0
+"""Seconds that any program may take; later ones may take as long as has been spent before."""
 
 CLOSED = 1e-6
 """A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
@@ -57,7 +59,6 @@ class BoundSearch:
         self.chain = heaviest_chain(graph, self.order)
         self.quantum = _quantum(graph)
         self.best = Bound(math.inf if budget < min_peak_bound(graph).bytes else self._floor())
-        self._interrupter = SolveInterrupter()
         self._stopped = False
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
@@ -65,17 +66,23 @@ class BoundSearch:
 
         ``enough``: asked after each program with the bound so far; True ends the search.
         """
-        end = time.monotonic() + time_limit
-        tried: set[tuple[int, ...]] = set()
-        for k, (count, share) in enumerate(CUTS):
-            cuts = tuple(choose_cuts(self.graph, self.chain, self.budget, count, share))
-            left = end - time.monotonic()
-            if self._stopped or left <= 0 or self.best.unreachable or enough(self.best.overhead):
+        began = time.monotonic()
+        pending = (
+            list(dict.fromkeys(self._cuts(count, share) for count, share in CUTS))
+            if self.graph.base_cost
+            else []
+        )
+        while pending:
+            cuts = pending.pop(0)
+            spent = time.monotonic() - began
+            if self._stopped or spent >= time_limit or self.best.unreachable or enough(self.best.overhead):
                 break
-            if cuts not in tried and self.graph.base_cost:
-                tried.add(cuts)
-                self._solve(cuts, left / (2 if k + 1 < len(CUTS) else 1))
+            if not self._solve(cuts, min(time_limit - spent, max(FIRST, spent))):
+                pending.append(cuts)
         return self.best
+
+    def _cuts(self, count: int, share: float) -> tuple[int, ...]:
+        return tuple(choose_cuts(self.graph, self.chain, self.budget, count, share))
 
     def reached(self, overhead: float) -> bool:
         """Whether an overhead is as low as the bound, within what counts as closed."""
@@ -86,23 +93,23 @@ class BoundSearch:
         return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
-        """End the search soon."""
+        """End the search once the program being solved is done or given up: by then it has taken at most twice as long
+        as now, or `FIRST` seconds (HiGHS cannot be interrupted; SCIP can, but writes errors to the terminal)."""
         self._stopped = True
-        self._interrupter.interrupt()
 
     def _floor(self) -> float:
         """Every needed op runs once."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
-    def _solve(self, cuts: tuple[int, ...], seconds: float) -> None:
+    def _solve(self, cuts: tuple[int, ...], seconds: float) -> bool:
+        """Solve one program for a while; returns whether there is no more to learn from it."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny)
         if program.rows.impossible:
             self.best = Bound(math.inf)
-            return
-        if not program.rows.cost:
-            return
+        if program.rows.impossible or not program.rows.cost:
+            return True
         integer = len(program.rows.cost) <= TOO_LARGE
         result = mathopt.solve(
             mathopt.Model.from_model_proto(program.rows.proto(integer)),
@@ -112,15 +119,15 @@ class BoundSearch:
                 absolute_gap_tolerance=0.05 if integer else None,
                 relative_gap_tolerance=0.0 if integer else None,
             ),
-            interrupter=self._interrupter,
         )
         if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
             self.best = Bound(math.inf)
-            return
+            return True
         dual = result.termination.objective_bounds.dual_bound
         if math.isfinite(dual):
             found = (dual + program.rows.constant - MARGIN) * COST_UNIT - 1
             self.best = Bound(max(self.best.overhead, self._rounded_up(found)))
+        return bool(result.termination.reason == mathopt.TerminationReason.OPTIMAL)
 
     def _rounded_up(self, overhead: float) -> float:
         """The least overhead not below this one that sums of the ops' costs can have."""
