@@ -98,6 +98,13 @@ class _Runner:
         self.ways: dict[Any, _Way] = {}
         self.last: _Way
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Runner:
+        """For a copy of the planned module (an average of weights, say): its own model, the same plans."""
+        twin = _Runner(copy.deepcopy(self.model, memo), self.planner, self.dynamic)
+        twin.ways = dict(self.ways)
+        twin.last = self.last
+        return twin
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -251,3 +251,18 @@ def test_moving_and_loading_after_planning() -> None:
         loss_of(model(images().double())).backward()
     assert same_grads(planned, plain)
     assert len(planned.plans) == 2
+
+
+def test_a_copy_has_its_own_weights_and_the_same_plans() -> None:
+    planned, plain = planned_and_plain()
+    twin = copy.deepcopy(planned)
+    with torch.no_grad():
+        twin.conv.weight.add_(1)
+        assert not torch.equal(twin.conv.weight, planned.conv.weight)
+        plain.conv.weight.add_(1)
+    for model in (twin, plain):
+        torch.manual_seed(3)
+        loss_of(model(images())).backward()
+    assert same_grads(twin, plain)
+    assert len(twin.plans) == 1
+    assert grads(planned) == {}
