@@ -231,8 +231,8 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         way, held = ctx.way, ctx.held
         ctx.held = None
         if held is None:
