@@ -1,7 +1,8 @@
 """From an ONNX file to :class:`rematplan.ir.graph.Graph`: the steps, in order.
 
-Read, bind symbolic dimensions, sort, drop aliases, fold constants, assign roles, drop what nothing reads,
-say what was noticed. Reading is in ``onnx_reader``, folding in ``folding``, roles in ``onnx_roles``.
+Read, bind symbolic dimensions, sort, part weights that an exporter merged, drop aliases, fold constants,
+assign roles, drop what nothing reads, say what was noticed. Reading is in ``onnx_reader``, merged weights in
+``onnx_ties``, folding in ``folding``, roles in ``onnx_roles`` and ``onnx_origins``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx_origins import Evidence
 from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
+from rematplan.ir.onnx_ties import untangled
 
 MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
@@ -61,11 +64,12 @@ def graph_from_proto(proto: Any, name: str = "the model") -> Graph:
 
 def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:
     inputs, bound = _bind(draft.inputs, dims)
-    nodes, outputs = _without_aliases(_sorted(draft), draft)
+    draft, said = untangled(replace(draft, nodes=_sorted(draft)))
+    nodes, outputs = _without_aliases(draft.nodes, draft)
     nodes = _live(nodes, outputs)
     work = _Work(draft.initialisers, roles.uses(nodes))
     nodes = _live(work.fold(nodes), outputs)
-    weights = _weights(work, nodes, outputs)
+    weights = _weights(work, draft, nodes, outputs)
     return Graph(
         name=draft.name,
         inputs=inputs,
@@ -74,7 +78,7 @@ def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:
         ),
         weights=weights,
         nodes=_silenced(nodes, outputs),
-        notes=_notes(draft, weights, nodes),
+        notes=(*said, *_notes(draft, weights, nodes)),
     )
 
 
@@ -281,11 +285,12 @@ def _in_memory(name: str, array: np.ndarray) -> Array:
     return Array(name, array.dtype.name, array.shape, lambda: array)
 
 
-def _weights(work: _Work, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
+def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
     """Every tensor that is still read, with its role: the file's initialisers first, then the others."""
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)
     read = used.readers.keys() | set(outputs)
+    evidence = Evidence(draft, used)
     found = []
     for name in (*work.initialisers, *work.generated, *work.constants):
         array = work.source(name)
@@ -294,7 +299,12 @@ def _weights(work: _Work, nodes: Sequence[Node], outputs: Sequence[str]) -> tupl
         role: Role = "constant"
         if roles.is_statistic(name, used) or COUNTERS in name:
             role = "buffer"
-        elif name not in work.constants and array.dtype in roles.FLOATS and name in trained:
+        elif (
+            name not in work.constants
+            and array.dtype in roles.FLOATS
+            and name in trained
+            and (name in work.generated or evidence.is_weight(array))
+        ):
             role = "parameter"
         found.append(
             Weight(name, array.dtype, array.shape, role, array.load, generated=name in work.generated)

@@ -7,13 +7,13 @@ missing opsets.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ import onnx_ir.passes.common as onnx_passes
 
 from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Attribute, Node
+from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors
 
-MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise grow exponentially
+MAX_METADATA = 1 << 16  # characters of one entry
 SUBGRAPH_KINDS = ("GRAPH", "GRAPHS")
 
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of, we refuse in our own words
@@ -52,15 +53,37 @@ class Array:
     load: Callable[[], np.ndarray] = field(compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the exporter says of an initialiser: torch.export's kind of input, or what it was folded from."""
+
+    kind: str = ""
+    folded_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What the exporter says of a node: the path of the module that ran it, and the operator it stands for."""
+
+    module: str = ""
+    operator: str = ""
+
+
 @dataclass(frozen=True)
 class Draft:
-    """The file's main graph, functions inlined, before any analysis."""
+    """The file's main graph, functions inlined, before any analysis.
+
+    ``origins`` by initialiser and ``scopes`` by node: what the exporter noted in the file's metadata.
+    """
 
     name: str
     inputs: tuple[Declared, ...]
     outputs: tuple[Declared, ...]
     initialisers: Mapping[str, Array]
     nodes: tuple[Node, ...]
+    producer: str = ""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    scopes: Mapping[str, Scope] = field(default_factory=dict)
 
 
 def read_onnx(path: Path) -> Draft:
@@ -79,13 +102,13 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
         ModelError: as :func:`read_onnx`.
     """
     try:
-        _check_tensors(proto)
-        _check_names(proto.graph)
-        _check_expansion(proto)
+        check_tensors(proto)
+        check_names(proto.graph)
+        check_expansion(proto)
         model = onnx_ir.from_proto(proto)
         _pin_function_opsets(model)
         onnx_passes.InlinePass()(model)
-        return _draft(model, path)
+        return replace(_draft(model, path), origins=_origins(proto), producer=proto.producer_name)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     except (MemoryError, KeyboardInterrupt):
@@ -122,108 +145,6 @@ def _innermost(error: BaseException) -> str:
     return text if len(text) < 200 else text[:197] + "..."
 
 
-# ------------------------------------------------------------------ checks on the protobuf message
-
-
-def _check_tensors(proto: onnx.ModelProto) -> None:
-    """Refuse tensors whose data do not fit their shape, before anything allocates by that shape."""
-    if proto.graph.sparse_initializer:
-        raise ModelError("sparse initialisers are not supported")
-    graphs = [proto.graph]
-    nodes: list[onnx.NodeProto] = [n for f in proto.functions for n in f.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            for tensor in graph.initializer:
-                _check_tensor(tensor)
-            nodes.extend(graph.node)
-            continue
-        for attribute in nodes.pop().attribute:
-            for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
-                _check_tensor(tensor)
-            graphs.extend(attribute.graphs)
-            if attribute.HasField("g"):
-                graphs.append(attribute.g)
-
-
-def _check_tensor(tensor: onnx.TensorProto) -> None:
-    what = f"tensor {tensor.name!r}"
-    if any(d < 0 for d in tensor.dims):
-        raise ModelError(f"{what} has a negative dimension")
-    try:
-        kind = onnx_ir.DataType(tensor.data_type)
-        bits = 0 if kind == onnx_ir.DataType.STRING else kind.bitwidth
-    except (ValueError, TypeError):
-        raise ModelError(f"{what} has the unknown data type {tensor.data_type}") from None
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return
-    elements = math.prod(tensor.dims)
-    if tensor.HasField("raw_data"):
-        wanted, found, unit = (elements * bits + 7) // 8, len(tensor.raw_data), "bytes"
-    else:
-        fields = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
-        found = sum(len(getattr(tensor, f)) for f in fields)
-        per_value = max(1, 8 // bits) if bits else 1  # packed four- and two-bit types
-        pair = 2 if kind in (onnx_ir.DataType.COMPLEX64, onnx_ir.DataType.COMPLEX128) else 1
-        wanted, unit = -(-elements * pair // per_value), "values"
-    if wanted != found:
-        shape = "×".join(map(str, tensor.dims)) or "scalar"
-        raise ModelError(f"{what} of shape {shape} needs {wanted} {unit} of data, the file has {found}")
-
-
-def _check_names(graph: onnx.GraphProto) -> None:
-    """Every value is stated once and every read one is stated."""
-    _once((i.name for i in graph.input), "graph inputs")
-    _once((t.name for t in graph.initializer), "initialisers")
-    known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
-    for node in graph.node:
-        if not node.op_type or not node.op_type.isprintable():
-            raise ModelError(f"node {node.name!r} has the op type {node.op_type!r}, which is no name")
-        for name in filter(None, node.output):
-            if name in known:
-                raise ModelError(f"the value {name!r} is written twice (again by node {_label(node)})")
-            known.add(name)
-    for node in graph.node:
-        for name in filter(None, node.input):
-            if name not in known:
-                raise ModelError(f"node {_label(node)} reads {name!r}, which nothing writes")
-    for output in graph.output:
-        if output.name not in known:
-            raise ModelError(f"the graph output {output.name!r} is written by no node")
-
-
-def _once(names: Any, kind: str) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ModelError(f"{count} {kind} share the name {name!r}")
-
-
-def _label(node: onnx.NodeProto) -> str:
-    return f"{node.name!r} ({node.op_type})"
-
-
-def _check_expansion(proto: onnx.ModelProto) -> None:
-    """Refuse local functions that call themselves, or that expand to an absurd number of nodes."""
-    bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
-    size: dict[tuple[str, str, str], int] = {}
-
-    def expanded(key: tuple[str, str, str], above: tuple[Any, ...]) -> int:
-        if key in above:
-            raise ModelError(f"the local function {key[1]!r} calls itself")
-        if len(above) > 100:
-            raise ModelError("local functions are nested more than 100 deep")
-        if key not in size:
-            size[key] = sum(cost(n, (*above, key)) for n in bodies[key].node)
-        return size[key]
-
-    def cost(node: onnx.NodeProto, above: tuple[Any, ...]) -> int:
-        key = (node.domain, node.op_type, node.overload)
-        return expanded(key, above) if key in bodies else 1
-
-    if bodies and sum(cost(n, ()) for n in proto.graph.node) > MAX_FUNCTION_NODES:
-        raise ModelError(f"its local functions expand to more than {MAX_FUNCTION_NODES} nodes")
-
-
 # ------------------------------------------------------------------ from onnx-ir to plain data
 
 
@@ -238,13 +159,52 @@ def _draft(model: Any, path: Path) -> Draft:
     graph = model.graph
     initialisers = {name: _array(name, value.const_value, path) for name, value in graph.initializers.items()}
     opsets = {_domain(d): v for d, v in model.opset_imports.items()}
+    nodes = _nodes(graph, opsets, path)
     return Draft(
         name=graph.name or path.stem,
         inputs=tuple(_declared(v, "input") for v in graph.inputs if v.name not in initialisers),
         outputs=tuple(_declared(v, "output") for v in graph.outputs),
         initialisers=initialisers,
-        nodes=_nodes(graph, opsets, path),
+        nodes=nodes,
+        scopes={n.name: s for n, stated in zip(nodes, graph, strict=True) if (s := _scope(stated))},
     )
+
+
+# ------------------------------------------------------------------ what torch's exporter notes in the metadata
+
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+FOLDED = "pkg.onnxscript.optimizer.folded_from"
+SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
+
+
+def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
+    """What is said of each initialiser, beside its own data or beside its type."""
+    said: dict[str, dict[str, str]] = {t.name: {} for t in proto.graph.initializer}
+    for entry in (*proto.graph.value_info, *proto.graph.initializer):
+        if entry.name in said and entry.metadata_props:
+            said[entry.name].update((p.key, p.value) for p in entry.metadata_props)
+    return {
+        name: Origin(props.get(KIND, ""), _listed(props.get(FOLDED, "")))
+        for name, props in said.items()
+        if KIND in props or FOLDED in props
+    }
+
+
+def _scope(node: Any) -> Scope | None:
+    props = node.metadata_props
+    modules, operators = _listed(props.get(SCOPES, "")), _listed(props.get(OPERATORS, ""))
+    return Scope(modules[-2], operators[-1]) if len(modules) > 1 and operators else None
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """A Python list of strings as the exporter writes it; anything else says nothing."""
+    if not text.startswith("[") or len(text) > MAX_METADATA:
+        return ()
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return ()
+    return tuple(v for v in found if isinstance(v, str))
 
 
 def _domain(domain: str) -> str:

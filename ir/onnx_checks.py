@@ -1,0 +1,113 @@
+"""What an ONNX file must not say, checked on the protobuf message before anything allocates by it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import onnx
+import onnx_ir
+
+from rematplan.ir.errors import ModelError
+
+MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise grow exponentially
+
+
+def check_tensors(proto: onnx.ModelProto) -> None:
+    """Refuse tensors whose data do not fit their shape, before anything allocates by that shape."""
+    if proto.graph.sparse_initializer:
+        raise ModelError("sparse initialisers are not supported")
+    graphs = [proto.graph]
+    nodes: list[onnx.NodeProto] = [n for f in proto.functions for n in f.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            for tensor in graph.initializer:
+                _check_tensor(tensor)
+            nodes.extend(graph.node)
+            continue
+        for attribute in nodes.pop().attribute:
+            for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
+                _check_tensor(tensor)
+            graphs.extend(attribute.graphs)
+            if attribute.HasField("g"):
+                graphs.append(attribute.g)
+
+
+def _check_tensor(tensor: onnx.TensorProto) -> None:
+    what = f"tensor {tensor.name!r}"
+    if any(d < 0 for d in tensor.dims):
+        raise ModelError(f"{what} has a negative dimension")
+    try:
+        kind = onnx_ir.DataType(tensor.data_type)
+        bits = 0 if kind == onnx_ir.DataType.STRING else kind.bitwidth
+    except (ValueError, TypeError):
+        raise ModelError(f"{what} has the unknown data type {tensor.data_type}") from None
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return
+    elements = math.prod(tensor.dims)
+    if tensor.HasField("raw_data"):
+        wanted, found, unit = (elements * bits + 7) // 8, len(tensor.raw_data), "bytes"
+    else:
+        fields = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+        found = sum(len(getattr(tensor, f)) for f in fields)
+        per_value = max(1, 8 // bits) if bits else 1  # packed four- and two-bit types
+        pair = 2 if kind in (onnx_ir.DataType.COMPLEX64, onnx_ir.DataType.COMPLEX128) else 1
+        wanted, unit = -(-elements * pair // per_value), "values"
+    if wanted != found:
+        shape = "×".join(map(str, tensor.dims)) or "scalar"
+        raise ModelError(f"{what} of shape {shape} needs {wanted} {unit} of data, the file has {found}")
+
+
+def check_names(graph: onnx.GraphProto) -> None:
+    """Every value is stated once and every read one is stated."""
+    _once((i.name for i in graph.input), "graph inputs")
+    _once((t.name for t in graph.initializer), "initialisers")
+    known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
+    for node in graph.node:
+        if not node.op_type or not node.op_type.isprintable():
+            raise ModelError(f"node {node.name!r} has the op type {node.op_type!r}, which is no name")
+        for name in filter(None, node.output):
+            if name in known:
+                raise ModelError(f"the value {name!r} is written twice (again by node {_label(node)})")
+            known.add(name)
+    for node in graph.node:
+        for name in filter(None, node.input):
+            if name not in known:
+                raise ModelError(f"node {_label(node)} reads {name!r}, which nothing writes")
+    for output in graph.output:
+        if output.name not in known:
+            raise ModelError(f"the graph output {output.name!r} is written by no node")
+
+
+def _once(names: Any, kind: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ModelError(f"{count} {kind} share the name {name!r}")
+
+
+def _label(node: onnx.NodeProto) -> str:
+    return f"{node.name!r} ({node.op_type})"
+
+
+def check_expansion(proto: onnx.ModelProto) -> None:
+    """Refuse local functions that call themselves, or that expand to an absurd number of nodes."""
+    bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
+    size: dict[tuple[str, str, str], int] = {}
+
+    def expanded(key: tuple[str, str, str], above: tuple[Any, ...]) -> int:
+        if key in above:
+            raise ModelError(f"the local function {key[1]!r} calls itself")
+        if len(above) > 100:
+            raise ModelError("local functions are nested more than 100 deep")
+        if key not in size:
+            size[key] = sum(cost(n, (*above, key)) for n in bodies[key].node)
+        return size[key]
+
+    def cost(node: onnx.NodeProto, above: tuple[Any, ...]) -> int:
+        key = (node.domain, node.op_type, node.overload)
+        return expanded(key, above) if key in bodies else 1
+
+    if bodies and sum(cost(n, ()) for n in proto.graph.node) > MAX_FUNCTION_NODES:
+        raise ModelError(f"its local functions expand to more than {MAX_FUNCTION_NODES} nodes")

@@ -1,0 +1,74 @@
+"""Which float initialisers an exporter meant as weights, and which as numbers that the graph computes with.
+
+Torch's dynamo exporter says so in the file's metadata: each input's kind (parameter, buffer, constant), and for
+what it folded, from what. Where a file says nothing, names do: a tensor that the exporter made up itself
+(``val_71``, ``onnx::Mul_12``) is a weight only where its value can be one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+
+from rematplan.ir import onnx_roles as roles
+from rematplan.ir.onnx_reader import Array, Draft, Origin
+
+MAX_MASK = 1 << 24  # elements of a tensor that is looked at to see whether it is a mask
+LARGE = 1e4  # no weight: what a mask adds to the scores that it forbids
+# Names that torch's exporters give to what they make themselves.
+GENERATED = re.compile(
+    r"(val|onnx::\w+|_val|ortshared\w*|const\w*|.*_cast|scalar_tensor\w*)(_\d+)*$", re.ASCII
+)
+# Calls that make a tensor of nothing: what was folded from one of them and from no weight is a constant.
+FACTORY = re.compile(r"(arange|empty|eye|full|linspace|ones|scalar_tensor|tril|triu|zeros)(_like)?(_\d+)?$")
+# The last part of a buffer's name, where buffers were folded into something.
+BUFFER = re.compile(
+    r"(inv_freq|freqs\w*|cos\w*|sin\w*|\w*mask|\w*_ids|running_\w+|\w*relative_position_index)$"
+)
+
+
+class Evidence:
+    """What a file says of its float initialisers."""
+
+    def __init__(self, draft: Draft, used: roles.Uses) -> None:
+        self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
+        self.written = {o for node in draft.nodes for o in node.outputs}
+
+    def is_weight(self, array: Array) -> bool:
+        """Whether a float initialiser may be trained, as far as its origin decides."""
+        origin = self.origins.get(array.name, Origin())
+        if origin.kind:
+            return origin.kind == "PARAMETER"
+        if origin.folded_from:
+            return self._folded_from_weight(origin)
+        generated = bool(GENERATED.match(array.name))
+        if not array.shape:
+            return self.torch and not generated
+        if not generated or roles.in_weight_input(array.name, self.used):
+            return True
+        return math.prod(array.shape) > 1 and not _is_mask(array)
+
+    def _folded_from_weight(self, origin: Origin) -> bool:
+        """Whether a weight is among what the exporter folded the tensor from.
+
+        Qualified names (``layer.0.weight``) are the module's own; of the others, calls' results are no weights.
+        """
+        sources = [s for s in origin.folded_from if not GENERATED.match(s)]
+        qualified = [s for s in sources if "." in s]
+        if qualified:
+            return any(not BUFFER.match(s.rpartition(".")[2]) for s in qualified)
+        stated = [self.origins[s].kind for s in sources if s in self.origins]
+        if "PARAMETER" in stated:
+            return True
+        if stated or any(FACTORY.match(s) for s in sources):
+            return False
+        return any(s not in self.written for s in sources)
+
+
+def _is_mask(array: Array) -> bool:
+    if math.prod(array.shape) > MAX_MASK:
+        return False
+    values = np.asarray(array.load(), np.float32)
+    return not bool(np.all(np.abs(values) < LARGE))

@@ -1,0 +1,272 @@
+"""Undo what exporters do to weights: merging equal ones, transposing and thereby untying a tied one.
+
+*Merged.* Torch's exporters keep one of several weights that have equal values (TorchScript for inference: an
+Identity named as the other weight; dynamo: one initialiser that several modules read). Trained as one, they would
+get each other's gradients. Two weights are tied in truth if they play different roles (an embedding and a head);
+they are taken apart if their values are all the same number (fresh scales and shifts), or if their names differ
+in layer numbers only (layers made by copying). TorchScript exports in training form merge only what is tied.
+
+*Transposed.* A linear layer's weight is stored transposed, as MatMul wants it; a group norm's scale reshaped, as
+Mul wants it. Where dynamo says from which weight, or where a TorchScript head is the transposed table of an
+embedding, the weight gets its own name and shape back and a view of it, so that a tie with an embedding holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rematplan.ir import onnx_roles as roles
+from rematplan.ir.graph import Node
+from rematplan.ir.onnx_origins import GENERATED
+from rematplan.ir.onnx_reader import Array, Draft, Origin, Scope
+
+MAX_UNIFORM = 1 << 22  # elements of a weight that is looked at to see whether it is one number throughout
+SAMPLE = 64  # rows and columns compared of two weights that may be each other's transpose
+
+
+def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
+    """The draft with its weights as the module had them, and what a person should know of it.
+
+    ``draft.nodes`` stand in topological order.
+    """
+    edit = _Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
+    restored = _restore_folded(edit, draft)
+    parted = _part_aliases(edit) + _part_shared(edit)
+    said = (
+        restored
+        and f"{restored} weights are stored transposed or reshaped by the export and were turned back",
+        parted
+        and f"{parted} weights that the export merged because their values are equal are trained apart",
+    )
+    found = replace(draft, initialisers=edit.initialisers, origins=edit.origins, nodes=tuple(edit.nodes))
+    return found, tuple(text for text in said if text)
+
+
+@dataclass
+class _Edit:
+    """A draft while it is changed."""
+
+    initialisers: dict[str, Array]
+    origins: dict[str, Origin]
+    nodes: list[Node]
+    scopes: dict[str, Scope]
+    taken: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.taken = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}
+        self.taken.update(i for n in self.nodes for i in n.inputs)
+
+    def fresh(self, name: str) -> str:
+        """The name, or one like it that is free."""
+        k, free = 2, name
+        while free in self.taken:
+            free, k = f"{name}_{k}", k + 1
+        self.taken.add(free)
+        return free
+
+    def float_weight(self, name: str) -> Array | None:
+        array = self.initialisers.get(name)
+        return array if array is not None and array.dtype in roles.FLOATS else None
+
+
+# ------------------------------------------------------------------ transposed and reshaped
+
+
+def _restore_folded(edit: _Edit, draft: Draft) -> int:
+    """Put a view of the weight where a layer reads a copy that was folded from it; how many."""
+    tables = _tables(edit)
+    found: dict[str, tuple[str, _View]] = {}
+    for node in draft.nodes:
+        scope = draft.scopes.get(node.name, Scope())
+        for at, copy in enumerate(node.inputs):
+            view = next((v for v in VIEWS if v.reader(node.op, at, scope.operator)), None)
+            if view is None or node.domain or copy in found or not edit.float_weight(copy):
+                continue
+            name = _source(edit, view, edit.initialisers[copy], scope, tables)
+            if name:
+                found[copy] = (name, view)
+    for copy, (name, view) in found.items():
+        _view_back(edit, copy, name, view)
+    return len(found)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a layer's copy of a weight differs from the weight. ``shape``: the weight's, from the copy's."""
+
+    op: str
+    reader: Callable[[str, int, str], bool]
+    shape: Callable[[tuple[int, ...]], tuple[int, ...] | None]
+    array: Callable[[np.ndarray], np.ndarray]
+
+
+def _channels(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    return shape[:1] if len(shape) > 1 and math.prod(shape[1:]) == 1 else None
+
+
+TRANSPOSED = _View(
+    "Transpose",
+    lambda op, at, operator: op == "MatMul" and at == 1,
+    lambda shape: shape[::-1] if len(shape) == 2 else None,
+    lambda array: np.ascontiguousarray(array.T),
+)
+BROADCAST = _View(  # a group norm's scale and shift, shaped (channels, 1, 1)
+    "Reshape",
+    lambda op, at, operator: op in ("Mul", "Add") and at == 1 and operator.startswith("aten.group_norm"),
+    _channels,
+    lambda array: array.reshape(-1),
+)
+VIEWS = (TRANSPOSED, BROADCAST)
+
+
+def _tables(edit: _Edit) -> Mapping[tuple[int, ...], list[str]]:
+    """Embedding tables by shape."""
+    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for node in edit.nodes:
+        if node.op == "Gather" and (array := edit.float_weight(node.inputs[0])) and len(array.shape) == 2:
+            found[array.shape].append(array.name)
+    return found
+
+
+def _source(
+    edit: _Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
+) -> str:
+    """The name of the weight of which an operand is a view's copy, or ''."""
+    shape = view.shape(copy.shape)
+    if shape is None:
+        return ""
+    told = [s for s in edit.origins.get(copy.name, Origin()).folded_from if "." in s]
+    if len(told) == 1 and (view is BROADCAST or scope.operator.startswith("aten.linear")):
+        stated = edit.initialisers.get(told[0])
+        if stated is None:
+            return told[0] if told[0] not in edit.taken else ""
+        return told[0] if view is TRANSPOSED and _is_transposed(stated, copy) else ""
+    if view is BROADCAST or not GENERATED.match(copy.name):
+        return ""
+    return next((t for t in tables.get(shape, ()) if _is_transposed(edit.initialisers[t], copy)), "")
+
+
+def _is_transposed(stated: Array, copy: Array) -> bool:
+    """Whether a sample of one is the same in the other's transpose (random values are never equal by chance)."""
+    if stated.shape != copy.shape[::-1] or stated.dtype != copy.dtype or 0 in stated.shape:
+        return False
+    a, b = stated.load(), copy.load()
+    rows, columns = (np.unique(np.linspace(0, n - 1, min(SAMPLE, n)).astype(int)) for n in a.shape)
+    mine = np.asarray(a[np.ix_(rows, columns)])
+    return bool(np.array_equal(mine, b[np.ix_(columns, rows)].T) and (mine != mine.flat[0]).any())
+
+
+def _view_back(edit: _Edit, copy: str, name: str, view: _View) -> None:
+    stored = edit.initialisers.pop(copy)
+    if name not in edit.initialisers:
+        edit.taken.add(name)
+        shape = view.shape(stored.shape) or stored.shape
+        edit.initialisers[name] = Array(name, stored.dtype, shape, lambda: view.array(stored.load()))
+        edit.origins[name] = Origin("PARAMETER")
+    readers: dict[str, list[int]] = defaultdict(list)  # by module: each looks at the weight by itself
+    for at, node in enumerate(edit.nodes):
+        if copy in node.inputs:
+            readers[edit.scopes.get(node.name, Scope()).module].append(at)
+    views = {}
+    for module, places in readers.items():
+        views[places[0]] = node = _view_node(edit, name, stored.shape, view, edit.nodes[places[0]].version)
+        edit.scopes[node.name] = Scope(module)
+        for at in places:
+            edit.nodes[at] = _renamed(edit.nodes[at], {copy: node.outputs[0]})
+    edit.nodes[:] = [n for at, node in enumerate(edit.nodes) for n in (views.get(at), node) if n is not None]
+
+
+def _view_node(edit: _Edit, name: str, shape: tuple[int, ...], view: _View, version: int) -> Node:
+    seen = edit.fresh(f"{name}.{view.op}")
+    if view is TRANSPOSED:
+        return Node(seen, "Transpose", "", version, (name,), (seen,), {"perm": (1, 0)})
+    sizes = np.asarray(shape, np.int64)
+    stated = edit.fresh(f"{seen}.shape")
+    edit.initialisers[stated] = Array(stated, "int64", sizes.shape, lambda: sizes)
+    return Node(seen, "Reshape", "", version, (name, stated), (seen,))
+
+
+def _renamed(node: Node, names: Mapping[str, str]) -> Node:
+    if not any(i in names for i in node.inputs):
+        return node
+    return replace(node, inputs=tuple(names.get(i, i) for i in node.inputs))
+
+
+# ------------------------------------------------------------------ merged
+
+
+def _part_aliases(edit: _Edit) -> int:
+    """Give an Identity of a merged weight a weight of its own; how many."""
+    if any(_trains(node) for node in edit.nodes):
+        return 0
+    kept, parted = [], 0
+    for node in edit.nodes:
+        array = edit.float_weight(node.inputs[0]) if node.op == "Identity" and not node.domain else None
+        if array is None or not _merged(array, node.outputs[0]):
+            kept.append(node)
+            continue
+        edit.initialisers[node.outputs[0]] = replace(array, name=node.outputs[0])
+        parted += 1
+    edit.nodes[:] = kept
+    return parted
+
+
+def _trains(node: Node) -> bool:
+    """Whether the node is in training form."""
+    return node.op == "BatchNormalization" and roles.trains_statistics(node)
+
+
+def _merged(array: Array, other: str) -> bool:
+    """Whether a weight of that other name is equal to this one without being tied to it."""
+    return _is_uniform(array) or (array.name != other and _layer(array.name) == _layer(other))
+
+
+def _layer(name: str) -> str:
+    """A name without its layer numbers."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _is_uniform(array: Array) -> bool:
+    if not 1 < math.prod(array.shape) <= MAX_UNIFORM:
+        return False
+    values = array.load().ravel()
+    return bool((values == values[0]).all())
+
+
+def _part_shared(edit: _Edit) -> int:
+    """Give each module that reads another module's weight one of its own, if the two were merged; how many."""
+    modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for at, node in enumerate(edit.nodes):
+        for name in dict.fromkeys(node.inputs):
+            if node.name in edit.scopes and edit.float_weight(name):
+                modules[name][edit.scopes[node.name].module].append(at)
+    parted = 0
+    for name, readers in modules.items():
+        owner, _, leaf = name.rpartition(".")
+        others = [m for m in readers if m and m != owner]
+        if owner not in readers or not others or not _may_part(edit, name, leaf, others):
+            continue
+        for module in others:
+            _own_weight(edit, name, f"{module}.{leaf}", readers[module])
+        parted += len(others)
+    return parted
+
+
+def _may_part(edit: _Edit, name: str, leaf: str, others: Iterable[str]) -> bool:
+    array = edit.initialisers[name]
+    return all(_layer(name) == _layer(f"{m}.{leaf}") for m in others) or _is_uniform(array)
+
+
+def _own_weight(edit: _Edit, name: str, wanted: str, readers: Iterable[int]) -> None:
+    own = edit.fresh(wanted)
+    edit.initialisers[own] = replace(edit.initialisers[name], name=own)
+    if name in edit.origins:
+        edit.origins[own] = edit.origins[name]
+    for at in readers:
+        edit.nodes[at] = _renamed(edit.nodes[at], {name: own})

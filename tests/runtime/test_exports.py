@@ -1,0 +1,177 @@
+"""Files that people have: torch's own exports, by both exporters, against the module they were made from."""
+
+import copy
+import functools
+import warnings
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rematplan.ir.onnx_loader import load_onnx
+from rematplan.runtime.onnx_module import OnnxModule, onnx_name
+
+
+class Convolutional(nn.Module):
+    """Convolutions, a group norm that exports as arithmetic, a skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.first, self.second = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.out = nn.Conv2d(11, 4, 1)
+
+    def forward(self, x):
+        h = F.silu(self.first(self.down(x)))
+        h = self.second(self.up(h))
+        h = torch.cat(
+            [F.interpolate(h, scale_factor=2, mode="bilinear"), F.interpolate(x, scale_factor=2)], 1
+        )
+        return self.out(F.max_pool2d(h, 2))
+
+
+class Block(nn.Module):
+    def __init__(self, d, causal):
+        super().__init__()
+        self.causal = causal
+        self.qkv, self.o = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)  # equal when fresh: exporters merge them
+        self.mlp = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = (p.view(b, t, 2, d // 2).transpose(1, 2) for p in self.qkv(self.n1(x)).split(d, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.n2(x))
+
+
+class Language(nn.Module):
+    """Embeddings, a tied head, a scalar parameter, a buffer."""
+
+    def __init__(self, d=16):
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(20, d), nn.Sequential(Block(d, True), Block(d, True))
+        self.places = nn.Parameter(torch.randn(8, d) * 0.1)
+        self.register_buffer("fixed", torch.randn(8, d) * 0.1)
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, 20, bias=False)
+        self.head.weight = self.tokens.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, i):
+        h = self.blocks(self.tokens(i) + self.places + self.fixed)
+        return self.head(self.norm(h)) * self.gain
+
+
+class Copies(nn.Module):
+    """Layers made by copying: equal random values, and not tied."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.layers = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+NETS = {
+    "convolutional": (Convolutional, lambda: torch.randn(2, 3, 16, 16)),
+    "language": (Language, lambda: torch.randint(0, 20, (2, 8))),
+    "copies": (Copies, lambda: torch.randn(2, 3, 6)),
+}
+EXPORTS = {
+    "dynamo": {"dynamo": True},
+    "dynamo-20": {"dynamo": True, "opset_version": 20},
+    "dynamo-batch": {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},)},
+    "script-13": {"dynamo": False, "opset_version": 13},
+    "script-17": {"dynamo": False, "opset_version": 17},
+}
+CASES = [
+    *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
+    *(("language", e) for e in ("dynamo", "dynamo-20", "dynamo-batch", "script-17")),
+    *(("copies", e) for e in ("dynamo", "script-13")),
+]
+
+
+@functools.cache
+def exported(folder, net, how):
+    """The original module, its input, the file."""
+    torch.manual_seed(0)
+    make, inputs = NETS[net]
+    module, x = make().eval(), inputs()
+    path = folder / f"{net}-{how}.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, (x,), path, verbose=False, **EXPORTS[how])
+    return module, x, path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("exports")
+
+
+@functools.cache
+def both(folder, net, how):
+    """Both modules after one backward of the same loss, and the graph."""
+    module, x, path = exported(folder, net, how)
+    declared = onnx.load(path, load_external_data=False).graph.input[0].type.tensor_type.shape.dim
+    graph = load_onnx(path, {d.dim_param: 2 for d in declared if d.dim_param})
+    ours = OnnxModule(graph).train()
+    (y,) = ours(x)
+    wanted = module(x)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    return module, {onnx_name(n): p for n, p in ours.named_parameters()}, graph
+
+
+@pytest.mark.parametrize(("net", "how"), CASES)
+def test_exports_compute_and_differentiate_as_their_module(folder, net, how):
+    module, ours, _ = both(folder, net, how)
+    theirs = {**dict(module.named_parameters(remove_duplicate=False))}
+    common = [n for n in ours if n in theirs and theirs[n].shape == ours[n].shape]
+    assert len(common) >= len(dict(module.named_parameters())) // 2
+    for name in common:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+    # TorchScript files do not tell a buffer from a parameter
+    buffers = sum(b.numel() for b in module.buffers()) if how.startswith("script") else 0
+    assert sum(p.numel() for p in ours.values()) == sum(p.numel() for p in module.parameters()) + buffers
+
+
+@pytest.mark.parametrize(("net", "how"), [c for c in CASES if c[1].startswith("dynamo")])
+def test_dynamo_exports_have_all_parameters_by_name(folder, net, how):
+    module, ours, _ = both(folder, net, how)
+    theirs = dict(module.named_parameters(remove_duplicate=False))
+    assert {n: theirs[n].shape for n in ours} == {n: p.shape for n, p in ours.items()}
+    assert {id(theirs[n]) for n in ours} == {id(p) for p in module.parameters()}
+
+
+def test_what_was_undone_is_said(folder):
+    _, _, graph = both(folder, "language", "dynamo")
+    assert any("turned back" in n for n in graph.notes)
+    assert any("trained apart" in n for n in graph.notes)
+    roles = {w.name: w.role for w in graph.weights}
+    assert roles["fixed"] == "constant"
+    assert roles["gain"] == "parameter"
+
+
+def test_large_weights_stay_outside_the_file(folder):
+    _, _, path = exported(folder, "language", "dynamo")
+    assert path.with_name(path.name + ".data").exists()
+
+
+def test_batch_norm_that_dynamo_folds_away_is_said(tmp_path):
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            net.train(), (torch.randn(2, 3, 8, 8),), tmp_path / "n.onnx", dynamo=True, verbose=False
+        )
+    assert any("looks like a folded inference export" in n for n in load_onnx(tmp_path / "n.onnx").notes)
