@@ -1,7 +1,8 @@
 """Proven floors: of the overhead of any schedule within a budget, and of the peak of any schedule at all.
 
-They hold for every order of the ops, any number of runs of each, and frees anywhere. docs/lower-bound.md has the proofs.
-Only the solver's dual bound is used, never the value of a solution it found, less a margin for its arithmetic.
+They hold for every order of the ops, any number of runs of each, and frees anywhere. docs/lower-bound.md has
+the proofs. Only the solver's dual bound is used, never the value of a solution it found, less a margin for
+its arithmetic.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.plan import Plan
 
 CUTS = ((1, 0.05), (4, 0.05), (8, 0.3), (12, 0.6))
-"""Number of cuts and the share of the backward half that they cover, from the quickest program to the strongest."""
+"""Number of cuts and the share of the backward half that they cover, from the quickest program to the
+strongest."""
 
 MARGIN = 0.01
-"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5 variables."""
+"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5
+variables."""
 
 TINY = 1e-5
-"""Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE` ops."""
+"""Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE`
+ops."""
 LARGE = 200
 TOO_LARGE = 60_000
 """Variables beyond which only the relaxation is solved."""
@@ -62,7 +66,8 @@ class BoundSearch:
         self._stopped = False
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
-        """Solve programs of rising strength for up to ``time_limit`` seconds; returns, and keeps, the best bound.
+        """Solve programs of rising strength for up to ``time_limit`` seconds; returns, and keeps, the best
+        bound.
 
         ``enough``: asked after each program with the bound so far; True ends the search.
         """
@@ -93,8 +98,9 @@ class BoundSearch:
         return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
-        """End the search once the program being solved is done or given up: by then it has taken at most twice as long
-        as now, or `FIRST` seconds (HiGHS cannot be interrupted; SCIP can, but writes errors to the terminal)."""
+        """End the search once the program being solved is done or given up: by then it has taken at most
+        twice as long as now, or `FIRST` seconds (HiGHS cannot be interrupted; SCIP can, but writes errors to
+        the terminal)."""
         self._stopped = True
 
     def _floor(self) -> float:
@@ -144,14 +150,16 @@ def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> 
 
 @dataclass(frozen=True, slots=True)
 class PeakBound:
-    """No schedule has a peak below ``bytes``. ``op`` bounds it: its working set does; None: inputs and outputs do."""
+    """No schedule has a peak below ``bytes``. ``op`` bounds it: its working set does; None: inputs and
+    outputs do."""
 
     bytes: int
     op: str | None
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """The largest working set among the ops that every schedule must run, inputs included; or what the end holds."""
+    """The largest working set among the ops that every schedule must run, inputs included; or what the end
+    holds."""
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed

@@ -15,9 +15,9 @@ from rematplan.planner.simulator import resident_bytes
 
 @dataclass(frozen=True)
 class Precedence:
-    """``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write a tensor that is no input.
-    ``before[v]``: the recipes that must precede v, v itself included, as a bit mask. ``needed``: those that every
-    schedule must run."""
+    """``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write a tensor that is no
+    input. ``before[v]``: the recipes that must precede v, v itself included, as a bit mask. ``needed``: those
+    that every schedule must run."""
 
     recipes: tuple[Op, ...]
     makers: dict[str, tuple[int, ...]]
@@ -26,10 +26,12 @@ class Precedence:
 
 
 def precedence(graph: TrainingGraph) -> Precedence:
-    """The must-precede sets: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the greatest solution.
+    """The must-precede sets: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the greatest
+    solution.
 
-    Without inverses each tensor has one recipe and one pass in the base order finds the ancestors. With them the
-    equations are those of dominators, and are iterated downwards from «everything». O(passes · reads · n / 64).
+    Without inverses each tensor has one recipe and one pass in the base order finds the ancestors. With them
+    the equations are those of dominators, and are iterated downwards from «everything». O(passes · reads · n
+    / 64).
     """
     recipes = (*graph.ops, *graph.inverses)
     makers: dict[str, list[int]] = {}
@@ -63,10 +65,11 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """A chain of ops, each of which must precede the next, with the bytes that the base order holds while each runs.
+    """A chain of ops, each of which must precede the next, with the bytes that the base order holds while
+    each runs.
 
-    It is the path through tensors with a single recipe whose bytes sum highest: it follows the backbone of the network,
-    forward and back. Longest path, linear in the reads. Only needed ops are on it.
+    It is the path through tensors with a single recipe whose bytes sum highest: it follows the backbone of
+    the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
     """
     schedule = with_frees(graph, [op.name for op in graph.ops])
     series = resident_bytes(graph, schedule)
@@ -90,19 +93,24 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
 def choose_cuts(
     graph: TrainingGraph, chain: Sequence[tuple[int, int]], budget: int, count: int, share: float
 ) -> list[int]:
-    """About ``count`` ops of the chain to cut at: the one that holds most in the base order, and in each of ``count``
-    even stretches the one with the largest working set.
+    """Ops of the chain to cut at: the one that holds most in the base order, those with the largest working
+    sets, and in each of ``count`` even stretches the one with the largest.
 
-    The stretches cover the first ``share`` of the chain's backward half, where memory is tight (later cuts add little);
-    of the part that exceeds the budget where there is no backward half.
+    The stretches cover the first ``share`` of the chain's backward half, where memory is tight (later cuts
+    add little); of the part that exceeds the budget where there is no backward half.
     """
     if not chain:
         return []
     start, stop = _tight_part(graph, chain, budget, share)
+
+    def hunger(k: int) -> int:
+        return -working_set(graph, chain[k][0])
+
     picked = {max(range(len(chain)), key=lambda k: chain[k][1])}
+    picked.update(sorted(range(start, len(chain)), key=hunger)[: 1 + count // 4])
     for j in range(count):
         low, high = (start + (stop - start) * e // count for e in (j, j + 1))
-        picked.update(sorted(range(low, high), key=lambda k: -working_set(graph, chain[k][0]))[:1])
+        picked.update(sorted(range(low, high), key=hunger)[:1])
     return [chain[k][0] for k in sorted(picked)]
 
 

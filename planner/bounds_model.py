@@ -1,9 +1,10 @@
 """The multi-cut integer program whose optimum no schedule can undercut; docs/lower-bound.md has the proof.
 
-Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the first run of bᵢ. Interval i is from τᵢ on (from the
-start, for i = 0) until just before τᵢ₊₁ (until the end, for i = K).
+Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the first run of bᵢ. Interval i is from τᵢ on
+(from the start, for i = 0) until just before τᵢ₊₁ (until the end, for i = K).
 
-    x[v,i] = recipe v runs in interval i          h[t,i] = tensor t is resident just before τᵢ (at the end, i = K + 1)
+    x[v,i] = recipe v runs in interval i
+    h[t,i] = tensor t is resident just before τᵢ (at the end, for i = K + 1)
 
     min Σ c_v x[v,i]
     (read)    x[v,i] ≤ h[t,i] + Σ_{u writes t} x[u,i]          t read by v
@@ -89,7 +90,8 @@ COST_UNIT = 1e-6
 
 
 class CutProgram:
-    """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only lowers it."""
+    """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only
+    lowers it."""
 
     def __init__(
         self, graph: TrainingGraph, order: Precedence, cuts: Sequence[int], budget: int, tiny: int
@@ -116,7 +118,8 @@ class CutProgram:
         return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
 
     def _deadline(self, v: int) -> int:
-        """The interval by whose start v must have run; K + 1 if only by the end, K + 2 if it need not run at all."""
+        """The interval by whose start v must have run; K + 1 if only by the end, K + 2 if it need not run at
+        all."""
         for j, b in enumerate(self.cuts):
             if b != v and self.order.before[b] >> v & 1:
                 return j + 1
@@ -167,8 +170,8 @@ class CutProgram:
     def _write_suffix_rows(self) -> None:
         """y[v,i] = v runs in interval i or later.
 
-        Implied for integers; in the relaxation these rows say that what several intervals share is paid for once.
-        Without them more cuts make it weaker; with them, never.
+        Implied for integers; in the relaxation these rows say that what several intervals share is paid for
+        once. Without them more cuts make it weaker; with them, never.
         """
         y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
         for i in range(self.last - 1, 0, -1):

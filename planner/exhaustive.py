@@ -1,7 +1,9 @@
-"""Exhaustive search over all schedules of a tiny problem: the optimum, or nothing where the problem is not tiny.
+"""Exhaustive search over all schedules of a tiny problem: the optimum, or nothing where the problem is not
+tiny.
 
-Dijkstra's algorithm over sets of resident tensors; the steps are «run a recipe» at its cost and «free a tensor» at none.
-Any order, any number of runs, inverses too. Up to 2^tensors states, so the number of states is capped.
+Dijkstra's algorithm over sets of resident tensors; the steps are «run a recipe» at its cost and «free a
+tensor» at none. Any order, any number of runs, inverses too. Up to 2^tensors states, so the number of states
+is capped.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ MOST_STATES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """``cost``: the least cost of any schedule within the budget, inf if there is none. ``runs``: such a schedule's."""
+    """``cost``: the least cost of any schedule within the budget, inf if there is none. ``runs``: such a
+    schedule's."""
 
     cost: float
     runs: tuple[str, ...]
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if too many states were met."""
+    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if too many states were
+    met."""
     names = [t.name for t in graph.tensors if t.name not in set(graph.inputs)]
     bit = {t: 1 << i for i, t in enumerate(names)}
     size = [graph.size[t] for t in names]

@@ -18,9 +18,9 @@ def kernel(loop: Loop) -> Loop:
     return compiled(loop)
 
 
-def compiled(loop: Loop, **options: bool) -> Loop:
-    """As `kernel`, with options of ``numba.njit``."""
+def compiled(loop: Loop, *, fastmath: bool = False, nogil: bool = False) -> Loop:
+    """As `kernel`. ``fastmath``: sums may be reordered. ``nogil``: other Python threads run meanwhile."""
     try:
-        return cast(Loop, numba.njit(cache=True, **options)(loop))
+        return cast(Loop, numba.njit(cache=True, fastmath=fastmath, nogil=nogil)(loop))
     except RuntimeError:  # numba found no folder for its cache
-        return cast(Loop, numba.njit(**options)(loop))
+        return cast(Loop, numba.njit(fastmath=fastmath, nogil=nogil)(loop))

@@ -1,10 +1,12 @@
 """Annealing of the op sequence itself: a whole-schedule planner for any DAG.
 
-`Annealer` holds one sequence and cools it in slices, so that progress is shown and an interruption or a time limit
-still leaves the best feasible sequence found. Moves and state are in `sequence_moves` and `sequence_state`.
+`Annealer` holds one sequence and cools it in slices, so that progress is shown and an interruption or a time
+limit still leaves the best feasible sequence found. Moves and state are in `sequence_moves` and
+`sequence_state`.
 
-Guarantees: every sequence it returns is a valid plan within the budget (the simulator has the last word in the caller);
-given a seed and a number of moves the result is the same on every run. No guarantee of optimality: see `bounds`.
+Guarantees: every sequence it returns is a valid plan within the budget (the simulator has the last word in
+the caller); given a seed and a number of moves the result is the same on every run. No guarantee of
+optimality: see `bounds`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from itertools import accumulate
 import numpy as np
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.kernel import kernel
 from rematplan.planner.sequence_moves import anneal
 from rematplan.planner.sequence_state import (
     BEST,
@@ -31,20 +34,19 @@ from rematplan.planner.sequence_state import (
     Ints,
     Problem,
     State,
-    kernel,
     link,
 )
 
 EXACT = 2**52
-"""Sizes are summed in float64; larger problems are counted in coarser units, sizes rounded up, budgets down."""
+"""Sizes are summed in float64; larger problems are counted in coarser units: sizes up, budgets down."""
 
 LOG = 4096
 ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """The ops that must run, in the base order: those that an output depends on, those that draw random numbers, those
-    that write nothing (they are there for what they do), and whatever these depend on."""
+    """The ops that must run, in the base order: those that an output depends on, those that draw random
+    numbers, those that write nothing (they are there for what they do), and whatever these depend on."""
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
     kept: list[Op] = []
@@ -78,15 +80,16 @@ class Annealer:
         self.overflows = 0
 
     def load(self, runs: Sequence[str], budget: int) -> None:
-        """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best so far."""
+        """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best
+        so far."""
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
         value = self.state.value
         value[PRICE] = 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Whether a sequence can be a start: every needed op runs, no inverse does, and first runs are in the order
-        that must be kept."""
+        """Whether a sequence can be a start: every needed op runs, no inverse does, and first runs are in the
+        order that must be kept."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
@@ -98,8 +101,8 @@ class Annealer:
         )
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the runs
-        anew. Returns the number of moves made."""
+        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the
+        runs anew. Returns the number of moves made."""
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
@@ -169,7 +172,8 @@ class Annealer:
 
 
 def compile_kernels() -> None:
-    """Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays for it."""
+    """Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays
+    for it."""
     tensors = (Tensor("a", 1), Tensor("b", 1))
     ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
     annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
@@ -232,7 +236,7 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
     state = State(
         op=ints(nodes), slot=ints(nodes), prev=ints(nodes), next=ints(nodes),
-        first=ints(ops), last=ints(ops), count=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
+        first=ints(ops), last=ints(ops), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
         free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
         multi=ints(ops), chain=ints(64), queue=ints(LOG), best=ints(nodes),

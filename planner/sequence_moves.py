@@ -1,8 +1,8 @@
 """The moves of the sequence annealer and its inner loop.
 
-Source: FastSA (NeurIPS 2023) anneals the op sequence with single additions, removals and rotations; here an addition
-brings a whole chain of recomputations, and deletes the runs that it leaves without readers, so that recomputation can
-turn into delay.
+Source: FastSA (NeurIPS 2023) anneals the op sequence with single additions, removals and rotations; here an
+addition brings a whole chain of recomputations, and deletes the runs that it leaves without readers, so that
+recomputation can turn into delay.
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
     op = S.op[node]
     if S.prev[node] >= 0 or P.after[op] < 0:
         return True
-    return S.slot[S.next[node]] < S.slot[S.first[P.after[op]]]
+    return bool(S.slot[S.next[node]] < S.slot[S.first[P.after[op]]])
 
 
 @kernel
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove the first ``waiting`` queued nodes as far as nothing reads them, and what only they read, and so on."""
+    """Remove the first ``waiting`` queued nodes as far as nothing reads them, and what only they read, and so
+    on."""
     while waiting > 0:
         waiting -= 1
         node = S.queue[waiting]
@@ -86,7 +87,7 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
         if slot < 0 or S.number[LOGGED] >= S.log.shape[0]:
             continue
         op = S.op[node]
-        if S.count[op] < 2 or not is_unread(P, S, node) or not keeps_order(P, S, node):
+        if S.runs[op] < 2 or not is_unread(P, S, node) or not keeps_order(P, S, node):
             continue
         do_remove(P, S, node)
         waiting = queue_servers(P, S, op, slot, waiting)
@@ -109,7 +110,7 @@ def remove_one(P: Problem, S: State) -> bool:
         return False
     op = S.multi[below(S, S.number[MULTI])]
     node = S.last[op]
-    for _ in range(below(S, S.count[op] - 1)):
+    for _ in range(below(S, S.runs[op] - 1)):
         node = S.prev[node]
     slot = S.slot[node]
     do_remove(P, S, node)
@@ -194,7 +195,8 @@ def choose_slot(S: State, over: bool) -> int:
 
 @kernel
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """A random (reader, tensor, last use before it) where the tensor is idle across the slot; reader -1: none found."""
+    """A random (reader, tensor, last use before it) where the tensor is idle across the slot; reader -1: none
+    found."""
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
         op, place = S.op[reader], S.slot[reader]
@@ -213,7 +215,8 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @kernel
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next read.
+    """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
+    read.
 
     ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
     """
@@ -241,7 +244,8 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @kernel
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their number.
+    """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their
+    number.
 
     For each read that is gone by then: run its producer again if holding it costs more, or by coin.
     0 if the chain costs more than ``limit`` or grows too long.
@@ -254,7 +258,7 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
         member = S.chain[at]
         at += 1
         before = run_before(S, member, slot)
-        if S.count[member] > 0 and not ends_before(P, S, before, slot):
+        if S.runs[member] > 0 and not ends_before(P, S, before, slot):
             cost += P.cost[member]
         if cost > limit:
             break
@@ -298,7 +302,7 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 @kernel
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
     """Whether an op's first run may stand at a slot, seen from the op that must come after it."""
-    return P.after[op] < 0 or slot <= S.slot[S.first[P.after[op]]]
+    return bool(P.after[op] < 0 or slot <= S.slot[S.first[P.after[op]]])
 
 
 @kernel
@@ -345,7 +349,8 @@ def keep_best(S: State) -> None:
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
     """Make some moves while the temperature falls geometrically from ``hot`` to ``cold``.
 
-    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the number of moves made.
+    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the
+    number of moves made.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

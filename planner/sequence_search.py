@@ -1,8 +1,9 @@
-"""How the annealer's time is spent: rounds of cooling, each twice as long as the one before, hot ones and reheated ones.
+"""How the annealer's time is spent: rounds of cooling, each twice as long as the one before, hot ones and
+reheated ones.
 
-A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start anew
-although nothing feasible is known starts from the best start instead. Doubling keeps small problems short and leaves
-large ones to one slow cooling.
+A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start
+anew although nothing feasible is known starts from the best start instead. Doubling keeps small problems
+short and leaves large ones to one slow cooling.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputati
 
 @dataclass
 class Effort:
-    """What a search may spend: seconds, or moves if ``moves`` is not 0 (the result then is the same on every machine).
+    """What a search may spend: seconds, or moves if ``moves`` is not 0 (the result then is the same on every
+    machine).
 
     Everything is counted in the one unit or the other.
     """
@@ -80,8 +82,8 @@ def _started() -> float:
 
 
 def _hot(ops: int) -> float:
-    """The temperature of a hot round, percent of the base cost: about an op's share in small problems, less in large
-    ones, which have no time to cool from there."""
+    """The temperature of a hot round, percent of the base cost: about an op's share in small problems, less
+    in large ones, which have no time to cool from there."""
     return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
 
 
@@ -153,7 +155,8 @@ class Search:
         self.ended_early = stale >= STALE
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the starts."""
+        """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
+        starts."""
         annealer = self.annealer
         if k % 2 and self.best is not None:
             annealer.load(runs_of(self.best.schedule), self.budget)
@@ -171,7 +174,7 @@ class Search:
             moves = annealer.cool(moves, hot * (COLD / hot) ** share, hot * (COLD / hot) ** end, mode)
             effort.made(moves, time.monotonic() - clock)
             self._take(annealer)
-            self.report(min(1.0, effort.spent() / effort.total), self.best and self.best.estimate.overhead)
+            self._report(effort)
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, effort.spent() + length)
@@ -179,8 +182,8 @@ class Search:
     def descend(self, effort: Effort, until: float) -> None:
         """Lower the smallest peak step by step, down to the budget or until ``until`` is spent.
 
-        Each step asks for a peak a little below the smallest and cools at one temperature until a sequence has it; a
-        step that fails halves the next.
+        Each step asks for a peak a little below the smallest and cools at one temperature until a sequence
+        has it; a step that fails halves the next.
         """
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
         while self.least.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
@@ -194,7 +197,7 @@ class Search:
                 moves = annealer.cool(moves, DESCENT, DESCENT, UNTIL_FEASIBLE)
                 effort.made(moves, time.monotonic() - clock)
                 tried += moves
-                self.report(min(1.0, effort.spent() / effort.total), None)
+                self._report(effort)
             if annealer.feasible:
                 self._offer(annealer.best())
             else:
@@ -208,13 +211,18 @@ class Search:
             self._offer(annealer.best())
 
     def _offer(self, runs: Sequence[str]) -> None:
-        """Price a sequence with the simulator; keep it if it is the best plan, or the one of the smallest peak."""
+        """Price a sequence with the simulator; keep it if it is the best plan, or the one of the smallest
+        peak."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan
         fits = plan.estimate.peak <= self.budget
         if fits and (self.best is None or plan.estimate.cost < self.best.estimate.cost):
             self.best = plan
+
+    def _report(self, effort: Effort) -> None:
+        best = self.best
+        self.report(min(1.0, effort.spent() / effort.total), None if best is None else best.estimate.overhead)
 
     def _satisfied(self) -> bool:
         return self.enough(self.overhead)

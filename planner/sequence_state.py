@@ -1,16 +1,19 @@
-"""The state of the sequence annealer, and its three reversible edits: insert a run, remove a run, shift a run.
+"""The state of the sequence annealer, and its three reversible edits: insert a run, remove a run, shift a
+run.
 
-The sequence of runs, repeats included, is the whole plan: a read is served by the latest run of its producer before
-it, and a copy lives from its run to its last read before the producer's next run (`schedule.with_frees` has the same
-rule, and no other choice of frees has a lower peak). A virtual last op reads all outputs.
+The sequence of runs, repeats included, is the whole plan: a read is served by the latest run of its producer
+before it, and a copy lives from its run to its last read before the producer's next run
+(`schedule.with_frees` has the same rule, and no other choice of frees has a lower peak). A virtual last op
+reads all outputs.
 
-Runs are nodes with fixed numbers; nodes stand in slots, about half of which are empty, so that an insertion moves few
-of them. ``mem[slot]`` is the bytes of the copies alive there, exact for empty slots too; ``cap[slot]`` is what may be
-alive there (budget − workspace, or `NO_CAP` where the slot is empty). The penalty is Σ max(0, mem − cap). Sizes are
-float64 holding integers below 2^53, so sums are exact and the loops vectorise.
+Runs are nodes with fixed numbers; nodes stand in slots, about half of which are empty, so that an insertion
+moves few of them. ``mem[slot]`` is the bytes of the copies alive there, exact for empty slots too;
+``cap[slot]`` is what may be alive there (budget − workspace, or `NO_CAP` where the slot is empty). The
+penalty is Σ max(0, mem − cap). Sizes are float64 holding integers below 2^53, so sums are exact and the loops
+vectorise.
 
-Every edit leaves a valid sequence and is logged; `undo` replays the log backwards. Where nodes stand within the gaps is
-no part of the logical state, so undo need not restore it.
+Every edit leaves a valid sequence and is logged; `undo` replays the log backwards. Where nodes stand within
+the gaps is no part of the logical state, so undo need not restore it.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ def free_kernel(function: F) -> F:
 class Problem(NamedTuple):
     """The problem as arrays. Tensors that are inputs are left out; op ``n - 1`` is the virtual end.
 
-    ``x_at[i]:x_at[i + 1]`` are the places of row i in ``x``. ``cost`` is in percent of the base cost. ``before`` and
-    ``after``: the neighbours of an op among those whose first runs must keep their order, or -1.
+    ``x_at[i]:x_at[i + 1]`` are the places of row i in ``x``. ``cost`` is in percent of the base cost.
+    ``before`` and ``after``: the neighbours of an op among those whose first runs must keep their order, or
+    -1.
     """
 
     reads_at: Ints
@@ -75,8 +79,9 @@ class Problem(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sequence. Indexed by node: ``op slot prev next`` (``prev`` and ``next`` run of the same op, ``slot`` -1 when
-    not in the sequence); by op: ``first last count place stamp``; by slot: ``at mem cap``."""
+    """The sequence. Indexed by node: ``op slot prev next`` (``prev`` and ``next`` run of the same op,
+    ``slot`` -1 when not in the sequence); by op: ``first last runs place stamp``; by slot: ``at mem
+    cap``."""
 
     op: Ints
     slot: Ints
@@ -84,7 +89,7 @@ class State(NamedTuple):
     next: Ints
     first: Ints
     last: Ints
-    count: Ints
+    runs: Ints
     place: Ints
     stamp: Ints
     at: Ints
@@ -130,12 +135,13 @@ def run_before(S: State, op: int, slot: int) -> int:
     node = S.last[op]
     while node >= 0 and S.slot[node] >= slot:
         node = S.prev[node]
-    return node
+    return int(node)
 
 
 @kernel
 def last_read(P: Problem, S: State, tensor: int, start: int, stop: int, skip: int) -> int:
-    """The slot of the last read of a tensor in (start, stop), the node ``skip`` apart; ``start`` if there is none."""
+    """The slot of the last read of a tensor in (start, stop), the node ``skip`` apart; ``start`` if there is
+    none."""
     latest = start
     for k in range(P.readers_at[tensor], P.readers_at[tensor + 1]):
         node = S.last[P.readers[k]]
@@ -161,7 +167,7 @@ def end_of(P: Problem, S: State, tensor: int, node: int) -> int:
 def is_unread(P: Problem, S: State, node: int) -> bool:
     """Whether nothing reads any copy that the node writes."""
     op = S.op[node]
-    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
         if end_of(P, S, P.writes[k], node) > S.slot[node]:
             return False
     return True
@@ -173,7 +179,7 @@ def node_after(S: State, slot: int) -> int:
     s = slot + 1
     while S.at[s] < 0:
         s += 1
-    return S.at[s]
+    return int(S.at[s])
 
 
 @kernel
@@ -197,7 +203,7 @@ def make_room(P: Problem, S: State, node: int) -> int:
         while slot > right - 4 and S.at[slot - 1] < 0:
             slot -= 1
         S.mem[slot] = across
-        return slot
+        return int(slot)
     down, up = right - 1, right
     while True:
         if down > 0 and S.at[down] < 0:
@@ -215,7 +221,7 @@ def make_room(P: Problem, S: State, node: int) -> int:
     S.at[slot] = -1
     S.mem[slot] = across
     S.cap[slot] = NO_CAP
-    return slot
+    return int(slot)
 
 
 @kernel
@@ -252,8 +258,8 @@ def link(S: State, node: int, op: int, before: int) -> None:
         S.prev[after] = node
     else:
         S.last[op] = node
-    S.count[op] += 1
-    if S.count[op] == 2:
+    S.runs[op] += 1
+    if S.runs[op] == 2:
         S.place[op] = S.number[MULTI]
         S.multi[S.number[MULTI]] = op
         S.number[MULTI] += 1
@@ -271,8 +277,8 @@ def unlink(S: State, node: int, op: int) -> None:
         S.prev[after] = before
     else:
         S.last[op] = before
-    S.count[op] -= 1
-    if S.count[op] == 1:
+    S.runs[op] -= 1
+    if S.runs[op] == 1:
         S.number[MULTI] -= 1
         moved = S.multi[S.number[MULTI]]
         S.multi[S.place[op]] = moved
@@ -281,7 +287,8 @@ def unlink(S: State, node: int, op: int) -> None:
 
 @kernel
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Run an op just before the node ``right``: its reads are held until then, later reads of its writes move to it."""
+    """Run an op just before the node ``right``: its reads are held until then, later reads of its writes move
+    to it."""
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -309,7 +316,8 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @kernel
 def remove(P: Problem, S: State, node: int) -> None:
-    """Undo of `insert`: the run before serves the reads (there must be one, unless nothing reads this run's copies)."""
+    """Undo of `insert`: the run before serves the reads (there must be one, unless nothing reads this run's
+    copies)."""
     op, slot, before = S.op[node], S.slot[node], S.prev[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -371,7 +379,7 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
     note(S, INSERTED, node, right)
-    return node
+    return int(node)
 
 
 @kernel

@@ -26,9 +26,9 @@ def smallest_peak(
 ) -> Plan:
     """The plan of the smallest peak found, and of the least overhead found at that peak.
 
-    It starts from the base order and ``starts`` (the block strategies' plans of least memory), and asks for less and
-    less. `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. ``moves``, if not 0,
-    replaces the time limit, which makes the plan the same on every machine.
+    It starts from the base order and ``starts`` (the block strategies' plans of least memory), and asks for
+    less and less. `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak.
+    ``moves``, if not 0, replaces the time limit, which makes the plan the same on every machine.
     """
     effort = Effort(time_limit, moves)
     floor = min_peak_bound(graph).bytes

@@ -1,4 +1,5 @@
-"""Anneal: simulated annealing of the whole op sequence, any DAG, recomputation at any point and any number of times."""
+"""Anneal: simulated annealing of the whole op sequence, any DAG, recomputation at any point and any number of
+times."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 class Anneal(Strategy):
     """Anneal the sequence of runs itself; see `sequence_moves` for the moves and their source.
 
-    Anytime: Ctrl-C returns the best plan so far. No guarantee; the bound of `auto` tells how far it is from optimal.
+    Anytime: Ctrl-C returns the best plan so far. No guarantee; the bound of `auto` tells how far it is from
+    optimal.
 
-    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order; ``moves``, if
-    not 0, replaces the time limit by a number of moves, which makes the plan the same on every machine.
+    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order;
+    ``moves``, if not 0, replaces the time limit by a number of moves, which makes the plan the same on every
+    machine.
     """
 
     time_limit: float = 30.0
@@ -61,8 +64,9 @@ class Anneal(Strategy):
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. From the largest budget down, each plan the next one's start; the time limit holds for
-        the whole curve. A plan for a smaller budget serves a larger one too, so the curve is monotone."""
+        """See `Strategy.curve`. From the largest budget down, each plan the next one's start; the time limit
+        holds for the whole curve. A plan for a smaller budget serves a larger one too, so the curve is
+        monotone."""
         share = replace(
             self, time_limit=self.time_limit / max(1, len(budgets)), moves=self.moves // max(1, len(budgets))
         )

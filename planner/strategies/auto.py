@@ -30,7 +30,8 @@ BLOCKS: tuple[tuple[Strategy, ...], ...] = (
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
-"""The members whose plans are starts, in rows: of each row the first counts that the problem is not too large for."""
+"""The members whose plans are starts, in rows: of each row the first counts that the problem is not too large
+for."""
 
 STARTS = 0.3  # share of the progress bar that the members get
 
@@ -39,12 +40,14 @@ STARTS = 0.3  # share of the progress bar that the members get
 class Auto(Strategy):
     """Never worse than any of its members; a plan carries the name of the member that found it.
 
-    The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) start the annealing of the op sequence,
-    while a second thread searches for a lower bound; the search ends when the gap is closed, nothing has improved for
-    long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C returns the best plan so far.
+    The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) start the annealing of the op
+    sequence, while a second thread searches for a lower bound; the search ends when the gap is closed,
+    nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
+    returns the best plan so far.
 
     What was found for a problem is remembered as long as the problem lives: a plan for a smaller budget serves a
-    larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, the block strategies apart.
+    larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, the block
+    strategies apart.
     """
 
     time_limit: float = 30.0

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from rematplan.ir import UsageError
+from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
@@ -17,7 +18,7 @@ from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Strategy
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
-    kind.name: kind for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP)
+    kind.name: kind for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, Anneal)
 }
 
 

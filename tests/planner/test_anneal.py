@@ -1,4 +1,5 @@
-"""Anneal, auto and their search: valid within the budget, optimal on tiny problems, repeatable, interruptible."""
+"""Anneal, auto and their search: valid within the budget, optimal on tiny problems, repeatable,
+interruptible."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def graphs(draw, most=7, inverses=False):
 
 
 def optimum(graph, budget):
-    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors; inf if none."""
+    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors; inf if
+    none."""
     bit = {t: 1 << i for i, t in enumerate(t.name for t in graph.tensors if t.name not in graph.inputs)}
     recipes = [
         (sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)

@@ -1,4 +1,5 @@
-"""The annealer's state stays what a count from scratch gives, whatever it does, and its sequences are valid plans."""
+"""The annealer's state stays what a count from scratch gives, whatever it does, and its sequences are valid
+plans."""
 
 from __future__ import annotations
 
