@@ -202,7 +202,8 @@ class CutProgram:
         room, size = self.room, self.graph.size
         if i <= self.last:
             cut = self.order.recipes[self.cuts[i - 1]]
-            room -= cut.workspace + sum(size[t] for t in cut.writes)
+            # A write that another recipe makes too may have been resident, and counted, before.
+            room -= cut.workspace + sum(size[t] for t in cut.writes if len(self.order.makers[t]) == 1)
         room -= sum(size[t] for t in self.tracked if self.h[t, i] == ONE)
         if room < 0:
             self.rows.impossible = True
