@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
+from rematplan.runtime.native_kernels import native_kernels
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "gradient", "input gradient", "buffer"]
@@ -225,7 +226,7 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with ExitStack() as stack, warnings.catch_warnings():
+        with ExitStack() as stack, warnings.catch_warnings(), native_kernels():
             warnings.simplefilter("ignore")
             untied = _Untied(module)
             joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
