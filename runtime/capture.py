@@ -390,11 +390,9 @@ class _Reader:
 def _draws(node: fx.Node) -> bool:
     """Whether a call tagged as random really draws: attention without dropout is tagged too."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return True
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    rate = next((given[k] for k in ("dropout_p", "p") if k in given), None)
-    return "dropout_p" not in {a.name for a in schema.arguments} or rate not in (None, 0, 0.0)
+    names = [a.name for a in schema.arguments] if schema else []
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0) != 0
 
 
 def _describe_input(description: Any) -> tuple[InputKind, str]:
