@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategy import Progress, Strategy, silent
 
 UNITS = {
@@ -67,9 +72,23 @@ def parse_budget(text: str) -> Budget:
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
 
 
-def smallest_peak(strategy: Strategy, graph: TrainingGraph, progress: Progress = silent) -> int:
-    """The smallest peak in bytes that the strategy can reach: what it answers to a budget of nothing."""
+def least_plan(
+    strategy: Strategy,
+    graph: TrainingGraph,
+    progress: Progress = silent,
+    *,
+    time_limit: float | None = None,
+    starts: Sequence[Plan] = (),
+) -> Plan:
+    """The plan for the budget ``min``: of the smallest peak that the strategy can reach.
+
+    A strategy whose plans form a family knows its least. The annealing ones search for it, from ``starts``, for
+    ``time_limit`` seconds (by default their own).
+    """
+    if isinstance(strategy, (Auto, Anneal)):
+        limit = strategy.time_limit if time_limit is None else time_limit
+        return smallest_peak(graph, limit, progress, starts=[runs_of(p.schedule) for p in starts])
     try:
-        return strategy.plan(graph, 0, progress).estimate.peak
+        return strategy.plan(graph, 0, progress)
     except InfeasibleBudget as error:
-        return error.smallest
+        return strategy.plan(graph, error.smallest, progress)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.budgets import Budget, parse_budget
+from rematplan.budgets import Budget, least_plan, parse_budget
 from rematplan.cli.arguments import (
     add_strategy_options,
     check_outputs,
@@ -21,6 +21,8 @@ from rematplan.cli.source import Source, add_model, load
 from rematplan.ir import UsageError
 from rematplan.ir.formats import write_whole
 from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Strategy, pareto
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
 MEASURED_PLANS = 5
+LEAST_SHARE = 0.25
+"""Of the time limit of a curve: what the search for the smallest reachable peak may take more."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,14 @@ def trace(
         curves, notes = trace_curves(source.graph, chosen, amounts, progress)
     if not curves:
         raise UsageError("; ".join(notes))
+    searching = [n for n, s in chosen.items() if n in curves and isinstance(s, (Auto, Anneal))]
+    if searching and len(amounts) < len(budgets):  # `min` is among the rows
+        name = searching[0]
+        with out.progress(f"lowering the peak of {source.graph.name}") as progress:
+            limit = LEAST_SHARE * chosen[name].time_limit
+            starts = [plans[-1] for plans in curves.values()]
+            least = least_plan(chosen[name], source.graph, progress, time_limit=limit, starts=starts)
+        curves[name] = pareto([*curves[name], least])
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
 
 

@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import parse_budget, smallest_peak
+from rematplan.budgets import least_plan, parse_budget
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_model, load
 from rematplan.ir import TrainingGraph, save_problem
 from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.tables import plan_table, split_for_people, split_table
@@ -77,11 +78,16 @@ def plan_within(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out:
         InfeasibleBudget: the strategy cannot.
     """
     strategy = one_strategy(args)
+    budget = parse_budget(args.budget)
     with out.progress(f"planning {graph.name}") as progress:
-        budget = parse_budget(args.budget).bytes(
-            base.estimate.peak, lambda: smallest_peak(strategy, graph, progress)
-        )
-        return strategy.plan(graph, budget, progress)
+        if budget.kind == "min":
+            return least_plan(strategy, graph, progress, starts=_leanest_blocks(graph))
+        return strategy.plan(graph, budget.bytes(base.estimate.peak, lambda: 0), progress)
+
+
+def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:
+    """The block strategies' plan of least memory, where the search for less begins."""
+    return ApproxDP().curve(graph, ())[-1:] if graph.has_phases else ()
 
 
 def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
 PROFILE, ROOFLINE = "profile", "roofline"
-MODEL_ONLY = ("batch", "image", "width", "dim", "loss", "costs", "device_model")
+MODEL_ONLY = ("batch", "image", "width", "dim", "loss", "bn", "dropout", "costs", "device_model")
 """Options that mean nothing for a problem file."""
 
 
@@ -50,6 +50,15 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
     )
     parser.add_argument(
         "--loss", metavar="NAME", help="cross_entropy, mse or output; by default what fits the model's output"
+    )
+    parser.add_argument(
+        "--bn",
+        metavar="FORM",
+        help="batch norms of an ONNX file: as-is (default), train (normalise by the batch, update the running "
+        "statistics) or frozen (use them as they are)",
+    )
+    parser.add_argument(
+        "--dropout", metavar="FORM", help="dropouts of an ONNX file: as-is (default), on or off"
     )
     parser.add_argument(
         "--costs",
@@ -94,6 +103,8 @@ def _load_model(args: argparse.Namespace, out: Output) -> Source:
             sizes=api.Sizes(args.batch, args.image, args.width),
             dims=dimensions(args.dim or ()),
             loss=args.loss,
+            bn=args.bn or "as-is",
+            dropout=args.dropout or "as-is",
         )
     return price(loaded, out, costs, args.device_model)
 

@@ -1,16 +1,18 @@
 """One way to call the command line, and the files that many tests read."""
 
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rematplan.cli import main
+from rematplan.planner.strategies.registry import STRATEGIES
 
 CHECKER = Path(__file__).parents[2].parent / "shared" / "oracle" / "check_plan.py"
 # A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
@@ -38,11 +40,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def quick(argv: list[str]) -> list[str]:
+    """The arguments with a second's limit for the strategies that would search longer."""
+    if not argv or argv[0] not in ("plan", "curve", "step") or "--help" in argv:
+        return argv
+    named = [b for a, b in itertools.pairwise(argv) if a == "--strategy"] or ["auto"]
+    searching = any("time_limit" in {f.name for f in fields(STRATEGIES[n])} for n in named if n in STRATEGIES)
+    return [*argv, "--time-limit", "1"] if searching else argv
+
+
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     def run(*argv: object) -> Result:
         capsys.readouterr()
-        status = main([str(a) for a in argv])
+        status = main(quick([str(a) for a in argv]))
         return Result(status, *capsys.readouterr())
 
     return run
@@ -54,7 +65,19 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("problem") / "vgg19.json"
     assert (
         main(
-            ["plan", *VGG, "--device-model", "t4", "--budget", "100%", "--quiet", "--problem-out", str(path)]
+            [
+                "plan",
+                *VGG,
+                "--device-model",
+                "t4",
+                "--budget",
+                "100%",
+                "--quiet",
+                "--strategy",
+                "store_all",
+                "--problem-out",
+                str(path),
+            ]
         )
         == 0
     )

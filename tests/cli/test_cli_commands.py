@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from rematplan import api
+from rematplan.cli import demo
 from rematplan.models import ZOO
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.runtime.training_step import Difference, Verification
@@ -49,6 +50,8 @@ def test_curve_json_table_and_files(call, problem, tmp_path) -> None:
     auto = {r["budget"]: r for r in said["table"] if r["strategy"] == "auto"}
     assert auto["smallest"]["peak"] == said["smallest_peak"]
     for row in said["table"]:
+        if row["strategy"] == "anneal":  # a search of its own, which may find better or worse
+            continue
         best = auto[row["budget"]]
         assert row["peak"] is None or best["overhead"] <= row["overhead"] or row["budget"] == "smallest"
         if row["budget"].endswith("%") and row["peak"] is not None:
@@ -147,7 +150,8 @@ def test_step_below_the_smallest(call, refused) -> None:
     refused(result, 3)
 
 
-def test_demo(call, tmp_path) -> None:
+def test_demo(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(demo, "TIME_LIMIT", 1.0)
     result = call("demo", "--small", "--folder", tmp_path / "demo")
     assert result.status == 0, result.err
     assert result.out.count("bit-equal") == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategy import FamilyStrategy
 
 UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--device-model", "t4")
 
@@ -31,13 +32,24 @@ def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, oracle, p
 def test_from_onnx_file_to_plan_and_problem(call, oracle, onnx_file, tmp_path) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
     result = call(
-        *("plan", onnx_file, "--dim", "batch=16", "--device-model", "a100", "--budget", "85%"),
+        *(
+            "plan",
+            onnx_file,
+            "--dim",
+            "batch=16",
+            "--device-model",
+            "a100",
+            "--budget",
+            "85%",
+            "--strategy",
+            "exact_dp",
+        ),
         *("-o", plan, "--problem-out", problem, "--json"),
     )
     assert result.status == 0, result.err
     assert oracle(problem, plan)["peak"] == result.data["peak"]
     assert json.loads(plan.read_text())["budget"] == int(0.85 * result.data["no_recompute_peak"])
-    again = call("plan", "--problem", problem, "--budget", "85%", "--json").data
+    again = call("plan", "--problem", problem, "--budget", "85%", "--strategy", "exact_dp", "--json").data
     assert (again["peak"], again["budget"]) == (result.data["peak"], result.data["budget"])
 
 
@@ -77,7 +89,8 @@ def test_below_what_the_strategy_reaches(call, refused, problem) -> None:
         refused(low, 3)
         smallest = int(low.err.rsplit("(", 1)[1].split()[0])
         assert call("plan", "--problem", problem, "--budget", smallest, "--strategy", strategy).status == 0
-        refused(call("plan", "--problem", problem, "--budget", smallest - 1, "--strategy", strategy), 3)
+        if issubclass(STRATEGIES[strategy], FamilyStrategy):  # the others may find more in another search
+            refused(call("plan", "--problem", problem, "--budget", smallest - 1, "--strategy", strategy), 3)
 
 
 def test_an_infeasible_budget_writes_no_plan(call, problem, tmp_path) -> None:
@@ -88,7 +101,9 @@ def test_an_infeasible_budget_writes_no_plan(call, problem, tmp_path) -> None:
 def test_more_memory_never_costs_more_time(call, problem) -> None:
     overheads = []
     for percent in (100, 90, 80, 70, 60):
-        result = call("plan", "--problem", problem, "--budget", f"{percent}%", "--json")
+        result = call(
+            "plan", "--problem", problem, "--budget", f"{percent}%", "--json", "--strategy", "exact_dp"
+        )
         if result.status == 0:
             overheads.append(result.data["overhead"])
     assert len(overheads) > 2
@@ -132,7 +147,7 @@ def test_a_problem_without_a_backward_half(call, oracle, tmp_path) -> None:
 def test_problem_files_are_planned_without_loading_torch(problem) -> None:
     program = (
         "import sys\nfrom rematplan.cli import main\n"
-        f"assert main(['plan', '--problem', {str(problem)!r}, '--budget', '90%']) == 0\n"
+        f"assert main(['plan', '--problem', {str(problem)!r}, '--budget', '90%', '--time-limit', '1']) == 0\n"
         "assert not {'torch', 'onnx', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -149,6 +164,8 @@ def test_written_through_a_pipe_and_a_link(problem, tmp_path) -> None:
         "--budget",
         "90%",
         "--quiet",
+        "--strategy",
+        "exact_dp",
     ]
     piped = subprocess.run([*program, "-o", "/dev/stdout"], check=True, capture_output=True)
     assert json.loads(piped.stdout)["format"] == "rematplan.plan/1"
@@ -163,13 +180,38 @@ def test_written_through_a_pipe_and_a_link(problem, tmp_path) -> None:
 def test_planning_is_deterministic(call, problem, tmp_path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     for path in (first, second):
-        assert call("plan", "--problem", problem, "--budget", "75%", "-o", path, "--quiet").status == 0
+        assert (
+            call(
+                "plan",
+                "--problem",
+                problem,
+                "--budget",
+                "75%",
+                "--strategy",
+                "exact_dp",
+                "-o",
+                path,
+                "--quiet",
+            ).status
+            == 0
+        )
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_module_runs_as_a_program(problem: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rematplan", "plan", "--problem", str(problem), "--budget", "1"],
+        [
+            sys.executable,
+            "-m",
+            "rematplan",
+            "plan",
+            "--problem",
+            str(problem),
+            "--budget",
+            "1",
+            "--strategy",
+            "exact_dp",
+        ],
         capture_output=True,
         text=True,
         check=False,
