@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from itertools import pairwise
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.plan import plan_from_runs
@@ -19,16 +20,20 @@ SKIPS = 0.1  # share of the edges that pass over a layer or more
 
 
 def random_layered(ops: int, edges: int, seed: int = 0) -> TrainingGraph:
-    """About √n layers of about √n ops each; every op reads the layer before, some edges skip layers.
+    """About √n layers of about √n ops each; every op reads the layer before and is read by the one behind.
 
-    Every op writes one tensor; sizes and costs are uniform in 1..100 and independent; sinks are the outputs. ``edges`` counts reads.
+    Some edges skip layers. Every op writes one tensor; sizes and costs are uniform in 1..100 and independent; the last
+    layer's tensors are the outputs. ``edges`` counts reads.
     """
     rng = random.Random(seed)
     layers = _layers(ops, rng)
     reads: list[list[int]] = [[] for _ in range(ops)]
-    for above, layer in zip(layers, layers[1:], strict=False):
+    for above, layer in pairwise(layers):
         for v in layer:
             reads[v].append(rng.choice(above))
+        for u in above:
+            if not any(u in reads[v] for v in layer):
+                reads[rng.choice(layer)].append(u)
     placed, tries = sum(map(len, reads)), 0
     level = {v: k for k, layer in enumerate(layers) for v in layer}
     while placed < edges and tries < 50 * edges:

@@ -29,7 +29,7 @@ SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
 COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
-ORDERING = 0.15  # share of a hot round without phases that only reorders
+ORDERING = 0.5  # share of a hot round without phases that only reorders
 
 STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
@@ -163,7 +163,7 @@ class Search:
             hot *= REHEAT
         else:
             annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
-        ordering = ORDERING if not self.graph.has_phases and not self.keep_order and k % 4 == 0 else 0.0
+        ordering = ORDERING if not self.graph.has_phases and not self.keep_order and k % 4 != 2 else 0.0
         began = effort.spent()
         while (spent := effort.spent() - began) < length and not self._satisfied():
             moves = effort.next_slice(length - spent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -144,12 +144,13 @@ class Auto(Strategy):
             try:
                 search.run([runs_of(p.schedule) for p in starts], effort)
                 if search.ended_early and not bound.closed(search.best):
-                    proof.result(max(0.0, self.time_limit - effort.spent()))
-            except (KeyboardInterrupt, TimeoutError):
+                    wait([proof], max(0.0, self.time_limit - effort.spent()))
+            except KeyboardInterrupt:
                 if search.best is None:
                     raise
             finally:
                 bound.stop()
+            proof.result()
         return search
 
 
