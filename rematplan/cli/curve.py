@@ -113,13 +113,13 @@ def trace(
         curves, notes = trace_curves(source.graph, chosen, amounts, progress)
     if not curves:
         raise UsageError("; ".join(notes))
-    searching = [n for n, s in chosen.items() if n in curves and isinstance(s, (Auto, Anneal))]
+    searching = [(n, s) for n, s in chosen.items() if n in curves and isinstance(s, (Auto, Anneal))]
     if searching and len(amounts) < len(budgets):  # `min` is among the rows
-        name = searching[0]
+        name, searcher = searching[0]
         with out.progress(f"lowering the peak of {source.graph.name}") as progress:
-            limit = LEAST_SHARE * chosen[name].time_limit
+            limit = LEAST_SHARE * searcher.time_limit
             starts = [plans[-1] for plans in curves.values()]
-            least = least_plan(chosen[name], source.graph, progress, time_limit=limit, starts=starts)
+            least = least_plan(searcher, source.graph, progress, time_limit=limit, starts=starts)
         curves[name] = pareto([*curves[name], least])
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
 
