@@ -135,10 +135,15 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """``time`` in microseconds; ``workspace`` in bytes held only while the call runs."""
+    """``time`` in microseconds; ``workspace`` in bytes held only while the call runs.
+
+    ``results``: the real sizes of its results' storages, bytes, by position; 0 where unknown. Some kernels return a
+    small tensor in a large storage, which the trace does not see.
+    """
 
     time: float
     workspace: int = 0
+    results: tuple[int, ...] = ()
 
 
 RNG_STATES = "rng_states"
@@ -155,6 +160,11 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
+    for name, cost in costs.items():
+        for result, real in zip(step.call[name].results, cost.results, strict=False):
+            if result:
+                storage = step.values[result].storage
+                sizes[storage] = max(sizes[storage], real)
     inputs: dict[str, InputKind] = {}
     for i in step.inputs:
         inputs.setdefault(step.values[i.value].storage, i.kind)

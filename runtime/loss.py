@@ -44,8 +44,7 @@ def _class_target(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _mse(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Reduced by itself, PyTorch's CPU kernel returns a scalar in a storage as large as its input.
-    return functional.mse_loss(output, targets[0], reduction="none").mean()
+    return functional.mse_loss(output, targets[0])
 
 
 def _noise_target(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

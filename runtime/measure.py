@@ -7,15 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
-
-Event = tuple[int, int]
-"""Time in nanoseconds, bytes allocated (negative: freed)."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -38,49 +36,25 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before, result
     results: list[T] = []
-    with memory_profile() as (events, _):
+    with _allocations() as sizes:
         results.append(call())
-    return high_water([size for _, size in events]), results.pop()
-
-
-def high_water(sizes: list[int]) -> int:
-    """The largest running sum, at least 0."""
-    held = peak = 0
-    for size in sizes:
-        held += size
-        peak = max(peak, held)
-    return peak
+    return max(0, *accumulate(sizes)) if sizes else 0, results.pop()
 
 
 @contextmanager
-def memory_profile() -> Iterator[tuple[list[Event], dict[str, tuple[int, int]]]]:
-    """CPU allocator events of the block, and start and end of its `mark`s; both are filled at the end."""
-    events: list[Event] = []
-    marks: dict[str, tuple[int, int]] = {}
+def _allocations() -> Iterator[list[int]]:
+    """CPU allocator events of the block in order, in bytes (negative: freed); filled at the end."""
+    events: list[int] = []
     with _quiet_profiler():
         recorder: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         recorder.__enter__()
     try:
-        yield events, marks
+        yield events
     finally:
         with _quiet_profiler():
             recorder.__exit__(None, None, None)
-        for event in recorder.profiler.kineto_results.events():
-            name = event.name()
-            if name == "[memory]":
-                events.append((event.start_ns(), event.nbytes()))
-            elif name.startswith(_MARK):
-                start = event.start_ns()
-                marks[name.removeprefix(_MARK)] = (start, start + event.duration_ns())
-        events.sort(key=lambda event: event[0])
-
-
-_MARK = "rematplan:"
-
-
-def mark(name: str) -> Any:
-    """Inside a `memory_profile`: a block whose time span is wanted."""
-    return record_function(_MARK + name)
+        found = [e for e in recorder.profiler.kineto_results.events() if e.name() == "[memory]"]
+        events += [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
 
 
 @contextmanager

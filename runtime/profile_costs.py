@@ -15,16 +15,18 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
 from rematplan.runtime.capture import Call, CallCost, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
-from rematplan.runtime.measure import Event, high_water, mark, memory_profile, synchronize
+from rematplan.runtime.measure import peak_above_entry, synchronize
 from rematplan.runtime.roofline import flops, moved_bytes
 
 Progress = Callable[[float, str], None]
@@ -33,7 +35,7 @@ Progress = Callable[[float, str], None]
 _ROUNDS = 3
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 class ProfileWarning(UserWarning):
@@ -43,7 +45,7 @@ class ProfileWarning(UserWarning):
 def profile_costs(
     step: CapturedStep, progress: Progress = lambda _fraction, _text: None, cache: Path | None = None
 ) -> dict[str, CallCost]:
-    """A measured cost for every call that is no view: microseconds, and workspace in bytes.
+    """A measured cost for every call that is no view: microseconds, workspace and real result sizes in bytes.
 
     ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what
     was measured so far.
@@ -57,7 +59,7 @@ def profile_costs(
     finally:
         if missing:
             _save(file, known)
-    return {name: CallCost(*known[s]) for name, s in calls.items()}
+    return {name: known[s] for name, s in calls.items()}
 
 
 def signature(step: CapturedStep, call: Call) -> str:
@@ -71,7 +73,7 @@ def signature(step: CapturedStep, call: Call) -> str:
 
 
 def _measure_all(
-    step: CapturedStep, missing: Mapping[str, str], known: dict[str, tuple[float, int]], progress: Progress
+    step: CapturedStep, missing: Mapping[str, str], known: dict[str, CallCost], progress: Progress
 ) -> None:
     """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike."""
     arguments = _Arguments(step)
@@ -86,16 +88,17 @@ def _measure_all(
                 call = step.call[name]
                 args, kwargs = arguments.of(call)
                 try:
-                    workspace = known[text][1] if turn else _workspace(step, call, args, kwargs)
-                    best = known[text][0] if turn else float("inf")
-                    known[text] = (min(best, _microseconds(step, call, args, kwargs)), workspace)
+                    if not turn:
+                        known[text] = CallCost(float("inf"), *_memory(step, call, args, kwargs))
+                    time_ = min(known[text].time, _microseconds(step, call, args, kwargs))
+                    known[text] = replace(known[text], time=time_)
                 except (RuntimeError, IndexError, ValueError) as error:
                     refused.add(text)
                     known[text] = _guess(step, call, error)
     progress(1.0, "profiled")
 
 
-def _guess(step: CapturedStep, call: Call, error: Exception) -> tuple[float, int]:
+def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
     """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
     a laptop, and a workspace as large as all that it reads and writes."""
     moved = moved_bytes(step, call)
@@ -104,7 +107,7 @@ def _guess(step: CapturedStep, call: Call, error: Exception) -> tuple[float, int
         ProfileWarning,
         stacklevel=2,
     )
-    return device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved
+    return CallCost(device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved)
 
 
 def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
@@ -118,32 +121,18 @@ def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> flo
     return min(times) * 1e6  # noise only adds
 
 
-def _workspace(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> int:
-    """Bytes held at the call's worst moment beyond its results; the call is run once before, to warm up."""
-    result = call.target(*args, **kwargs)
-    results = [
-        r for r in ((result,) if isinstance(result, torch.Tensor) else result) if isinstance(r, torch.Tensor)
+def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...]]:
+    """Bytes held at the call's worst moment beyond its results, and the real sizes of these; run once to warm up."""
+    call.target(*args, **kwargs)
+    peak, result = peak_above_entry(lambda: call.target(*args, **kwargs), step.device)
+    given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    storages = [
+        r.untyped_storage() if isinstance(r, torch.Tensor) else None
+        for r in ((result,) if isinstance(result, torch.Tensor) else result)
     ]
-    kept = sum({r.untyped_storage()._cdata: r.untyped_storage().nbytes() for r in results}.values())
-    del result, results
-    if step.device.type == "cuda":
-        return max(0, _cuda_peak(step.device, lambda: call.target(*args, **kwargs)) - kept)
-    with memory_profile() as (events, marks), mark("call"):
-        call.target(*args, **kwargs)
-    return max(0, _peak_within(events, marks["call"]) - kept)
-
-
-def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _peak_within(events: list[Event], span: tuple[int, int]) -> int:
-    return high_water([size for at, size in events if span[0] <= at <= span[1]])
+    fresh = [s if s is not None and s._cdata not in given else None for s in storages]
+    kept = sum({s._cdata: s.nbytes() for s in fresh if s is not None}.values())
+    return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh)
 
 
 class _Arguments:
@@ -204,19 +193,22 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rematplan"
 
 
-def _load(file: Path) -> dict[str, tuple[float, int]]:
+def _load(file: Path) -> dict[str, CallCost]:
     """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured
     again."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        return {str(k): (float(cost), int(workspace)) for k, (cost, workspace) in data.items()}
+        return {
+            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)))
+            for k, (cost, workspace, results) in data.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _save(file: Path, known: Mapping[str, tuple[float, int]]) -> None:
+def _save(file: Path, known: Mapping[str, CallCost]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(_load(file) | dict(known)))
+        write_whole(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))
     except (OSError, ProblemError):  # a read-only home costs the next run its time, nothing else
         return

@@ -100,11 +100,23 @@ class Recurrent(nn.Module):
         return (y * keep).masked_fill(y > 0.9, 0.0).pow(2).mean() + y.cumsum(1).std() + h.topk(2).values.sum()
 
 
+class LargeScalar(nn.Module):
+    """A mean square, which PyTorch's CPU kernel returns in a storage as large as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.mse_loss(self.layers(x), x)
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "conv": lambda: (Conv(), (torch.randn(3, 3, 10, 10), torch.tensor([1, 0, 4]))),
     "attention": lambda: (Attention(), (torch.randint(0, 11, (2, 7)),)),
     "shared_gradients": lambda: (SharedGradients(), (torch.randn(4, 6),)),
     "recurrent": lambda: (Recurrent(), (torch.randn(3, 5, 6),)),
+    "large_scalar": lambda: (LargeScalar(), (torch.randn(64, 32),)),
     "double": lambda: (Conv().double(), (torch.randn(3, 3, 10, 10).double(), torch.tensor([1, 0, 4]))),
     "bfloat16": lambda: (Attention().bfloat16(), (torch.randint(0, 11, (2, 7)),)),
 }
