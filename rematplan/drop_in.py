@@ -14,7 +14,7 @@ from rematplan.planner.plan import Plan
 from rematplan.planner.simulator import simulate
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import strategy as named_strategy
-from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
 from rematplan.runtime.capture import CapturedStep, training_graph
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
@@ -60,7 +60,7 @@ def plan_module(
             else roofline_costs(step, device_model(DEFAULT_DEVICE_MODEL))
         )
         graph = training_graph(step, priced)
-        base = next(iter(StoreAll().family(graph))).estimate.peak
+        base = no_recompute(graph).estimate.peak
         limit = wanted.bytes(base, lambda: 0)
         return _plan(step, graph, limit, chosen)
 

@@ -16,7 +16,6 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.plan import no_recompute
 from rematplan.cli.source import Source, add_model, load
 from rematplan.ir import UsageError
 from rematplan.ir.formats import write_whole
@@ -24,7 +23,7 @@ from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES
-from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategies.store_all import StoreAll, no_recompute
 from rematplan.planner.strategy import Strategy, pareto
 from rematplan.tables import measured_table, trade_off_table
 from rematplan.tradeoff import curves_csv, key, rows_at, spread, trace_curves

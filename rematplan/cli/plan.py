@@ -16,7 +16,7 @@ from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import STRATEGIES
-from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.tables import plan_table, split_for_people, split_table
 
 
@@ -64,11 +64,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     files = {"plan": _text(args.output), "problem": _text(args.problem_out)}
     out.data(plan_document(source, plan, base) | {"planning_seconds": seconds, "files": files})
     return 0
-
-
-def no_recompute(graph: TrainingGraph) -> Plan:
-    """The plan that runs every op once: its peak is what a percentage of a budget refers to."""
-    return next(iter(StoreAll().family(graph)))
 
 
 def plan_within(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Output) -> Plan:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.plan import add_budget, no_recompute, plan_document, plan_within
+from rematplan.cli.plan import add_budget, plan_document, plan_within
 from rematplan.cli.source import add_model, load
 from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.tables import plan_table, split_table, step_table
 
 if TYPE_CHECKING:
