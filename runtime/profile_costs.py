@@ -35,7 +35,7 @@ Progress = Callable[[float, str], None]
 _ROUNDS = 3
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 
 class ProfileWarning(UserWarning):
@@ -67,7 +67,8 @@ def signature(step: CapturedStep, call: Call) -> str:
 
     def describe(name: str) -> str:
         t = step.values[name].fake
-        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{list(t.stride())}@{t.storage_offset()}"
+        layout = f"{list(t.shape)}{list(t.stride())}@{t.storage_offset()}/{t.untyped_storage().nbytes()}"
+        return str(t.dtype).removeprefix("torch.") + layout
 
     return f"{call.target}{substitute((call.args, dict(call.kwargs)), describe)}"
 
@@ -159,16 +160,15 @@ class _Arguments:
         if name in self.step.constants:
             return self.step.constants[name]
         fake = self.step.values[name].fake
-        span = 1 + sum((n - 1) * stride for n, stride in zip(fake.shape, fake.stride(), strict=True))
-        span = 0 if fake.numel() == 0 else span
-        flat = self._flat(span, fake.dtype, fake.device)
-        return flat.as_strided(fake.shape, fake.stride(), 0)
+        # The whole storage, since some kernels copy it whole, however little of it the tensor views.
+        flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
+        return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             return torch.zeros(n, dtype=dtype, device=device)
         pool = (self.pool > 0.5) if dtype == torch.bool else self.pool.to(dtype)
-        return pool.repeat(-(-n // len(pool)))[:n].to(device)
+        return pool.repeat(-(-n // len(pool)))[:n].clone().to(device)
 
 
 def _machine(device: torch.device) -> str:
