@@ -22,20 +22,23 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx_forms import Forms, in_form
 from rematplan.ir.onnx_origins import Evidence
 from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
 from rematplan.ir.onnx_ties import untangled
 
 MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
+AS_IS = Forms()
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
 
 
-def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None) -> Graph:
+def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
     """Load the forward graph that an ONNX file states.
 
     Args:
         path: the file; external data are looked for beside it and read when a weight is loaded.
         dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any that is not fixed.
+        forms: batch norm and dropout in training or inference form, where not as the file has them.
 
     Raises:
         ModelError: the file is no valid ONNX model, or an input dimension stays unbound.
@@ -44,7 +47,7 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None) -> Graph:
     path = Path(path)
     draft = read_onnx(path)
     try:
-        return _graph(draft, dict(dims or {}))
+        return _graph(draft, dict(dims or {}), forms)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -57,14 +60,15 @@ def graph_from_proto(proto: Any, name: str = "the model") -> Graph:
     """
     draft = read_proto(proto, Path(name))
     try:
-        return _graph(draft, {})
+        return _graph(draft, {}, AS_IS)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
 
 
-def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:
+def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
     inputs, bound = _bind(draft.inputs, dims)
-    draft, said = untangled(replace(draft, nodes=_sorted(draft)))
+    draft, untied = untangled(replace(draft, nodes=_sorted(draft)))
+    draft, formed = in_form(draft, forms)
     nodes, outputs = _without_aliases(draft.nodes, draft)
     nodes = _live(nodes, outputs)
     work = _Work(draft.initialisers, roles.uses(nodes))
@@ -78,7 +82,7 @@ def _graph(draft: Draft, dims: Mapping[str, int]) -> Graph:
         ),
         weights=weights,
         nodes=_silenced(nodes, outputs),
-        notes=(*said, *_notes(draft, weights, nodes)),
+        notes=(*untied, *formed, *_notes(draft, weights, nodes)),
     )
 
 
@@ -335,7 +339,8 @@ def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tu
     ]
     said = (
         (biased > 1 and not kinds["BatchNormalization"])
-        and f"looks like a folded inference export: {biased} Conv have a bias and no batch norm is left",
+        and f"looks like a folded inference export: {biased} Conv have a bias and no batch norm is left "
+        "(export in training form, or see --bn train)",
         frozen
         and f"{frozen} of {kinds['BatchNormalization']} batch norms are in inference form and stay fixed",
         generated and f"{generated} weights have no values in the file and start random",

@@ -11,11 +11,12 @@ from torch import nn
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.graph import Value
+from rematplan.ir.onnx_forms import Forms
 from rematplan.ir.onnx_loader import load_onnx
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.registry import strategy as named_strategy
-from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Progress, silent
 from rematplan.runtime.capture import CapturedStep, capture, training_graph
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
@@ -25,6 +26,19 @@ from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
+from rematplan.tradeoff import trace_curves
+
+__all__ = [
+    "LoadedStep",
+    "Sizes",
+    "StepReport",
+    "curves",
+    "load_step",
+    "no_recompute",
+    "plan",
+    "problem",
+    "run_step",
+]
 
 COSTS = ("roofline", "profile")
 
@@ -72,19 +86,25 @@ def load_step(
     dims: Mapping[str, int] | None = None,
     loss: str | None = None,
     seed: int = 0,
+    bn: str = "as-is",
+    dropout: str = "as-is",
 ) -> LoadedStep:
     """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
     batch.
 
-    ``dims`` binds an ONNX file's symbolic dimensions. Weights are the file's; where it states none (and for
-    the zoo) they are drawn from ``seed``, as are inputs and targets.
+    ``dims`` binds an ONNX file's symbolic dimensions. ``bn`` (as-is, train, frozen) and ``dropout`` (as-is, on,
+    off) put an ONNX file's batch norms and dropouts into another form than the file has them in. Weights are the
+    file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
 
     Raises:
         UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
         ModelError: the file cannot be read, or has no training step that can be captured.
         ZooError: sizes that the network cannot have.
     """
+    forms = Forms(bn, dropout)
     if isinstance(model, str) and model in ZOO:
+        if forms != Forms():
+            raise UsageError(f"{model}: --bn and --dropout are for ONNX files")
         return _load_zoo(model, sizes, dims or {}, loss, seed)
     path = Path(model)
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
@@ -93,7 +113,7 @@ def load_step(
         raise UsageError(
             f"{path.name}: batch, image and width are for the zoo; bind a file's dimensions with --dim"
         )
-    graph = load_onnx(path, dims or {})
+    graph = load_onnx(path, dims or {}, forms)
     module = OnnxModule(graph, seed=seed).train()
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_random_input(value, generator) for value in graph.inputs)
@@ -154,11 +174,6 @@ def problem(
     return training_graph(loaded.step, roofline_costs(loaded.step, device_model(device)))
 
 
-def no_recompute(graph: TrainingGraph) -> Plan:
-    """The plan that runs every op once: its peak is what a percentage of a budget refers to."""
-    return next(iter(StoreAll().family(graph)))
-
-
 def plan(
     graph: TrainingGraph,
     budget: int,
@@ -181,15 +196,9 @@ def curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
-    """Each strategy's trade-off: plans by rising overhead and falling peak."""
-    found = {}
-    for done, name in enumerate(strategies):
-
-        def report(fraction: float, text: str, done: int = done, name: str = name) -> None:
-            progress((done + fraction) / len(strategies), f"{name}: {text}" if text else name)
-
-        found[name] = named_strategy(name).curve(graph, budgets, report)
-    return found
+    """Each strategy's trade-off: plans by rising overhead and falling peak; without those it is too large for."""
+    chosen = {name: named_strategy(name) for name in strategies}
+    return trace_curves(graph, chosen, budgets, progress)[0]
 
 
 def run_step(

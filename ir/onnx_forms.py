@@ -1,0 +1,223 @@
+"""Training form or inference form: batch norm and dropout as the file has them, or as training wants them.
+
+``bn``: ``as-is``; ``train``: every batch norm normalises by the batch and updates its running statistics once a
+step; ``frozen``: every batch norm uses the statistics it has. Scale and shift are trained in every form.
+``dropout``: ``as-is``, ``on`` or ``off``.
+
+A batch norm that an exporter folded into the convolution before it cannot be unfolded, for its scale is part of
+the kernel now. Under ``train`` a new one is put behind that convolution: scale one, the folded bias as its shift,
+statistics of zero and one. In inference form it would change nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from rematplan.ir import onnx_roles as roles
+from rematplan.ir.errors import ModelError, UsageError
+from rematplan.ir.graph import Node
+from rematplan.ir.onnx_reader import Array, Draft, Origin, Scope
+
+BN_FORMS = ("as-is", "train", "frozen")
+DROPOUT_FORMS = ("as-is", "on", "off")
+FOLDED_BY_SCRIPT = re.compile(r"onnx::Conv_\d+$")  # the name TorchScript gives to a kernel that it changed
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms that are asked for.
+
+    Raises:
+        UsageError: an unknown form.
+    """
+
+    bn: str = "as-is"
+    dropout: str = "as-is"
+
+    def __post_init__(self) -> None:
+        for option, form, known in (("bn", self.bn, BN_FORMS), ("dropout", self.dropout, DROPOUT_FORMS)):
+            if form not in known:
+                raise UsageError(f"--{option} {form}: known forms are {', '.join(known)}")
+
+
+def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
+    """The draft in the forms asked for, and what was changed."""
+    said: list[str] = []
+    for changed, text in (
+        _each(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
+        _put_back(draft) if forms.bn == "train" else (None, ""),
+    ):
+        if changed is not None:
+            draft = changed
+            said.append(text)
+    if forms.bn != "as-is" and not said and not any(n.op == "BatchNormalization" for n in draft.nodes):
+        said.append(f"no batch norm to put into the form {forms.bn!r}")
+    changed, text = _each(draft, "Dropout", DROPOUT.get(forms.dropout))
+    if changed is not None:
+        draft = changed
+        said.append(text)
+    elif forms.dropout == "on" and not any(n.op == "Dropout" for n in draft.nodes):
+        said.append("no dropout is left in the file to switch on")
+    return draft, tuple(said)
+
+
+@dataclass
+class _Additions:
+    """Initialisers and nodes that a changed node needs."""
+
+    draft: Draft
+    initialisers: dict[str, Array]
+    nodes: list[Node]
+    read: frozenset[str]
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        self.initialisers[name] = Array(name, value.dtype.name, value.shape, lambda: value)
+        return name
+
+
+Change = Callable[[Node, _Additions], Node | None]
+
+
+def _each(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
+    """Every node of the op changed, or None if none had to be."""
+    if change is None:
+        return None, ""
+    read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
+    more = _Additions(draft, dict(draft.initialisers), [], frozenset(read))
+    count = 0
+    for node in draft.nodes:
+        new = change(node, more) if node.op == op and not node.domain else None
+        more.nodes.append(new or node)
+        count += new is not None
+    if not count:
+        return None, ""
+    names = {"BatchNormalization": "batch norms were put", "Dropout": "dropouts were put"}[op]
+    form = next(k for k, v in (*BATCH_NORM.items(), *DROPOUT.items()) if v is change)
+    text = f"{count} {names} into the form {form!r}"
+    return replace(draft, initialisers=more.initialisers, nodes=tuple(more.nodes)), text
+
+
+# ------------------------------------------------------------------ batch norm
+
+
+def _trained(node: Node, more: _Additions) -> Node | None:
+    if roles.trains_statistics(node):
+        return None
+    y = node.outputs[0]
+    if node.version >= 14:
+        return _own_statistics(
+            replace(node, outputs=(y, "", ""), attributes={**node.attributes, "training_mode": 1}), more
+        )
+    if node.version >= 7:
+        return _own_statistics(replace(node, outputs=(y, "", "")), more)
+    return _own_statistics(replace(node, attributes={**node.attributes, "is_test": 0}), more)
+
+
+def _own_statistics(node: Node, more: _Additions) -> Node:
+    """Statistics that several nodes read become each node's own: each will move them its own way."""
+    inputs = list(node.inputs)
+    shared = Counter(i for n in more.draft.nodes for i in n.inputs)
+    for at in sorted(roles.STATISTICS):
+        name = inputs[at]
+        if name in more.initialisers and shared[name] > 1:
+            inputs[at] = f"{node.name}.{('running_mean', 'running_var')[at - 3]}"
+            more.initialisers[inputs[at]] = replace(more.initialisers[name], name=inputs[at])
+    return replace(node, inputs=tuple(inputs))
+
+
+def _frozen(node: Node, more: _Additions) -> Node | None:
+    if not roles.trains_statistics(node):
+        return None
+    if any(o in more.read for o in node.outputs[3:] if o):
+        raise ModelError(f"node {node.name!r}: its batch's statistics are read, so it cannot be frozen")
+    for out, at in ((1, 3), (2, 4)):
+        name = node.outputs[out] if out < len(node.outputs) else ""
+        if name in more.read and name:
+            identity = Node(f"{node.name}.{out}", "Identity", "", node.version, (node.inputs[at],), (name,))
+            more.nodes.append(identity)
+    flag = {"training_mode": 0} if node.version >= 14 else {"is_test": 1} if node.version < 7 else {}
+    return replace(node, outputs=node.outputs[:1], attributes={**node.attributes, **flag})
+
+
+BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
+
+
+def _put_back(draft: Draft) -> tuple[Draft | None, str]:
+    """A new batch norm behind every convolution that one was folded into, or None if there is none."""
+    initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
+    readers = Counter(i for n in draft.nodes for i in n.inputs)
+    count = 0
+    for node in draft.nodes:
+        scope = draft.scopes.get(node.name, Scope())
+        if not _was_folded(node, scope, draft):
+            nodes.append(node)
+            continue
+        bias = initialisers[node.inputs[2]]
+        where = scope.module or f"{bias.name}.norm"
+        added = {
+            f"{where}.weight": partial(np.ones, bias.shape, bias.dtype),
+            f"{where}.bias": bias.load,
+            f"{where}.running_mean": partial(np.zeros, bias.shape, bias.dtype),
+            f"{where}.running_var": partial(np.ones, bias.shape, bias.dtype),
+        }
+        if readers[bias.name] == 1:
+            del initialisers[bias.name]
+        hidden = f"{node.outputs[0]}.{node.name}.folded"
+        nodes.append(replace(node, inputs=node.inputs[:2], outputs=(hidden,)))
+        for name, load in added.items():
+            initialisers[name] = Array(name, bias.dtype, bias.shape, load)
+            origins[name] = Origin("PARAMETER")
+        norm = Node(
+            f"{node.name}.norm",
+            "BatchNormalization",
+            "",
+            max(node.version, 15),
+            (hidden, *added),
+            (node.outputs[0], "", ""),
+            {"training_mode": 1},
+        )
+        nodes.append(norm)
+        count += 1
+    if not count:
+        return None, ""
+    text = (
+        f"{count} batch norms that the export folded into Conv were put back with scale one: "
+        "their own scales are part of the kernels now"
+    )
+    return replace(draft, initialisers=initialisers, origins=origins, nodes=tuple(nodes)), text
+
+
+def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
+    """Whether the exporter folded a batch norm into the node, by what it noted or how it named the result."""
+    if node.op not in ("Conv", "ConvTranspose") or node.domain or len(node.inputs) < 3:
+        return False
+    if node.inputs[2] not in draft.initialisers:
+        return False
+    named = all(FOLDED_BY_SCRIPT.match(name) for name in node.inputs[1:3])
+    return "batch_norm" in scope.operator or (named and draft.producer == "pytorch")
+
+
+# ------------------------------------------------------------------ dropout
+
+
+def _switched_on(node: Node, more: _Additions) -> Node:
+    ratio = node.inputs[1] if node.version >= 12 and len(node.inputs) > 1 else ""
+    if node.version < 12:
+        stated = np.asarray(node.attributes.get("ratio", 0.5), np.float32)
+        ratio = more.constant(f"{node.name}.ratio", stated)
+    training = more.constant(f"{node.name}.training", np.asarray(True))
+    inputs = (node.inputs[0], ratio, training)
+    return replace(node, version=max(node.version, 13), inputs=inputs, attributes={})
+
+
+def _switched_off(node: Node, more: _Additions) -> Node:  # noqa: ARG001
+    return replace(node, version=max(node.version, 13), inputs=node.inputs[:1], attributes={})
+
+
+DROPOUT: Mapping[str, Change] = {"on": _switched_on, "off": _switched_off}
