@@ -144,7 +144,11 @@ def _check_order(graph: TrainingGraph) -> set[str]:
     for op in graph.ops:
         for t in op.reads:
             if t not in written:
-                why = f"only {later[t]!r} writes, which stands later (a cycle?)" if t in later else "nothing writes"
+                why = (
+                    f"only {later[t]!r} writes, which stands later (a cycle?)"
+                    if t in later
+                    else "nothing writes"
+                )
                 raise ProblemError(f"op {op.name!r} reads {t!r}, which {why}")
         for t in op.writes:
             if t in inputs:
