@@ -12,13 +12,24 @@ from rematplan.runtime import (
     onnx_math,
     onnx_nn,
     onnx_pool,
+    onnx_recurrent,
     onnx_reduce,
     onnx_resize,
     onnx_shape,
 )
 from rematplan.runtime.onnx_rows import Row
 
-THEMES = (onnx_index, onnx_loss, onnx_math, onnx_nn, onnx_pool, onnx_reduce, onnx_resize, onnx_shape)
+THEMES = (
+    onnx_index,
+    onnx_loss,
+    onnx_math,
+    onnx_nn,
+    onnx_pool,
+    onnx_recurrent,
+    onnx_reduce,
+    onnx_resize,
+    onnx_shape,
+)
 
 
 def _table() -> dict[tuple[str, str], dict[int, Row]]:
