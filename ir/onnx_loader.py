@@ -22,6 +22,7 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx_control import captured, without_subgraphs
 from rematplan.ir.onnx_forms import Forms, in_form
 from rematplan.ir.onnx_origins import Evidence
 from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
@@ -67,7 +68,8 @@ def graph_from_proto(proto: Any, name: str = "the model") -> Graph:
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
     inputs, bound = _bind(draft.inputs, dims)
-    draft, untied = untangled(replace(draft, nodes=_sorted(draft)))
+    draft, unrolled = without_subgraphs(replace(draft, nodes=_sorted(draft)), inputs, bound)
+    draft, untied = untangled(draft)
     draft, formed = in_form(draft, forms)
     nodes, outputs = _without_aliases(draft.nodes, draft)
     nodes = _live(nodes, outputs)
@@ -82,7 +84,7 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
         ),
         weights=weights,
         nodes=_silenced(nodes, outputs),
-        notes=(*untied, *formed, *_notes(draft, weights, nodes)),
+        notes=(*unrolled, *untied, *formed, *_notes(draft, weights, nodes)),
     )
 
 
@@ -153,10 +155,11 @@ def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...
 def _sorted(draft: Draft) -> tuple[Node, ...]:
     """The nodes in topological order: the file's own as far as it is one (Kahn, smallest index first)."""
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
-    waits = [len({writer[n] for n in node.inputs if n in writer}) for node in draft.nodes]
+    reads = [(*n.inputs, *captured(n.name, draft.bodies)) for n in draft.nodes]
+    waits = [len({writer[n] for n in names if n in writer}) for names in reads]
     readers: dict[int, set[int]] = defaultdict(set)
-    for i, node in enumerate(draft.nodes):
-        for name in node.inputs:
+    for i, names in enumerate(reads):
+        for name in names:
             if name in writer:
                 readers[writer[name]].add(i)
     ready = [i for i, count in enumerate(waits) if count == 0]

@@ -27,7 +27,7 @@ from rematplan.ir.graph import Attribute, Node
 from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors
 
 MAX_METADATA = 1 << 16  # characters of one entry
-SUBGRAPH_KINDS = ("GRAPH", "GRAPHS")
+MAX_DEPTH = 50  # of subgraphs in subgraphs
 
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of, we refuse in our own words
 
@@ -70,10 +70,22 @@ class Scope:
 
 
 @dataclass(frozen=True)
+class Body:
+    """A subgraph: a branch of an If, the body of a Loop or Scan. It also reads the values around it."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    initialisers: Mapping[str, Array]
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Draft:
     """The file's main graph, functions inlined, before any analysis.
 
     ``origins`` by initialiser and ``scopes`` by node: what the exporter noted in the file's metadata.
+    ``bodies``: the subgraphs by node and attribute; node names are unique over all of them.
+    ``stated``: the shapes of values within the graph, where the file states them.
     """
 
     name: str
@@ -84,6 +96,8 @@ class Draft:
     producer: str = ""
     origins: Mapping[str, Origin] = field(default_factory=dict)
     scopes: Mapping[str, Scope] = field(default_factory=dict)
+    bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)
+    stated: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
 
 
 def read_onnx(path: Path) -> Draft:
@@ -157,9 +171,9 @@ def _pin_function_opsets(model: Any) -> None:
 
 def _draft(model: Any, path: Path) -> Draft:
     graph = model.graph
-    initialisers = {name: _array(name, value.const_value, path) for name, value in graph.initializers.items()}
-    opsets = {_domain(d): v for d, v in model.opset_imports.items()}
-    nodes = _nodes(graph, opsets, path)
+    initialisers = _initialisers(graph, path)
+    reading = _Reading({_domain(d): v for d, v in model.opset_imports.items()}, path)
+    nodes = reading.nodes(graph)
     return Draft(
         name=graph.name or path.stem,
         inputs=tuple(_declared(v, "input") for v in graph.inputs if v.name not in initialisers),
@@ -167,7 +181,18 @@ def _draft(model: Any, path: Path) -> Draft:
         initialisers=initialisers,
         nodes=nodes,
         scopes={n.name: s for n, stated in zip(nodes, graph, strict=True) if (s := _scope(stated))},
+        bodies=reading.bodies,
+        stated={
+            v.name: tuple(d if isinstance(d, int) else d.value for d in v.shape)
+            for node in (graph if reading.bodies else ())
+            for v in node.outputs
+            if v.name and v.shape is not None
+        },
     )
+
+
+def _initialisers(graph: Any, path: Path) -> dict[str, Array]:
+    return {name: _array(name, value.const_value, path) for name, value in graph.initializers.items()}
 
 
 # ------------------------------------------------------------------ what torch's exporter notes in the metadata
@@ -231,30 +256,49 @@ def _dtype(kind: Any, what: str) -> str:
         raise ModelError(f"{what} has no element type that can be computed with") from None
 
 
-def _nodes(graph: Any, opsets: Mapping[str, int], path: Path) -> tuple[Node, ...]:
-    taken: set[str] = set()
-    nodes = []
-    for i, node in enumerate(graph):
+@dataclass
+class _Reading:
+    """Nodes as they are read, subgraphs put aside."""
+
+    opsets: Mapping[str, int]
+    path: Path
+    taken: set[str] = field(default_factory=set)
+    bodies: dict[str, dict[str, Body]] = field(default_factory=dict)
+
+    def nodes(self, graph: Any, depth: int = 0) -> tuple[Node, ...]:
+        if depth > MAX_DEPTH:
+            raise ModelError(f"subgraphs are nested more than {MAX_DEPTH} deep")
+        return tuple(self._node(i, node, depth) for i, node in enumerate(graph))
+
+    def _node(self, at: int, node: Any, depth: int) -> Node:
         domain = _domain(node.domain)
-        version = node.version if node.version is not None else opsets.get(domain)
+        version = node.version if node.version is not None else self.opsets.get(domain)
         if version is None:
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}): the file imports no opset of domain {domain!r}"
             )
-        name = _fresh(node.name or f"{node.op_type}_{i}", taken)
+        name = _fresh(node.name or f"{node.op_type}_{at}", self.taken)
         _check_signature(node, name, domain, version)
-        nodes.append(
-            Node(
-                name=name,
-                op=node.op_type,
-                domain=domain,
-                version=version,
-                inputs=tuple(v.name if v is not None else "" for v in node.inputs),
-                outputs=tuple(v.name or "" for v in node.outputs),
-                attributes=_attributes(node, name, path),
-            )
+        graphs = {k: a.value for k, a in node.attributes.items() if a.type.name == "GRAPH"}
+        if graphs:
+            self.bodies[name] = {k: self._body(g, depth + 1) for k, g in graphs.items()}
+        return Node(
+            name=name,
+            op=node.op_type,
+            domain=domain,
+            version=version,
+            inputs=tuple(v.name if v is not None else "" for v in node.inputs),
+            outputs=tuple(v.name or "" for v in node.outputs),
+            attributes=_attributes(node, name, self.path),
         )
-    return tuple(nodes)
+
+    def _body(self, graph: Any, depth: int) -> Body:
+        return Body(
+            tuple(v.name for v in graph.inputs),
+            tuple(v.name for v in graph.outputs),
+            _initialisers(graph, self.path),
+            self.nodes(graph, depth),
+        )
 
 
 def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
@@ -269,7 +313,8 @@ def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
     if not schema.min_input <= len(node.inputs) <= schema.max_input:
         wanted = f"{schema.min_input} to {schema.max_input}"
         raise ModelError(f"node {name!r} ({node.op_type}) has {len(node.inputs)} inputs, not {wanted}")
-    if any(v is None for v in node.inputs[: schema.min_input]):
+    needed = onnx.defs.OpSchema.FormalParameterOption.Single
+    if any(v is None and p.option == needed for v, p in zip(node.inputs, schema.inputs, strict=False)):
         raise ModelError(f"node {name!r} ({node.op_type}) lacks an input that it needs")
     for key, attribute in node.attributes.items():
         known = schema.attributes.get(key)
@@ -290,7 +335,9 @@ def _attributes(node: Any, name: str, path: Path) -> dict[str, Attribute]:
     found: dict[str, Attribute] = {}
     for key, attribute in node.attributes.items():
         kind = attribute.type.name
-        if kind in SUBGRAPH_KINDS:
+        if kind == "GRAPH":  # read apart
+            continue
+        if kind == "GRAPHS":
             raise ModelError(f"node {name!r}: {node.op_type} holds a subgraph, which is not supported")
         if kind in ("INT", "FLOAT", "STRING"):
             found[key] = attribute.value

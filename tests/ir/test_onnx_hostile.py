@@ -178,7 +178,7 @@ def test_subgraphs_are_refused_by_name(tmp_path):
     body = helper.make_graph([helper.make_node("Relu", ["c"], ["r"])], "body", [], [info("r", None)])
     branch = helper.make_node("If", ["flag"], ["y2"], name="branch", then_branch=body, else_branch=body)
     model.graph.node.append(branch)
-    model.graph.initializer.append(numpy_helper.from_array(np.asarray(True), "flag"))
+    model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
     model.graph.output[0].name = "y2"
     said = refused_model(tmp_path, model)
     assert "'branch'" in said

@@ -1,0 +1,272 @@
+"""Control flow that is no decision: an If of known condition, a Loop or Scan of known length, become plain nodes.
+
+What a condition or trip count is made of has to be known at load: constants, the shapes of graph inputs, the
+shapes that the file states, and arithmetic on them. A Loop's body is repeated, its weights being the same ones in
+each turn; what a turn gives out for every turn is stacked. A subgraph that depends on data is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rematplan.ir import onnx_roles as roles
+from rematplan.ir.errors import ModelError
+from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
+from rematplan.ir.graph import Node, Value
+from rematplan.ir.onnx_reader import Array, Body, Draft
+
+MAX_TURNS = 10_000  # of one loop
+MAX_NODES = 200_000  # of the graph, loops unrolled
+PLAIN = 13  # the opset of the nodes that are put in for stacking and picking
+
+
+def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, ...]:
+    """The values around a node that its subgraphs read."""
+    found: dict[str, None] = {}
+    for body in bodies.get(name, {}).values():
+        own = {*body.inputs, *body.initialisers, *(o for n in body.nodes for o in n.outputs)}
+        reads = [i for n in body.nodes for i in (*n.inputs, *captured(n.name, bodies))]
+        found.update(dict.fromkeys(n for n in (*reads, *body.outputs) if n and n not in own))
+    return tuple(found)
+
+
+def without_subgraphs(
+    draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
+) -> tuple[Draft, tuple[str, ...]]:
+    """The draft with every subgraph inlined or unrolled, and how many; ``draft.nodes`` in topological order.
+
+    Raises:
+        ModelError: a condition or length is not known, or the result is absurdly large.
+    """
+    if not draft.bodies:
+        return draft, ()
+    shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}
+    shapes |= {name: array.shape for name, array in draft.initialisers.items()}
+    shapes |= {v.name: v.shape or () for v in inputs}
+    known = {name: s for name, s in shapes.items() if all(isinstance(d, int) and d >= 0 for d in s)}
+    work = _Unrolling(draft, dict(draft.initialisers), known)  # type: ignore[arg-type]
+    for array in draft.initialisers.values():
+        work.learn(array)
+    work.walk(draft.nodes, {})
+    work.check()
+    note = (
+        f"{work.count} subgraphs of known conditions and lengths were unrolled into {len(work.nodes)} nodes"
+    )
+    return replace(draft, nodes=tuple(work.nodes), initialisers=work.initialisers, bodies={}), (note,)
+
+
+@dataclass
+class _Unrolling:
+    """The nodes so far, and what is known of their values. Names are those of the result."""
+
+    draft: Draft
+    initialisers: dict[str, Array]
+    shapes: dict[str, tuple[int, ...]]
+    nodes: list[Node] = field(default_factory=list)
+    known: dict[str, np.ndarray] = field(default_factory=dict)
+    count: int = 0
+    fresh: int = 0
+
+    def learn(self, array: Array) -> None:
+        """Take note of a small constant's value."""
+        if array.dtype not in roles.FLOATS and math.prod(array.shape) <= MAX_ELEMENTS:
+            self.known[array.name] = array.load()
+
+    def walk(self, nodes: Iterable[Node], names: Mapping[str, str]) -> None:
+        """Append nodes, their values renamed."""
+        for node in nodes:
+            inputs = tuple(names.get(i, i) for i in node.inputs)
+            outputs = tuple(names.get(o, o) for o in node.outputs)
+            bodies = self.draft.bodies.get(node.name)
+            if bodies is None:
+                self.append(replace(node, inputs=inputs, outputs=outputs))
+                continue
+            if node.op not in EXPANSIONS or node.domain:
+                raise ModelError(f"node {node.name!r}: {node.op} holds a subgraph, which is not supported")
+            self.count += 1
+            EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
+
+    def append(self, node: Node) -> None:
+        """One node, and its value if it is a constant."""
+        if len(self.nodes) >= MAX_NODES:
+            raise ModelError(f"node {node.name!r}: unrolled, its loops make more than {MAX_NODES} nodes")
+        self.nodes.append(replace(node, name=f"{node.name}.{len(self.nodes)}") if self.count else node)
+        results = self._results(node)
+        for name, array in zip(node.outputs, results or (), strict=False):
+            if name and array.size <= MAX_ELEMENTS:
+                self.known[name] = array
+        if node.op == "Identity" and node.inputs[0] in self.shapes:
+            self.shapes[node.outputs[0]] = self.shapes[node.inputs[0]]
+
+    def _results(self, node: Node) -> tuple[np.ndarray, ...] | None:
+        if node.domain:
+            return None
+        if node.op == "Constant":
+            value = constant_value(node)
+            return None if value is None else (value,)
+        if node.op == "Identity":
+            return (self.known[node.inputs[0]],) if node.inputs[0] in self.known else None
+        if node.op in ("Shape", "Size") and node.inputs[0] in self.shapes:
+            dims = np.asarray(self.shapes[node.inputs[0]], np.int64)
+            if node.op == "Size":
+                return (np.asarray(math.prod(dims.tolist()), np.int64),)
+            start, end = (node.attributes.get(k, d) for k, d in (("start", 0), ("end", len(dims))))
+            return (dims[start:end],)  # type: ignore[misc]
+        return fold(node, self.known)
+
+    # -------------------------------------------------------------- pieces that the expansions are made of
+
+    def inline(self, node: Node, body: Body, given: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+        """A body's nodes once, its inputs being values that are given; the names of its outputs.
+
+        Its initialisers get one name for all turns, so that a weight stays one weight.
+        """
+        self.fresh += 1
+        inner = {**names, **given}
+        for name, array in body.initialisers.items():
+            inner[name] = f"{node.name}/{name}"
+            if inner[name] not in self.initialisers:
+                self.initialisers[inner[name]] = replace(array, name=inner[name])
+                self.shapes[inner[name]] = array.shape
+                self.learn(self.initialisers[inner[name]])
+        for inside in body.nodes:
+            inner.update((o, f"{o}/{self.fresh}") for o in inside.outputs if o)
+        self.walk(body.nodes, inner)
+        return [inner.get(o, o) for o in body.outputs]
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        self.initialisers[name] = Array(name, value.dtype.name, value.shape, lambda: value)
+        self.known[name] = value
+        return name
+
+    def emit(self, node: Node, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        version = max(PLAIN, node.version)
+        self.append(Node(f"{node.name}.{op}", op, "", version, tuple(inputs), (output,), attributes))
+        return output
+
+    def value(self, node: Node, name: str, what: str) -> np.ndarray:
+        if name not in self.known:
+            raise ModelError(
+                f"node {node.name!r}: its {what} ({name!r}) depends on data; {node.op} cannot be planned"
+            )
+        return self.known[name]
+
+    def stacked(self, node: Node, parts: Sequence[str], axis: int, output: str) -> None:
+        """One tensor of the values of all turns, along a new axis."""
+        axes = self.constant(f"{output}.axes", np.asarray([axis], np.int64))
+        rows = [self.emit(node, "Unsqueeze", (p, axes), f"{output}.{k}") for k, p in enumerate(parts)]
+        self.emit(node, "Concat", rows, output, axis=axis)
+
+    def check(self) -> None:
+        """Every value that is read is written."""
+        written = {o for n in self.nodes for o in n.outputs} | self.initialisers.keys()
+        written |= {v.name for v in self.draft.inputs} | {""}
+        for node in self.nodes:
+            for name in node.inputs:
+                if name not in written:
+                    raise ModelError(f"node {node.name!r} ({node.op}) reads {name!r}, which nothing writes")
+
+
+# ------------------------------------------------------------------ the ops
+
+
+def _if(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
+    holds = work.value(node, node.inputs[0], "condition")
+    body = bodies["then_branch" if bool(np.asarray(holds).ravel()[0]) else "else_branch"]
+    _give(work, node, work.inline(node, body, {}, names))
+
+
+def _give(work: _Unrolling, node: Node, results: Sequence[str]) -> None:
+    for result, output in zip(results, node.outputs, strict=False):
+        if output:
+            work.emit(node, "Identity", (result,), output)
+
+
+def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
+    body, (count, condition, *states) = bodies["body"], (*node.inputs, "", "")[: max(2, len(node.inputs))]
+    turns = MAX_TURNS + 1 if not count else int(work.value(node, count, "trip count").ravel()[0])
+    go = not condition or bool(work.value(node, condition, "condition").ravel()[0])
+    kept: list[list[str]] = []
+    turn = 0
+    while go and turn < turns:
+        if turn >= MAX_TURNS:
+            raise ModelError(f"node {node.name!r}: the Loop runs more than {MAX_TURNS} times")
+        mark = f"{node.name}.{work.fresh}"
+        begin = [
+            work.constant(f"{mark}.turn", np.asarray(turn, np.int64)),
+            work.constant(f"{mark}.go", np.asarray(True)),
+            *states,
+        ]
+        again, *results = work.inline(node, body, dict(zip(body.inputs, begin, strict=True)), names)
+        # a loop that counts and was given no condition ignores what its body says of one
+        go = bool(count and not condition) or bool(work.value(node, again, "condition").ravel()[0])
+        states, turn = results[: len(states)], turn + 1
+        kept.append(results[len(states) :])
+    _finish(work, node, states, kept, [0] * (len(node.outputs) - len(states)))
+
+
+def _finish(
+    work: _Unrolling, node: Node, states: Sequence[str], kept: Sequence[Sequence[str]], axes: Sequence[int]
+) -> None:
+    for result, output in zip(states, node.outputs, strict=False):
+        if output:
+            work.emit(node, "Identity", (result,), output)
+    for k, output in enumerate(node.outputs[len(states) :]):
+        if output and not kept:
+            raise ModelError(f"node {node.name!r}: the {node.op} never runs, so {output!r} has no shape")
+        if output:
+            work.stacked(node, [turn[k] for turn in kept], axes[k], output)
+
+
+def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
+    if node.version < 9:
+        raise ModelError(f"node {node.name!r}: Scan of opset {node.version} is not supported")
+    body, scanned = bodies["body"], int(node.attributes.get("num_scan_inputs", 0))  # type: ignore[arg-type]
+    at = len(node.inputs) - scanned
+    states, sources = list(node.inputs[:at]), node.inputs[at:]
+    outputs = len(node.outputs) - at
+    axes, back = (_each(node, f"scan_input_{k}", scanned) for k in ("axes", "directions"))
+    out_axes, out_back = (_each(node, f"scan_output_{k}", outputs) for k in ("axes", "directions"))
+    turns = _length(work, node, sources, axes)
+    kept: list[list[str]] = []
+    for turn in range(turns):
+        picked = []
+        for source, axis, reverse in zip(sources, axes, back, strict=True):
+            mark = f"{node.name}.{work.fresh}.{len(picked)}"
+            place = work.constant(f"{mark}.at", np.asarray(turns - 1 - turn if reverse else turn, np.int64))
+            picked.append(work.emit(node, "Gather", (source, place), f"{mark}.picked", axis=axis))
+        given = dict(zip(body.inputs, (*states, *picked), strict=True))
+        results = work.inline(node, body, given, names)
+        states = results[:at]
+        kept.append(results[at:])
+    ordered = [[kept[-1 - i if out_back[k] else i][k] for k in range(outputs)] for i in range(turns)]
+    _finish(work, node, states, ordered, out_axes)
+
+
+def _each(node: Node, name: str, count: int) -> tuple[int, ...]:
+    stated: Any = node.attributes.get(name) or (0,) * count
+    if len(stated) != count:
+        raise ModelError(f"node {node.name!r}: {name} has {len(stated)} numbers for {count}")
+    return tuple(int(v) for v in stated)
+
+
+def _length(work: _Unrolling, node: Node, sources: Sequence[str], axes: Sequence[int]) -> int:
+    lengths = set()
+    for source, axis in zip(sources, axes, strict=True):
+        shape = work.shapes.get(source)
+        if shape is None:
+            raise ModelError(f"node {node.name!r}: the length of its input {source!r} is not known at load")
+        if not -len(shape) <= axis < len(shape):
+            raise ModelError(f"node {node.name!r}: its input {source!r} has no axis {axis}")
+        lengths.add(shape[axis])
+    if len(lengths) != 1 or max(lengths) > MAX_TURNS:
+        raise ModelError(f"node {node.name!r}: it scans inputs of lengths {sorted(lengths)}")
+    return int(lengths.pop())
+
+
+EXPANSIONS = {"If": _if, "Loop": _loop, "Scan": _scan}
