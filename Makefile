@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := ir planner runtime models rematplan benchmarks tests
 
-.PHONY: demo test lint format clean
+.PHONY: demo test conformance lint format clean
 
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
 test: $(READY)  ## run the tests; PYTEST_ARGS="-k name" narrows them
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
+	$(BIN)/python benchmarks/conformance.py --refusals
 
 lint: $(READY)  ## ruff, and strict types of the package as it is installed, from outside the checkout
 	$(BIN)/ruff check .

@@ -11,6 +11,10 @@ class RematplanError(Exception):
 
     exit_status = 2
 
+    def __init__(self, message: object = "") -> None:
+        # names from a file may hold line breaks; the message stays one line all the same
+        super().__init__(" ".join(str(message).splitlines()))
+
 
 class ProblemError(RematplanError):
     """A planning problem or plan that breaks its format's rules (cycle, double write, negative size, ...)."""

@@ -48,8 +48,12 @@ def without_subgraphs(
     shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}
     shapes |= {name: array.shape for name, array in draft.initialisers.items()}
     shapes |= {v.name: v.shape or () for v in inputs}
-    known = {name: s for name, s in shapes.items() if all(isinstance(d, int) and d >= 0 for d in s)}
-    work = _Unrolling(draft, dict(draft.initialisers), known)  # type: ignore[arg-type]
+    known = {
+        name: tuple(d for d in s if isinstance(d, int))
+        for name, s in shapes.items()
+        if all(isinstance(d, int) and d >= 0 for d in s)
+    }
+    work = _Unrolling(draft, dict(draft.initialisers), known)
     for array in draft.initialisers.values():
         work.learn(array)
     work.walk(draft.nodes, {})
@@ -116,7 +120,7 @@ class _Unrolling:
             if node.op == "Size":
                 return (np.asarray(math.prod(dims.tolist()), np.int64),)
             start, end = (node.attributes.get(k, d) for k, d in (("start", 0), ("end", len(dims))))
-            return (dims[start:end],)  # type: ignore[misc]
+            return (dims[start:end],)
         return fold(node, self.known)
 
     # -------------------------------------------------------------- pieces that the expansions are made of
@@ -156,6 +160,15 @@ class _Unrolling:
             )
         return self.known[name]
 
+    def scalar(self, node: Node, name: str, what: str) -> int:
+        """A known value that is one number or truth."""
+        value = self.value(node, name, what)
+        if value.size != 1 or value.dtype.kind not in "biu":
+            raise ModelError(
+                f"node {node.name!r}: its {what} ({name!r}) is no single whole number or truth value"
+            )
+        return int(value.ravel()[0])
+
     def stacked(self, node: Node, parts: Sequence[str], axis: int, output: str) -> None:
         """One tensor of the values of all turns, along a new axis."""
         axes = self.constant(f"{output}.axes", np.asarray([axis], np.int64))
@@ -176,21 +189,30 @@ class _Unrolling:
 
 
 def _if(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
-    holds = work.value(node, node.inputs[0], "condition")
-    body = bodies["then_branch" if bool(np.asarray(holds).ravel()[0]) else "else_branch"]
-    _give(work, node, work.inline(node, body, {}, names))
-
-
-def _give(work: _Unrolling, node: Node, results: Sequence[str]) -> None:
-    for result, output in zip(results, node.outputs, strict=False):
+    holds = work.scalar(node, node.inputs[0], "condition")
+    body = _body(node, bodies, "then_branch" if holds else "else_branch", 0, len(node.outputs))
+    for result, output in zip(work.inline(node, body, {}, names), node.outputs, strict=False):
         if output:
             work.emit(node, "Identity", (result,), output)
 
 
+def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, outputs: int) -> Body:
+    """The subgraph of that name, if it has as many inputs and outputs as the node needs."""
+    body = bodies.get(name)
+    if body is None:
+        raise ModelError(f"node {node.name!r} ({node.op}) has no {name}")
+    if len(body.inputs) != inputs or len(body.outputs) < outputs:
+        found = f"{len(body.inputs)} inputs and {len(body.outputs)} outputs, not {inputs} and {outputs}"
+        raise ModelError(f"node {node.name!r} ({node.op}): its {name} has {found}")
+    return body
+
+
 def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
-    body, (count, condition, *states) = bodies["body"], (*node.inputs, "", "")[: max(2, len(node.inputs))]
-    turns = MAX_TURNS + 1 if not count else int(work.value(node, count, "trip count").ravel()[0])
-    go = not condition or bool(work.value(node, condition, "condition").ravel()[0])
+    count, condition, *states = (*node.inputs, "", "")[: max(2, len(node.inputs))]
+    made = max(len(node.outputs), len(states))
+    body = _body(node, bodies, "body", 2 + len(states), 1 + made)
+    turns = MAX_TURNS + 1 if not count else work.scalar(node, count, "trip count")
+    go = not condition or bool(work.scalar(node, condition, "condition"))
     kept: list[list[str]] = []
     turn = 0
     while go and turn < turns:
@@ -204,7 +226,7 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
         ]
         again, *results = work.inline(node, body, dict(zip(body.inputs, begin, strict=True)), names)
         # a loop that counts and was given no condition ignores what its body says of one
-        go = bool(count and not condition) or bool(work.value(node, again, "condition").ravel()[0])
+        go = bool(count and not condition) or bool(work.scalar(node, again, "condition"))
         states, turn = results[: len(states)], turn + 1
         kept.append(results[len(states) :])
     _finish(work, node, states, kept, [0] * (len(node.outputs) - len(states)))
@@ -226,16 +248,21 @@ def _finish(
 def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
     if node.version < 9:
         raise ModelError(f"node {node.name!r}: Scan of opset {node.version} is not supported")
-    body, scanned = bodies["body"], int(node.attributes.get("num_scan_inputs", 0))  # type: ignore[arg-type]
+    scanned = int(node.attributes.get("num_scan_inputs", 0))  # type: ignore[arg-type]
     at = len(node.inputs) - scanned
-    states, sources = list(node.inputs[:at]), node.inputs[at:]
     outputs = len(node.outputs) - at
+    if scanned < 1 or at < 0 or outputs < 0 or not all(node.inputs):
+        raise ModelError(
+            f"node {node.name!r}: {scanned} of {len(node.inputs)} inputs scanned do not fit a Scan"
+        )
+    body = _body(node, bodies, "body", len(node.inputs), len(node.outputs))
+    states, sources = list(node.inputs[:at]), node.inputs[at:]
     axes, back = (_each(node, f"scan_input_{k}", scanned) for k in ("axes", "directions"))
     out_axes, out_back = (_each(node, f"scan_output_{k}", outputs) for k in ("axes", "directions"))
     turns = _length(work, node, sources, axes)
     kept: list[list[str]] = []
     for turn in range(turns):
-        picked = []
+        picked: list[str] = []
         for source, axis, reverse in zip(sources, axes, back, strict=True):
             mark = f"{node.name}.{work.fresh}.{len(picked)}"
             place = work.constant(f"{mark}.at", np.asarray(turns - 1 - turn if reverse else turn, np.int64))

@@ -160,7 +160,7 @@ def _put_back(draft: Draft) -> tuple[Draft | None, str]:
             continue
         bias = initialisers[node.inputs[2]]
         where = scope.module or f"{bias.name}.norm"
-        added = {
+        added: dict[str, Callable[[], np.ndarray]] = {
             f"{where}.weight": partial(np.ones, bias.shape, bias.dtype),
             f"{where}.bias": bias.load,
             f"{where}.running_mean": partial(np.zeros, bias.shape, bias.dtype),

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
 from rematplan.runtime.native_kernels import native_kernels
+from rematplan.runtime.quiet import quiet
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "gradient", "input gradient", "buffer"]
@@ -236,7 +237,7 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with ExitStack() as stack, warnings.catch_warnings(), native_kernels():
+        with ExitStack() as stack, warnings.catch_warnings(), native_kernels(), quiet():
             warnings.simplefilter("ignore")
             untied = _Untied(module)
             joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from rematplan.ir import ModelError, UsageError
+from rematplan.runtime.quiet import quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     mode = FakeTensorMode()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(t.detach()) for name, t in state.items()}
-    with mode:
+    with mode, quiet():
         try:
             return functional_call(model, fakes, tuple(mode.from_tensor(t) for t in inputs))
         except ModelError:

@@ -121,11 +121,11 @@ def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
     (h,), n = state, w.r.shape[1]
     if integer(node, "linear_before_reset", 0):
         hidden = F.linear(h, w.r, w.bias)
-        z, r = act[0](x[:, : 2 * n] + hidden[:, : 2 * n]).split(n, 1)
+        z, r = act[0](x[:, : 2 * n] + hidden[:, : 2 * n]).chunk(2, 1)
         new = act[1](x[:, 2 * n :] + r * hidden[:, 2 * n :])
     else:
         bias = (None, None) if w.bias is None else (w.bias[: 2 * n], w.bias[2 * n :])
-        z, r = act[0](x[:, : 2 * n] + F.linear(h, w.r[: 2 * n], bias[0])).split(n, 1)
+        z, r = act[0](x[:, : 2 * n] + F.linear(h, w.r[: 2 * n], bias[0])).chunk(2, 1)
         new = act[1](x[:, 2 * n :] + F.linear(r * h, w.r[2 * n :], bias[1]))
     return ((1 - z) * new + z * h,)
 
@@ -152,7 +152,8 @@ LSTM = Kind(4, 2, ("Sigmoid", "Tanh", "Tanh"), _lstm_step)
 
 
 def _run(node: Node, kind: Kind, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    x, w, r, b, lengths, *states = (*inputs, *[None] * (8 - len(inputs)))
+    absent: list[Tensor | None] = [None] * (8 - len(inputs))
+    x, w, r, b, lengths, *states = [*inputs, *absent]
     assert x is not None
     assert w is not None
     assert r is not None
