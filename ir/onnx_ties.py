@@ -248,19 +248,18 @@ def _part_shared(edit: _Edit) -> int:
                 modules[name][edit.scopes[node.name].module].append(at)
     parted = 0
     for name, readers in modules.items():
-        owner, _, leaf = name.rpartition(".")
-        others = [m for m in readers if m and m != owner]
-        if owner not in readers or not others or not _may_part(edit, name, leaf, others):
+        home = max((m for m in readers if m and name.startswith(f"{m}.")), key=len, default="")
+        wanted = {m: m + name[len(home) :] for m in readers if m and not name.startswith(f"{m}.")}
+        if not home or not wanted or not _may_part(edit, name, wanted.values()):
             continue
-        for module in others:
-            _own_weight(edit, name, f"{module}.{leaf}", readers[module])
-        parted += len(others)
+        for module, own in wanted.items():
+            _own_weight(edit, name, own, readers[module])
+        parted += len(wanted)
     return parted
 
 
-def _may_part(edit: _Edit, name: str, leaf: str, others: Iterable[str]) -> bool:
-    array = edit.initialisers[name]
-    return all(_layer(name) == _layer(f"{m}.{leaf}") for m in others) or _is_uniform(array)
+def _may_part(edit: _Edit, name: str, others: Iterable[str]) -> bool:
+    return all(_layer(name) == _layer(other) for other in others) or _is_uniform(edit.initialisers[name])
 
 
 def _own_weight(edit: _Edit, name: str, wanted: str, readers: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Node
 from rematplan.runtime import (
+    onnx_attention,
     onnx_index,
     onnx_loss,
     onnx_math,
@@ -20,6 +21,7 @@ from rematplan.runtime import (
 from rematplan.runtime.onnx_rows import Row
 
 THEMES = (
+    onnx_attention,
     onnx_index,
     onnx_loss,
     onnx_math,

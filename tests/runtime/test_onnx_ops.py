@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the standar
 
 # Not comparable by value: draws of another generator; a softmax that the standard's own code rounds to half
 # precision at each step and torch once.
-NOT_COMPARABLE = re.compile("test_training_dropout|test_bernoulli|test_attention_4d_causal_fp16_expanded")
+NOT_COMPARABLE = re.compile("test_training_dropout|test_bernoulli|test_attention_4d_causal_fp16")
 
 
 @functools.cache
@@ -93,7 +93,7 @@ WITHOUT_CASES = re.compile("Bernoulli|GlobalLpPool|Random|Scatter$")
 
 def test_most_of_the_standard_is_covered():
     ran = [name for name in by_name() if check(name)]
-    assert len(ran) >= 1290
+    assert len(ran) >= 1400
 
 
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))
