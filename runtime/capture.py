@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
@@ -240,7 +241,12 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
         with ExitStack() as stack, warnings.catch_warnings(), native_kernels(), quiet():
             warnings.simplefilter("ignore")
             untied = _Untied(module)
-            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+            try:
+                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+            except DataDependentOutputException:
+                # Models that look into their data to take a shortcut often do not when they are being compiled.
+                stack.enter_context(_as_if_compiling())
+                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
     except ModelError:
         raise
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
@@ -249,6 +255,16 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
             f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}"
         ) from error
     return _Reader(joint.graph_module, untied.names).read(name)
+
+
+@contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class _Untied(nn.Module):

@@ -345,3 +345,25 @@ def test_a_call_that_refuses_synthetic_arguments_is_guessed_with_a_warning(tmp_p
     graph = training_graph(step, costs)
     plan = plan_from_runs(graph, recompute_everything(graph), "everything")
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
+
+
+class Peeks(nn.Module):
+    """Looks into its data to take a shortcut, unless it is being compiled, as many language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool((x == 0).all()):
+            return self.w.sum() * 0
+        return (x * self.w).tanh().sum()
+
+
+def test_a_model_that_looks_into_its_data_is_captured_as_for_a_compiler(tmp_path: Path) -> None:
+    module, batch = Peeks(), (torch.randn(4),)
+    step = capture(module, batch, "peeks")
+    assert not torch.compiler.is_compiling()
+    graph = training_graph(step, profile_costs(step, cache=tmp_path))
+    schedule = with_frees(graph, [o.name for o in graph.ops])
+    assert verify(PlannedStep(module, step, schedule), batch).bit_equal
