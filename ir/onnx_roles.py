@@ -54,6 +54,8 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Pow",
             "MaxUnpool",
             "Compress",
+            "CumProd",
+            "RotaryEmbedding",
         ],
         frozenset({0}),
     ),

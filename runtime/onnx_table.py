@@ -17,6 +17,7 @@ from rematplan.runtime import (
     onnx_reduce,
     onnx_resize,
     onnx_shape,
+    onnx_spatial,
 )
 from rematplan.runtime.onnx_rows import Row
 
@@ -31,6 +32,7 @@ THEMES = (
     onnx_reduce,
     onnx_resize,
     onnx_shape,
+    onnx_spatial,
 )
 
 
