@@ -38,6 +38,14 @@ TOO_LARGE = 60_000
 FIRST = 1.0
 """Seconds that any program may take; later ones may take as long as has been spent before."""
 
+VAST = 3000
+"""Ops beyond which relaxations come first: an integer program of this size may prove nothing for a minute, where
+its relaxation alone is within tenths of a percent after seconds."""
+VAST_FIRST = 20.0
+"""As `FIRST`, for those."""
+VAST_PROGRAM = 40_000
+"""Ops times intervals beyond which a program, the quickest apart, is left out: its relaxation takes too long."""
+
 CLOSED = 1e-6
 """A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
 
@@ -64,6 +72,8 @@ class BoundSearch:
         self.quantum = _quantum(graph)
         self.best = Bound(math.inf if budget < min_peak_bound(graph).bytes else self._floor())
         self._stopped = False
+        self._vast = len(graph.ops) > VAST
+        self._relaxed: set[tuple[int, ...]] = set()
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
         """Solve programs of rising strength for up to ``time_limit`` seconds; returns, and keeps, the best
@@ -72,19 +82,22 @@ class BoundSearch:
         ``enough``: asked after each program with the bound so far; True ends the search.
         """
         began = time.monotonic()
-        pending = (
-            list(dict.fromkeys(self._cuts(count, share) for count, share in CUTS))
-            if self.graph.base_cost
-            else []
-        )
+        pending = self._programs() if self.graph.base_cost else []
+        first = VAST_FIRST if self._vast else FIRST
         while pending:
             cuts = pending.pop(0)
             spent = time.monotonic() - began
             if self._stopped or spent >= time_limit or self.best.unreachable or enough(self.best.overhead):
                 break
-            if not self._solve(cuts, min(time_limit - spent, max(FIRST, spent))):
+            if not self._solve(cuts, time.monotonic() + min(time_limit - spent, max(first, spent))):
                 pending.append(cuts)
         return self.best
+
+    def _programs(self) -> list[tuple[int, ...]]:
+        """The sets of cuts to try, without those that make too large a program."""
+        quickest, *others = dict.fromkeys(self._cuts(count, share) for count, share in CUTS)
+        most = VAST_PROGRAM // len(self.order.recipes) if self._vast else len(self.chain) + 1
+        return [quickest, *(cuts for cuts in others if len(cuts) + 1 <= most)]
 
     def _cuts(self, count: int, share: float) -> tuple[int, ...]:
         return tuple(choose_cuts(self.graph, self.chain, self.budget, count, share))
@@ -108,20 +121,24 @@ class BoundSearch:
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
-    def _solve(self, cuts: tuple[int, ...], seconds: float) -> bool:
-        """Solve one program for a while; returns whether there is no more to learn from it."""
+    def _solve(self, cuts: tuple[int, ...], until: float) -> bool:
+        """Solve one program, or its relaxation, until a time of the monotonic clock; returns whether there is no
+        more to learn from it."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny)
         if program.rows.impossible:
             self.best = Bound(math.inf)
         if program.rows.impossible or not program.rows.cost:
             return True
-        integer = len(program.rows.cost) <= TOO_LARGE
+        small = len(program.rows.cost) <= TOO_LARGE
+        integer = small and (not self._vast or cuts in self._relaxed)
+        self._relaxed.add(cuts)
+        model = mathopt.Model.from_model_proto(program.rows.proto(integer))
         result = mathopt.solve(
-            mathopt.Model.from_model_proto(program.rows.proto(integer)),
+            model,
             mathopt.SolverType.HIGHS,
             params=mathopt.SolveParameters(
-                time_limit=datetime.timedelta(seconds=max(0.01, seconds)),
+                time_limit=datetime.timedelta(seconds=max(0.01, until - time.monotonic())),
                 absolute_gap_tolerance=0.05 if integer else None,
                 relative_gap_tolerance=0.0 if integer else None,
             ),
@@ -133,7 +150,8 @@ class BoundSearch:
         if math.isfinite(dual):
             found = (dual + program.rows.constant - MARGIN) * COST_UNIT - 1
             self.best = Bound(max(self.best.overhead, self._rounded_up(found)))
-        return bool(result.termination.reason == mathopt.TerminationReason.OPTIMAL)
+        solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+        return solved and (integer or not small)
 
     def _rounded_up(self, overhead: float) -> float:
         """The least overhead not below this one that sums of the ops' costs can have."""

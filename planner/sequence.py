@@ -36,6 +36,7 @@ from rematplan.planner.sequence_state import (
     State,
     link,
 )
+from rematplan.planner.sequence_tidy import tidy
 
 EXACT = 2**52
 """Sizes are summed in float64; larger problems are counted in coarser units: sizes up, budgets down."""
@@ -72,6 +73,7 @@ class Annealer:
         )
         self.number = {op.name: i for i, op in enumerate(self.ops)}
         self.problem = _problem(graph, self.ops, self.unit, keep_order)
+        self._by_cost = np.argsort(-self.problem.cost[:-1], kind="stable")
         self.inverses = {op.name for op in graph.inverses}
         self.fixed = graph.input_bytes
         self.random = np.array([seed & (2**64 - 1)], dtype=np.uint64)
@@ -79,13 +81,17 @@ class Annealer:
         self.priced = graph.base_cost > 0
         self.overflows = 0
 
-    def load(self, runs: Sequence[str], budget: int) -> None:
+    def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
         """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best
-        so far."""
+        so far.
+
+        ``price``: the penalty's, where an earlier search at about this budget has found it (`price`); else it
+        starts low, and the start may be lost.
+        """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
         value = self.state.value
-        value[PRICE] = 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
+        value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
         """Whether a sequence can be a start: every needed op runs, no inverse does, and first runs are in the
@@ -110,13 +116,27 @@ class Annealer:
     def restart(self) -> None:
         """Go back to the best feasible sequence."""
         if self.feasible:
-            self._reseat(self.state.best[: self.state.number[BEST]].copy())
+            self._reseat(self.state.best[: self.state.number[BEST] - 1].copy())  # without the virtual end
 
     def set_budget(self, budget: int) -> None:
         """Change the budget, forgetting the best so far."""
         old = self.state.value
         self._seat(self._sequence(), float((budget - self.fixed) // self.unit))
         self.state.value[PRICE] = old[PRICE]
+
+    def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
+        """The sequence without the repeated runs that a budget does not need; itself if it is over the budget.
+
+        Changes the present sequence.
+        """
+        self.load(runs, budget)
+        tidy(self.problem, self.state, self._by_cost)
+        return self.current()
+
+    @property
+    def price(self) -> float:
+        """What a byte over the budget costs at present."""
+        return float(self.state.value[PRICE])
 
     @property
     def feasible(self) -> bool:
@@ -179,6 +199,7 @@ def compile_kernels() -> None:
     annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
     annealer.load(["a", "b"], 2)
     annealer.cool(1, 1.0, 1.0)
+    annealer.tidied(["a", "b"], 2)
 
 
 def _problem(graph: TrainingGraph, ops: Sequence[Op], unit: int, keep_order: bool) -> Problem:

@@ -34,6 +34,7 @@ ORDERING = 0.5  # share of a hot round without phases that only reorders
 STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
+CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is cheapened, and their temperature
 
 
 @dataclass
@@ -124,6 +125,8 @@ class Search:
         except KeyboardInterrupt:
             if self.best is None:
                 raise
+        if self.best is not None:
+            self._offer(self.annealer.tidied(runs_of(self.best.schedule), self.budget))
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
@@ -133,6 +136,8 @@ class Search:
         self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
         for runs in self.starts:
             self._offer(runs)
+            peak = plan_from_runs(self.graph, runs, "start").estimate.peak
+            self._offer(self.annealer.tidied(runs, max(peak, self.budget)))
 
     @property
     def least(self) -> Plan:
@@ -177,32 +182,48 @@ class Search:
             self._report(effort)
         if self.best is None:
             self._offer(annealer.current())
-            self.descend(effort, effort.spent() + length)
+            self.descend(effort, min(effort.total, effort.spent() + length))
 
     def descend(self, effort: Effort, until: float) -> None:
         """Lower the smallest peak step by step, down to the budget or until ``until`` is spent.
 
-        Each step asks for a peak a little below the smallest and cools at one temperature until a sequence
-        has it; a step that fails halves the next.
+        Each step asks for a peak a little below the smallest, cools at one temperature until a sequence has it,
+        and then lowers its cost, without which runs of no use would pile up; a step that fails halves the next.
         """
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
+        price = 0.0  # kept from step to step: at a low price a start falls apart before it is dear enough
         while self.least.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
             peak = self.least.estimate.peak
-            above = peak - self.graph.input_bytes
-            annealer.load(runs_of(self.least.schedule), max(self.budget, peak - max(1, int(stride * above))))
+            aim = max(self.budget, peak - max(1, int(stride * (peak - self.graph.input_bytes))))
+            annealer.load(runs_of(self.least.schedule), aim, price)
             tried = 0
             while tried < patience and not annealer.feasible and effort.spent() < until:
-                moves = effort.next_slice(min(patience - tried, max(1.0, until - effort.spent())))
-                clock = time.monotonic()
-                moves = annealer.cool(moves, DESCENT, DESCENT, UNTIL_FEASIBLE)
-                effort.made(moves, time.monotonic() - clock)
-                tried += moves
-                self._report(effort)
+                tried += self._cool(effort, patience - tried, until, (DESCENT, DESCENT), UNTIL_FEASIBLE)
             if annealer.feasible:
+                self._cheapen(effort, until)
                 self._offer(annealer.best())
             else:
                 stride /= 2
                 patience *= 2
+            price = annealer.price
+
+    def _cheapen(self, effort: Effort, until: float) -> None:
+        """Lower the cost of the sequence that a descent has just found."""
+        moves = CLEAN * len(self.base)
+        made = 0
+        while made < moves and effort.spent() < until:
+            hot = CLEANING * (COLD / CLEANING) ** (made / moves)
+            cold = CLEANING * (COLD / CLEANING) ** min(1.0, (made + effort.slice_) / moves)
+            made += self._cool(effort, moves - made, until, (hot, cold), ALL_MOVES)
+
+    def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
+        """One slice of a descent; returns the moves made."""
+        moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
+        clock = time.monotonic()
+        made = self.annealer.cool(min(moves, most), *heat, mode)
+        effort.made(made, time.monotonic() - clock)
+        self._report(effort)
+        return made
 
     def _take(self, annealer: Annealer) -> None:
         if annealer.feasible and (

@@ -40,7 +40,9 @@ def trace_curves(
     """The curve of each strategy, and a note on each strategy that has none (a problem too large, say)."""
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
-    for done, (name, strategy) in enumerate(strategies.items()):
+    order = sorted(strategies, key="auto".__eq__)  # auto is last, for it begins with what others have found
+    for done, name in enumerate(order):
+        strategy = strategies[name]
 
         def report(fraction: float, text: str, done: int = done, name: str = name) -> None:
             progress((done + fraction) / len(strategies), f"{name}: {text}" if text else name)
@@ -55,7 +57,7 @@ def trace_curves(
             found[name] = plans
         else:
             notes.append(f"{name}: no plan within these budgets")
-    return found, tuple(notes)
+    return {name: found[name] for name in strategies if name in found}, tuple(notes)
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int) -> tuple[Row, ...]:

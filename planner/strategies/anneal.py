@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence import needed_ops
@@ -58,7 +59,9 @@ class Anneal(Strategy):
         )
         plan = search.run(starts, Effort(self.time_limit, self.moves))
         if plan is None:
+            annealed(graph, self.keep_order).append(search.least)
             raise InfeasibleBudget(self.name, budget, search.least.estimate.peak)
+        annealed(graph, self.keep_order).append(plan)
         return plan
 
     def curve(
@@ -82,6 +85,11 @@ class Anneal(Strategy):
             except InfeasibleBudget:
                 break
         return pareto(plans)
+
+
+def annealed(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
+    """The plans found for this problem so far, for `auto` to begin with."""
+    return remember(graph, ("annealed", keep_order), list)
 
 
 def _floor(graph: TrainingGraph) -> float:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
-from rematplan.planner.bounds import CLOSED, Bound, BoundSearch
+from rematplan.planner.bounds import CLOSED, Bound, BoundSearch, min_peak_bound
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence import Annealer
 from rematplan.planner.sequence_search import Effort, Search
+from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -33,7 +36,17 @@ BLOCKS: tuple[tuple[Strategy, ...], ...] = (
 """The members whose plans are starts, in rows: of each row the first counts that the problem is not too large
 for."""
 
+VAST = 3000
+"""Ops beyond which the full searches of `BLOCKS` take longer than the annealing that they are to start."""
+VAST_BLOCKS: tuple[tuple[Strategy, ...], ...] = (
+    (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
+    (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
+)
+"""The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
+coarse anyway."""
+
 STARTS = 0.3  # share of the progress bar that the members get
+REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 
 
 @dataclass(frozen=True)
@@ -59,10 +72,7 @@ class Auto(Strategy):
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
-        known = self._known(graph)
-        if not known:
-            starts = _starts(graph, lambda fraction, text: progress(STARTS * fraction, text))
-            known.extend(p for p in starts if not self.keep_order or self._in_order(graph, p))
+        known = self._known_or_starts(graph, progress)
 
         def report(fraction: float, text: str) -> None:
             progress(STARTS + (1 - STARTS) * fraction, text)
@@ -74,18 +84,32 @@ class Auto(Strategy):
     ) -> tuple[Plan, ...]:
         """See `Strategy.curve`. From the largest budget down; the time limit holds for the whole curve."""
         steps = sorted(set(budgets), reverse=True)
-        share = replace(self, time_limit=self.time_limit / max(1, len(steps)))
         found: list[Plan] = []
+        left = self.time_limit
         for k, budget in enumerate(steps):
+            # The k-th of n gets k shares: small budgets are the hard ones. What one leaves, the others get.
+            share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
 
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
 
+            self._known_or_starts(graph, report)
+            began = time.monotonic()
             try:
                 found.append(share.plan(graph, budget, report))
             except InfeasibleBudget:
                 break
+            left = max(0.0, left - (time.monotonic() - began))
         return pareto([*found, *(p for p in self._known(graph) if p not in found)])
+
+    def _known_or_starts(self, graph: TrainingGraph, progress: Progress) -> list[Plan]:
+        """What is known of the problem: found before, by `Anneal` too, or else the members' plans."""
+        known = self._known(graph)
+        if not known:
+            starts = _starts(graph, lambda fraction, text: progress(STARTS * fraction, text))
+            known.extend(p for p in starts if not self.keep_order or self._in_order(graph, p))
+        known.extend(p for p in annealed(graph, self.keep_order) if p not in known)
+        return known
 
     def _known(self, graph: TrainingGraph) -> list[Plan]:
         return remember(graph, ("auto", self.keep_order), list)
@@ -107,12 +131,28 @@ class Auto(Strategy):
                     graph, budget, [p for p in (best, smallest) if p is not None], bound, progress
                 )
                 best = found.best if best is None or found.best is not None else best
-                smallest = min((p for p in (smallest, found.smallest) if p), key=lambda p: p.estimate.peak)
+                smallest = found.least
         if best is None:
-            assert smallest is not None
+            if smallest is None or bound.best.unreachable:  # refused without a search, so far
+                smallest = self._least(graph, smallest, progress)
+            known.append(smallest)
             raise InfeasibleBudget(self.name, budget, smallest.estimate.peak)
         known.append(best)
         return _with_bound(replace(best, budget=budget), bound.best)
+
+    def _least(self, graph: TrainingGraph, smallest: Plan | None, progress: Progress) -> Plan:
+        """The plan of the smallest peak that a short descent finds; looked for once."""
+
+        def look() -> Plan:
+            report = partial(_looking, progress)
+            search = Search(graph, min_peak_bound(graph).bytes, self.seed, self.keep_order, report=report)
+            search.prepare([runs_of(smallest.schedule)] if smallest else [])
+            effort = Effort(REFUSAL * self.time_limit)
+            search.descend(effort, effort.total)
+            return search.least
+
+        least = remember(graph, ("auto, least", self.keep_order), look)
+        return min((p for p in (least, smallest) if p), key=lambda p: p.estimate.peak)
 
     def _exact(
         self, graph: TrainingGraph, runs: tuple[str, ...], cost: float, best: Plan | None
@@ -156,7 +196,8 @@ class Auto(Strategy):
 
 def _starts(graph: TrainingGraph, progress: Progress) -> Iterable[Plan]:
     """The trade-off of all members, none dominated."""
-    rows = (*ALWAYS, *(BLOCKS if graph.has_phases else ()))
+    blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
+    rows = (*ALWAYS, *(blocks if graph.has_phases else ()))
     found: list[Plan] = []
     for i, row in enumerate(rows):
         for member in row:
@@ -181,6 +222,10 @@ def _with_bound(plan: Plan, bound: Bound) -> Plan:
     return replace(
         plan, lower_bound=min(bound.overhead, overhead), status="optimal" if closed else "feasible"
     )
+
+
+def _looking(progress: Progress, fraction: float, _overhead: float | None) -> None:
+    progress(fraction, "proven unreachable; looking for the smallest peak")
 
 
 def _text(overhead: float | None, bound: float) -> str:

@@ -1,0 +1,43 @@
+"""A clean-up of an op sequence: repeated runs that the budget does not need go."""
+
+from __future__ import annotations
+
+from rematplan.planner.kernel import kernel
+from rematplan.planner.sequence_moves import queue_servers, sweep
+from rematplan.planner.sequence_state import (
+    HALF,
+    PENALTY,
+    Ints,
+    Problem,
+    State,
+    commit,
+    do_remove,
+    undo,
+)
+
+
+@kernel
+def tidy(P: Problem, S: State, order: Ints) -> None:
+    """Remove every repeated run whose removal, with what only it read, leaves the sequence within its budget.
+
+    Ops are tried in the given order, again and again until nothing more goes. Deterministic; the cost never
+    rises. A sequence over its budget is left as it is.
+    """
+    if S.value[PENALTY] >= HALF:
+        return
+    gone = True
+    while gone:
+        gone = False
+        for op in order:
+            node = S.last[op]
+            while node >= 0 and S.prev[node] >= 0:  # the first run must stay
+                slot = S.slot[node]
+                do_remove(P, S, node)
+                sweep(P, S, queue_servers(P, S, op, slot, 0))
+                if S.value[PENALTY] < HALF:
+                    commit(S)
+                    gone = True
+                    node = S.last[op]  # the chain of runs has changed
+                else:
+                    undo(P, S)
+                    node = S.prev[node]
