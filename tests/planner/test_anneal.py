@@ -14,6 +14,7 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.plan import plan_from_runs, plan_to_json
 from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence import Annealer
 from rematplan.planner.smallest_peak import peak_op, smallest_peak
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
@@ -138,3 +139,42 @@ def test_a_search_without_a_feasible_plan_says_the_smallest_peak_it_met():
     graph = network(10)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):
         Anneal(moves=5000).plan(graph, graph.input_bytes + 1)
+
+
+def test_tidying_removes_every_rerun_that_the_budget_does_not_need():
+    graph = network(20)
+    base = [op.name for op in graph.ops]
+    annealer = Annealer(graph)
+    wasteful = [name for name in base for _ in range(2)]
+    assert annealer.tidied(wasteful, 2 * peak_of_base(graph)) == base
+    assert annealer.tidied(wasteful, graph.input_bytes) == wasteful  # over its budget: left as it is
+    plan = Anneal(moves=8000).plan(graph, int(0.6 * peak_of_base(graph)))
+    tidy = plan_from_runs(graph, annealer.tidied(runs_of(plan.schedule), plan.budget), "tidy")
+    assert tidy.estimate.peak <= plan.budget
+    assert tidy.estimate.cost == plan.estimate.cost  # a search tidies what it returns
+
+
+def test_going_back_to_the_best_sequence_gives_it_back():
+    graph = network(20)
+    annealer = Annealer(graph)
+    annealer.load([op.name for op in graph.ops], peak_of_base(graph))
+    annealer.cool(500, 5.0, 5.0)
+    best = annealer.best()
+    annealer.restart()
+    assert annealer.current() == best
+
+
+def test_auto_begins_with_what_anneal_has_found():
+    graph = network(30)
+    budget = int(0.6 * peak_of_base(graph))
+    found = Anneal(moves=60_000).plan(graph, budget)
+    assert Auto(time_limit=0.1).plan(graph, budget).estimate.cost <= found.estimate.cost
+
+
+def test_a_refusal_says_a_peak_that_is_really_reachable():
+    graph = network(30)
+    with pytest.raises(InfeasibleBudget) as caught:
+        Auto(time_limit=5).plan(graph, graph.input_bytes + 1)
+    assert caught.value.smallest < 0.8 * peak_of_base(graph)
+    again = Auto(time_limit=1).plan(graph, caught.value.smallest)
+    assert again.estimate.peak <= caught.value.smallest
