@@ -16,7 +16,7 @@ from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence import Annealer
+from rematplan.planner.sequence import Annealer, compile_kernels
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -51,7 +51,10 @@ REFUSAL = 0.1  # share of the time for finding what peak could be had, where the
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Never worse than any of its members; a plan carries the name of the member that found it.
+    """Never worse than any of the members that it asks; a plan carries the name of the member that found it.
+
+    It asks all of them up to 3000 ops; above, where they would take longer than the annealing, only a thinned
+    `approx_dp`.
 
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) start the annealing of the op
     sequence, while a second thread searches for a lower bound; the search ends when the gap is closed,
@@ -86,6 +89,7 @@ class Auto(Strategy):
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
         left = self.time_limit
+        compile_kernels()  # before any clock starts
         for k, budget in enumerate(steps):
             # The k-th of n gets k shares: small budgets are the hard ones. What one leaves, the others get.
             share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
