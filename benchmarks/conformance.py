@@ -21,8 +21,8 @@ from onnx.backend.test import BackendTest
 import rematplan.onnx_backend as backend
 
 KNOWN = {
-    "test_attention_4d_causal_fp16_cpu": "the reference rounds softmax to half precision at each step",
-    "test_attention_4d_causal_fp16_expanded_cpu": "the reference rounds softmax to half precision at each step",
+    "test_attention_4d_causal_fp16_cpu": "half precision values differ; why is not established",
+    "test_attention_4d_causal_fp16_expanded_cpu": "half precision values differ; why is not established",
 }
 """Cases whose reference is less exact than what it is compared with; shown, and counted neither way."""
 

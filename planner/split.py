@@ -30,4 +30,4 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
         held[GRADIENTS if backward else ACTIVATIONS] += graph.size[tensor]
     if at >= 0 and isinstance(last := schedule[at], Run):
         held[WORKSPACE] = graph.op[last.op].workspace
-    return {kind: n for kind, n in held.items() if n or kind not in (INPUTS,)}
+    return {kind: n for kind, n in held.items() if n or kind != INPUTS}

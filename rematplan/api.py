@@ -167,11 +167,21 @@ def problem(
     Raises:
         UsageError: unknown costs or device model.
     """
+    return priced(loaded.step, costs, device, progress)
+
+
+def priced(
+    step: CapturedStep,
+    costs: str,
+    device: str = DEFAULT_DEVICE_MODEL,
+    progress: Progress = silent,
+) -> TrainingGraph:
+    """`problem`, of a captured step without its module."""
     if costs not in COSTS:
         raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}")
     if costs == "profile":
-        return training_graph(loaded.step, profile_costs(loaded.step, progress))
-    return training_graph(loaded.step, roofline_costs(loaded.step, device_model(device)))
+        return training_graph(step, profile_costs(step, progress))
+    return training_graph(step, roofline_costs(step, device_model(device)))
 
 
 def plan(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rematplan.api import priced
 from rematplan.budgets import parse_budget
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.plan import Plan
@@ -16,11 +17,8 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
-from rematplan.runtime.capture import CapturedStep, training_graph
-from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.capture import CapturedStep
 from rematplan.runtime.planned_module import planned_module, turning_schedule
-from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.roofline import roofline_costs
 
 
 def plan_module(
@@ -47,19 +45,14 @@ def plan_module(
 
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
-        UsageError: a malformed budget, an unknown strategy or option.
+        UsageError: a malformed budget, an unknown strategy, option or kind of costs.
         ModelError: the model cannot be captured.
     """
     wanted = parse_budget(str(budget))
     chosen = named_strategy(strategy, **(options or {}))
 
     def planner(step: CapturedStep) -> Plan:
-        priced = (
-            profile_costs(step)
-            if costs == "profile"
-            else roofline_costs(step, device_model(DEFAULT_DEVICE_MODEL))
-        )
-        graph = training_graph(step, priced)
+        graph = priced(step, costs)
         base = no_recompute(graph).estimate.peak
         limit = wanted.bytes(base, lambda: 0)
         return _plan(step, graph, limit, chosen)

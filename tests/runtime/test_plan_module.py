@@ -222,6 +222,8 @@ def test_what_cannot_be_is_said() -> None:
     assert caught.value.smallest > 1000
     with pytest.raises(UsageError, match="not understood"):
         planned_and_plain(budget="lots")
+    with pytest.raises(UsageError, match="unknown costs"):
+        planned_and_plain(costs="profiled")
     planned, _ = planned_and_plain(dynamic=False)
     with pytest.raises(ModelError, match="dynamic=True"):
         planned(images(2))
