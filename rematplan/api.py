@@ -18,13 +18,15 @@ from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Progress, silent
-from rematplan.runtime.capture import CapturedStep, capture, training_graph
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.tradeoff import trace_curves
 

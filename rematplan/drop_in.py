@@ -17,7 +17,7 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
-from rematplan.runtime.capture import CapturedStep
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.planned_module import planned_module, turning_schedule
 
 

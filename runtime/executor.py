@@ -15,7 +15,7 @@ from torch import nn
 
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
-from rematplan.runtime.capture import Call, CapturedStep, Ref, refs
+from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
 
 Generator = Callable[[], Any]
 

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from rematplan.ir import ModelError, TrainingGraph
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import Schedule, before_turn, runs_of, with_frees
-from rematplan.runtime.capture import CapturedStep, StepInput, capture
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep, StepInput
 from rematplan.runtime.executor import Halves, compile_halves, named_tensors
 
 Planner = Callable[[CapturedStep], Plan]

@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
-from rematplan.runtime.capture import Call, CallCost, CapturedStep, substitute
+from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
 from rematplan.runtime.measure import peak_above_entry, synchronize
 from rematplan.runtime.roofline import flops, moved_bytes
+from rematplan.runtime.step_problem import CallCost
 
 Progress = Callable[[float, str], None]
 

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rematplan.runtime.capture import Call, CallCost, CapturedStep, refs, substitute
+from rematplan.runtime.captured_step import Call, CapturedStep, refs, substitute
 from rematplan.runtime.device_models import DeviceModel
+from rematplan.runtime.step_problem import CallCost
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rematplan.planner.schedule import Schedule
-from rematplan.runtime.capture import CapturedStep
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 
 

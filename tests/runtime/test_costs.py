@@ -9,7 +9,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from rematplan.ir import UsageError
-from rematplan.runtime.capture import CapturedStep, capture
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEVICE_MODELS, device_model
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.roofline import flops, moved_bytes, roofline_costs
@@ -84,7 +85,7 @@ def test_broadcast_reads_count_once() -> None:
 
 
 def _reads(call: object) -> list[str]:
-    from rematplan.runtime.capture import refs
+    from rematplan.runtime.captured_step import refs
 
     return [r.value for r in refs((call.args, call.kwargs))]
 

@@ -14,10 +14,12 @@ from rematplan.ir import ModelError, ProblemError, TrainingGraph
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import Run, runs_of, with_frees
 from rematplan.planner.strategies.registry import STRATEGIES
-from rematplan.runtime.capture import CapturedStep, capture, training_graph
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import compile_step
 from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import ProfileWarning, profile_costs
+from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, eager_step, untouched, verify
 
 

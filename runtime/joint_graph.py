@@ -1,0 +1,257 @@
+"""Reads a joint fx graph, forward and backward, into a `CapturedStep`: which call makes which storage, which calls
+are views, what goes in and what comes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rematplan.ir import ModelError
+from rematplan.runtime.captured_step import (
+    Call,
+    CapturedStep,
+    InputKind,
+    OutputKind,
+    Ref,
+    StepInput,
+    StepOutput,
+    Value,
+    refs,
+)
+
+# Calls whose result is their argument once autograd no longer looks.
+SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def read_joint_graph(module: fx.GraphModule, names: Mapping[str, str], name: str) -> CapturedStep:
+    """The step that a joint graph states. ``names``: of parameters and buffers, by what the tracer calls them.
+
+    Raises:
+        ModelError: no output depends on what is trained, or the model changes an input in place.
+    """
+    return _Reader(module, names).read(name)
+
+
+class _Reader:
+    """Reads one joint fx graph into a `CapturedStep`."""
+
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str]) -> None:
+        self.module, self.names = (
+            module,
+            names,
+        )  # names: of parameters and buffers, by what the tracer calls them
+        self.values: dict[str, Value] = {}
+        self.calls: list[Call] = []
+        self.inputs: list[StepInput] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.item: dict[tuple[str, int], str] = {}  # (call, position) → value name
+        self.alias: dict[str, str] = {}  # fx name → value name
+        self.storages: dict[int, str] = {}  # address of a fake's storage → its name
+
+    def read(self, name: str) -> CapturedStep:
+        graph = self.module.graph
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node)
+        outputs = self._outputs(graph.find_nodes(op="output")[0])
+        step = CapturedStep(
+            name, tuple(self.inputs), outputs, tuple(self.calls), dict(self.values), dict(self.constants)
+        )
+        return _without_dead_calls(_with_phases(_with_own_outputs(step)))
+
+    def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
+        # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
+        storage = self.storages.setdefault(fake.untyped_storage()._cdata, name)
+        self.values[name] = value = Value(name, storage, call, fake)
+        return value
+
+    def _placeholder(self, node: fx.Node) -> None:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        kind, target = _describe_input(node.meta["desc"])
+        target = self.names.get(target, target) if kind in ("parameter", "buffer") else target
+        self._value(node.name, node.meta["val"], None)
+        self.inputs.append(StepInput(kind, target, node.name))
+
+    def _constant(self, node: fx.Node) -> None:
+        tensor = getattr(self.module, str(node.target))
+        self.constants[node.name] = tensor
+        self._value(node.name, node.meta.get("val", tensor), None)
+        self.inputs.append(StepInput("constant", node.name, node.name))
+
+    def _call(self, node: fx.Node) -> None:
+        if getattr(node.target, "__name__", "") == "getitem":
+            source, at = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(at, int)
+            self.alias[node.name] = self.item[source.name, at]
+            return
+        if node.target in SAME:
+            self.alias[node.name] = self._refs(node.args[0]).value
+            return
+        args, kwargs = self._refs(node.args), self._refs(node.kwargs)
+        read = {self.values[r.value].storage for r in refs((args, kwargs))}
+        val = node.meta["val"]
+        single = isinstance(val, torch.Tensor)
+        names: list[str | None] = []
+        for at, fake in enumerate((val,) if single else val):
+            name = node.name if single else f"{node.name}_{at}_"
+            names.append(name if isinstance(fake, torch.Tensor) else None)
+            if isinstance(fake, torch.Tensor):
+                self._value(name, fake, node.name)
+                self.item[node.name, at] = name
+        made = [self.values[n] for n in names if n]
+        is_view = bool(made) and all(v.storage in read for v in made)
+        if not is_view:
+            # A result that shares an argument's storage beside fresh ones is counted as a storage of its own:
+            # more than it takes, never less.
+            for v in made:
+                if v.storage in read:
+                    self.values[v.name] = replace(v, storage=v.name)
+        target = node.target
+        tags = getattr(target, "tags", ())
+        self.calls.append(
+            Call(
+                name=node.name,
+                target=target,  # type: ignore[arg-type]
+                args=args,
+                kwargs=kwargs,
+                results=tuple(names),
+                single=single,
+                is_view=is_view,
+                seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+                backward=False,
+            )
+        )
+
+    def _refs(self, args: Any) -> Any:
+        if isinstance(args, fx.Node):
+            return Ref(self.alias.get(args.name, args.name))
+        if isinstance(args, (tuple, list)):
+            return type(args)(self._refs(a) for a in args)
+        if isinstance(args, Mapping):
+            return {k: self._refs(a) for k, a in args.items()}
+        return args
+
+    def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
+        outputs = []
+        results: Any = node.args[0]
+        for result, description in zip(results, node.meta["desc"], strict=True):
+            found = _describe_output(description)
+            if isinstance(result, fx.Node) and found:
+                kind, target = found
+                target = self.names.get(target, target) if kind in ("gradient", "buffer") else target
+                outputs.append(StepOutput(kind, target, self.alias.get(result.name, result.name)))
+        if not any("gradient" in o.kind for o in outputs):
+            raise ModelError("nothing that the model gives depends on a trainable parameter")
+        return tuple(outputs)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call tagged as random really draws: attention without dropout is tagged too."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema else []
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0) != 0
+
+
+def _describe_input(description: Any) -> tuple[InputKind, str]:
+    kind = type(description).__name__
+    if kind == "ParamAOTInput":
+        return "parameter", description.target
+    if kind == "BufferAOTInput":
+        return "buffer", description.target
+    if kind == "TangentAOTInput":
+        return "tangent", str(description.output.idx)
+    return "batch", str(description.idx)
+
+
+def _describe_output(description: Any) -> tuple[OutputKind, str] | None:
+    kind = type(description).__name__
+    if kind == "PlainAOTOutput":
+        return "output", str(description.idx)
+    if kind == "InputMutationAOTOutput":
+        if not hasattr(description.mutated_input, "target"):
+            raise ModelError(f"the model changes its input {description.mutated_input.idx} in place")
+        return "buffer", description.mutated_input.target
+    if kind == "GradAOTOutput":
+        of = description.grad_of
+        return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
+    return None
+
+
+def _with_own_outputs(step: CapturedStep) -> CapturedStep:
+    """Give every output a dense storage of its own: copy an input, an expanded or a shared tensor.
+
+    ``.grad`` of two parameters must not be one memory, and an expanded gradient cannot be accumulated into.
+    """
+    taken = {step.values[i.value].storage for i in step.inputs}
+    values, outputs = dict(step.values), []
+    copies: dict[str | None, list[Call]] = {}  # by the call that makes what is copied
+    for output in step.outputs:
+        value = values[output.value]
+        dense = value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
+        if value.storage in taken or not dense:
+            name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
+            while name in values:
+                name += "_"
+            with torch.no_grad():
+                fake = torch.empty_like(value.fake, memory_format=torch.contiguous_format)
+            values[name] = Value(name, name, name, fake)
+            copies.setdefault(value.call, []).append(
+                Call(
+                    name=name,
+                    target=torch.ops.aten.clone.default,
+                    args=(Ref(output.value),),
+                    kwargs={"memory_format": torch.contiguous_format},
+                    results=(name,),
+                    single=True,
+                    is_view=False,
+                    seeded=False,
+                    backward="gradient" in output.kind,
+                )
+            )
+            output = replace(output, value=name)
+        taken.add(values[output.value].storage)
+        outputs.append(output)
+    calls = [*copies.pop(None, [])]
+    for call in step.calls:
+        calls += [call, *copies.get(call.name, [])]
+    return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
+
+
+def _with_phases(step: CapturedStep) -> CapturedStep:
+    """Mark as backward what needs the loss's gradient, and what nothing of the forward's results needs."""
+    late = step.after_turn
+    needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
+    backward = set()
+    for call in reversed(step.calls):
+        if call.name in late or not (call.seeded or any(r in needed for r in call.results)):
+            backward.add(call.name)
+        else:
+            needed.update(r.value for r in refs((call.args, call.kwargs)))
+    return replace(step, calls=tuple(replace(c, backward=c.name in backward) for c in step.calls))
+
+
+def _without_dead_calls(step: CapturedStep) -> CapturedStep:
+    """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they
+    leave."""
+    needed = {o.value for o in step.outputs}
+    kept = []
+    for call in reversed(step.calls):
+        if call.seeded or any(r in needed for r in call.results):
+            kept.append(call)
+            needed.update(r.value for r in refs((call.args, call.kwargs)))
+    kept.reverse()
+    alive = {r for c in kept for r in c.results if r} | {i.value for i in step.inputs}
+    values = {name: v for name, v in step.values.items() if name in alive}
+    return replace(step, calls=tuple(kept), values=values)

@@ -1,0 +1,74 @@
+"""From a captured step and the costs of its calls to the planning problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.captured_step import CapturedStep, InputKind
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """``time`` in microseconds; ``workspace`` in bytes held only while the call runs.
+
+    ``results``: the real sizes of its results' storages, bytes, by position; 0 where unknown. Some kernels return a
+    small tensor in a large storage, which the trace does not see.
+    """
+
+    time: float
+    workspace: int = 0
+    results: tuple[int, ...] = ()
+
+
+RNG_STATES = "rng_states"
+
+
+def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
+    """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view).
+
+    Views are folded into the storage they view. The saved generator states of the random calls, needed to
+    draw the same numbers when they run again, are charged as one more input.
+    """
+    seeded = [c.name for c in step.calls if c.seeded]
+    sizes = dict(step.storage_bytes)
+    for name, cost in costs.items():
+        for result, real in zip(step.call[name].results, cost.results, strict=False):
+            if result:
+                storage = step.values[result].storage
+                sizes[storage] = max(sizes[storage], real)
+    inputs: dict[str, InputKind] = {}
+    for i in step.inputs:
+        inputs.setdefault(step.values[i.value].storage, i.kind)
+    split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
+    for storage, kind in inputs.items():
+        split[kind] += sizes[storage]
+    if seeded:
+        state = torch.get_rng_state() if step.device.type == "cpu" else torch.cuda.get_rng_state(step.device)
+        sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) + 1) * state.numel()
+    ops = tuple(
+        Op(
+            name=c.name,
+            reads=step.reads(c),
+            writes=step.writes(c),
+            cost=costs[c.name].time,
+            workspace=costs[c.name].workspace,
+            phase="backward" if c.backward else "forward",
+        )
+        for c in step.calls
+        if not c.is_view
+    )
+    used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
+    used |= dict.fromkeys([RNG_STATES] if seeded else [])
+    return TrainingGraph(
+        name=step.name,
+        tensors=tuple(Tensor(name, sizes[name]) for name in used),
+        inputs=tuple(inputs) + ((RNG_STATES,) if seeded else ()),
+        outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
+        ops=ops,
+        ordered=tuple(seeded),
+        fixed_split=split,
+    )
