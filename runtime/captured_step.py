@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "gradient", "input gradient", "buffer"]
+
+GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType({"parameter": "gradient", "batch": "input gradient"})
+"""The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
 
 
 @dataclass(frozen=True, slots=True)

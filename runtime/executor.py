@@ -15,7 +15,8 @@ from torch import nn
 
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
-from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.captured_step import Call, CapturedStep, Ref, StepOutput, refs
+from rematplan.runtime.segments import Segment, gradient_segments
 
 Generator = Callable[[], Any]
 
@@ -37,17 +38,33 @@ class Executable:
 
 
 @dataclass(frozen=True)
+class Backward:
+    """One segment of a compiled schedule's backward half.
+
+    ``function(held, *tangents)`` (tangents for the first segment only) empties the list ``held``, so that what it holds
+    can be freed on the way, and gives the gradients ``outputs`` and the list of what the next segment is to get.
+    ``still_read``: positions in `Halves.read_late` of the inputs that it or a later segment reads.
+    """
+
+    outputs: tuple[StepOutput, ...]
+    still_read: tuple[int, ...]
+    function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Halves:
-    """A compiled schedule in two functions, before and after the gradients of the outputs are known.
+    """A compiled schedule in two halves, before and after the gradients of the outputs are known.
 
     ``forward(*inputs)``, tangents left out, gives the outputs and new buffers, and a list of all that is held at the
-    turn. ``backward(held, *tangents)`` empties that list, so that what it holds can be freed on the way, and gives the
-    gradients. Both follow the order of `CapturedStep.inputs` and `CapturedStep.outputs`.
+    turn, for the first segment of ``backward``. Both follow the order of `CapturedStep.inputs` and
+    `CapturedStep.outputs`. ``read_late``: positions of the inputs that the backward half reads, and so must find as
+    they were; of buffers that the step gives new content it has copies of its own.
     """
 
     source: str
     forward: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
-    backward: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
+    backward: tuple[Backward, ...]
+    read_late: tuple[int, ...]
 
 
 def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
@@ -72,9 +89,33 @@ def compile_halves(step: CapturedStep, schedule: Schedule) -> Halves:
     """
     _check_order_of_draws(step, schedule)
     writer = _Writer(step, schedule)
-    source = writer.write_halves()
+    segments = gradient_segments(step, schedule)
+    source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
-    return Halves(source, scope["forward"], scope["backward"])
+    own = _renewed_buffers(step)
+    storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
+    read = [_read_from(step, schedule, s.start) - own for s in segments]
+    late = tuple(at for at, storage in enumerate(storages) if storage in read[0])
+    backward = tuple(
+        Backward(
+            segment.outputs,
+            tuple(k for k, at in enumerate(late) if storages[at] in still),
+            scope[f"backward_{k}"],
+        )
+        for k, (segment, still) in enumerate(zip(segments, read, strict=True))
+    )
+    return Halves(source, scope["forward"], backward, late)
+
+
+def _renewed_buffers(step: CapturedStep) -> set[str]:
+    """The storages of the buffers that the step gives new content."""
+    renewed = {o.target for o in step.outputs if o.kind == "buffer"}
+    return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
+
+
+def _read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
+    """The storages that a schedule reads from a position on."""
+    return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,28 +160,48 @@ class _Writer:
         self.lines.append(f"return {self._tuple(self._use(o.value) for o in step.outputs)}")
         return self._function(f"step({names})")
 
-    def write_halves(self) -> str:
-        """The schedule as ``forward(*inputs)`` and ``backward(held, *tangents)``."""
+    def write_halves(self, segments: Sequence[Segment]) -> str:
+        """The schedule as ``forward(*inputs)`` and ``backward_0(held, *tangents)``, ``backward_1(held)``, ..."""
         step = self.step
-        turn = self._turn()
         names = self._take([i.value for i in step.inputs if i.kind != "tangent"])
-        self._steps(0, turn)
-        early = self._tuple(self._use(o.value) for o in step.outputs if o.kind in ("output", "buffer"))
-        held = [self._name(v) for values in self.alive.values() for v in values] + sorted(self.states)
-        self.lines.append(f"return {early}, [{', '.join(held)}]")
-        first = self._function(f"forward({names})")
-        tangents = self._take([i.value for i in step.inputs if i.kind == "tangent"])
-        self.lines += [f"{self._tuple(held)} = held", "held.clear()"]
-        self._steps(turn, len(self.schedule))
-        late = self._tuple(self._use(o.value) for o in step.outputs if o.kind not in ("output", "buffer"))
-        self.lines.append(f"return {late}")
-        return first + "\n\n" + self._function(f"backward(held, {tangents})")
+        self._steps(0, segments[0].start)
+        self._keep_old_buffers(segments[0].start)
+        early = [o.value for o in step.outputs if o.kind in ("output", "buffer")]
+        functions = [self._handing_over(f"forward({names})", early)]
+        for k, segment in enumerate(segments):
+            held = self._tuple(self._held())
+            tangents = "" if k else self._take([i.value for i in step.inputs if i.kind == "tangent"])
+            self.lines += [f"{held} = held", "held.clear()"]
+            self._steps(segment.start, segment.end)
+            given = [o.value for o in segment.outputs]
+            head = f"backward_{k}(held{', ' if tangents else ''}{tangents})"
+            functions.append(self._handing_over(head, given, drop=True))
+        return "\n\n".join(functions)
 
-    def _turn(self) -> int:
-        """The first step that needs a tangent, directly or not."""
-        late = self.step.after_turn
-        found = (at for at, one in enumerate(self.schedule) if isinstance(one, Run) and one.op in late)
-        return next(found, len(self.schedule))
+    def _keep_old_buffers(self, turn: int) -> None:
+        """Copies of the buffers that get new content at the turn and are read after it. They take the place of the new
+        content, which the plan holds to the end and its caller does not."""
+        late = _read_from(self.step, self.schedule, turn) & _renewed_buffers(self.step)
+        for i in self.step.inputs:
+            storage = self.step.values[i.value].storage
+            if storage in late:
+                self._free(storage)
+                self.dead.remove(i.value)
+                self._bring_to_life(i.value)
+                self.lines.append(f"{self._name(i.value)} = {self._name(i.value)}.clone()")
+        self._drop_dead()
+
+    def _handing_over(self, head: str, values: Sequence[str], drop: bool = False) -> str:
+        """The lines so far as a function that returns ``values`` and all else that is held; ``drop``: it does not
+        hold on to the values' storages."""
+        given = self._tuple(self._use(v) for v in values)
+        for value in values if drop else ():
+            self.alive.pop(self.step.values[value].storage)
+        self.lines.append(f"return {given}, [{', '.join(self._held())}]")
+        return self._function(head)
+
+    def _held(self) -> list[str]:
+        return [self._name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def _steps(self, start: int, end: int) -> None:
         for at in range(start, end):

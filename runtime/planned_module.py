@@ -7,21 +7,21 @@ way it is called (shapes, types, modes, autocast), when it is first called so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError, TrainingGraph
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import Schedule, before_turn, runs_of, with_frees
 from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep, StepInput
-from rematplan.runtime.executor import Halves, compile_halves, named_tensors
+from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.executor import compile_halves, named_tensors
+from rematplan.runtime.planned_function import CompiledPlan
 
 Planner = Callable[[CapturedStep], Plan]
 """Makes the plan of a captured step. Its schedule must run all outputs before anything that needs a tangent."""
@@ -31,13 +31,11 @@ Planner = Callable[[CapturedStep], Plan]
 class _Way:
     """One way that the module is called, compiled."""
 
-    step: CapturedStep
     plan: Plan
-    halves: Halves
+    compiled: CompiledPlan
     outputs: pytree.TreeSpec
     constants: tuple[Any, ...]
     """The flattened outputs, with `_TENSOR` where a tensor goes."""
-    differentiable: tuple[bool, ...]
 
 
 _TENSOR = object()
@@ -83,7 +81,7 @@ class _Planned:
     @property
     def source(self) -> str:
         """The generated source of `plan`."""
-        return self._rematplan.last.halves.source
+        return self._rematplan.last.compiled.halves.source
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make the plan for these arguments without running anything; returns the module."""
@@ -113,9 +111,7 @@ class _Runner:
         if not (torch.is_grad_enabled() and wanted):
             return self.model(*args, **kwargs)
         way = self._way(leaves, spec, tensors)
-        named = named_tensors(self.model)
-        inputs = [_input(way.step, i, named, tensors) for i in way.step.inputs if i.kind != "tangent"]
-        flat = iter(_Function.apply(way, named, *inputs))  # type: ignore[no-untyped-call]
+        flat = iter(way.compiled(named_tensors(self.model), tensors))
         return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,34 +145,17 @@ class _Runner:
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         step = capture(flat, batch, type(self.model).__name__)
         plan = self.planner(step)
-        tangents = {i.target for i in step.inputs if i.kind == "tangent"}
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
-        return _Way(
-            step,
-            plan,
-            compile_halves(step, plan.schedule),
-            flat.outputs,
-            tuple(flat.constants),
-            tuple(o.target in tangents for o in outputs),
-        )
+        compiled = CompiledPlan(step, compile_halves(step, plan.schedule))
+        return _Way(plan, compiled, flat.outputs, tuple(flat.constants))
 
 
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return leaf
-
-
-def _input(
-    step: CapturedStep, i: StepInput, named: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    if i.kind == "batch":
-        return tensors[int(i.target)]
-    if i.kind == "constant":
-        return step.constants[i.value]
-    return named[i.target.removeprefix("model.")]
 
 
 class _Flat(nn.Module):
@@ -204,73 +183,6 @@ class _Flat(nn.Module):
                 results.append(output.clone() if output._is_view() or id(output) in taken else output)
                 taken.add(id(output))
         return tuple(results)
-
-
-class _Function(torch.autograd.Function):
-    """The two halves of a plan as one node of the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, way: _Way, named: dict[str, torch.Tensor], *inputs: torch.Tensor) -> Any:
-        device = way.step.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            early, held = way.halves.forward(*(t.detach() for t in inputs))
-            results = []
-            outputs = [o for o in way.step.outputs if o.kind in ("output", "buffer")]
-            for output, value in zip(outputs, early, strict=True):
-                if output.kind == "buffer":
-                    named[output.target.removeprefix("model.")].copy_(value)
-                else:
-                    results.append(value)
-        ctx.way, ctx.held = way, held
-        kinds = (i.kind for i in way.step.inputs if i.kind != "tangent")
-        ctx.versions = [
-            (t, t._version) for t, kind in zip(inputs, kinds, strict=True) if kind in ("parameter", "batch")
-        ]
-        ctx.mark_non_differentiable(
-            *(r for r, real in zip(results, way.differentiable, strict=True) if not real)
-        )
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        way, held = ctx.way, ctx.held
-        ctx.held = None
-        if held is None:
-            raise RuntimeError(
-                f"{way.step.name}: backward a second time through a planned step, whose tensors were freed on the way"
-            )
-        for tensor, version in ctx.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{way.step.name}: a parameter or input was changed in place between forward and backward"
-                )
-        tangents = [
-            _laid_out(gradients[int(i.target)], way.step.values[i.value].fake)
-            for i in way.step.inputs
-            if i.kind == "tangent"
-        ]
-        del gradients
-        with torch.no_grad(), torch.autocast(way.step.device.type, enabled=False):
-            late = way.halves.backward(held, *tangents)
-        by_target = {
-            (o.kind, o.target): value
-            for o, value in zip((o for o in way.step.outputs if "gradient" in o.kind), late, strict=True)
-        }
-        wanted = {"parameter": "gradient", "batch": "input gradient"}
-        of_inputs = [
-            by_target.get((wanted.get(i.kind), i.target)) for i in way.step.inputs if i.kind != "tangent"
-        ]
-        return (None, None, *of_inputs)
-
-
-def _laid_out(tangent: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """The tangent with the strides it was captured with; an expanded one (``y.sum().backward()``) becomes dense."""
-    if tangent.stride() == fake.stride():
-        return tangent
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=tangent.dtype, device=tangent.device).copy_(
-        tangent
-    )
 
 
 def turning_schedule(step: CapturedStep, graph: TrainingGraph, schedule: Schedule) -> Schedule:

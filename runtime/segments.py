@@ -1,0 +1,79 @@
+"""Where a schedule's backward half is cut, so that gradients leave it as they are ready.
+
+What waits for them can then begin before the backward is over: an all-reduce of them overlaps the rest, and an
+optimizer that runs in the gradients' hooks frees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rematplan.planner.schedule import Free, Run, Schedule
+from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepOutput
+
+MOST = 16
+"""Segments at most: each costs some tens of microseconds on its way through autograd."""
+LEAST = 2**20
+"""Bytes of gradients below which it is not worth a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps ``start`` to ``end`` of a schedule, after which the gradients ``outputs`` are ready."""
+
+    start: int
+    end: int
+    outputs: tuple[StepOutput, ...]
+
+
+def gradient_segments(
+    step: CapturedStep, schedule: Schedule, most: int = MOST, least: int = LEAST
+) -> tuple[Segment, ...]:
+    """The backward half of a schedule in at least one and at most ``most`` segments, of about equal bytes of gradients,
+    but no fewer than ``least``."""
+    start = turn_of(step, schedule)
+    ready = _ready(step, schedule)
+    gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
+    sizes = [step.storage_bytes[step.values[o.value].storage] for o in gradients]
+    enough = max(least, -(-sum(sizes) // most))
+    segments: list[Segment] = []
+    given: list[StepOutput] = []
+    waiting = 0
+    for gradient, size, later in zip(gradients, sizes, [*gradients[1:], None], strict=True):
+        given.append(gradient)
+        waiting += size
+        at = ready[gradient]
+        # Gradients that one op makes leave together.
+        if later and waiting >= enough and ready[later] > at:
+            end = max(at + 1, start)
+            while isinstance(schedule[end], Free):
+                end += 1
+            segments.append(Segment(start, end, tuple(given)))
+            start, given, waiting = end, [], 0
+    return (*segments, Segment(start, len(schedule), tuple(given)))
+
+
+def turn_of(step: CapturedStep, schedule: Schedule) -> int:
+    """The position of the first step that needs a tangent, directly or not."""
+    late = step.after_turn
+    found = (at for at, one in enumerate(schedule) if isinstance(one, Run) and one.op in late)
+    return next(found, len(schedule))
+
+
+def _ready(step: CapturedStep, schedule: Schedule) -> dict[StepOutput, int]:
+    """For each gradient the position from which on it may leave; −1 before all.
+
+    That is the last one that reads or writes it, or reads what it is the gradient of: an optimizer that runs in the
+    gradient's hook changes that.
+    """
+    last = dict.fromkeys(step.storage_bytes, -1)
+    for at, one in enumerate(schedule):
+        if isinstance(one, Run):
+            call = step.call[one.op]
+            last.update(dict.fromkeys((*step.reads(call), *step.writes(call)), at))
+    of = {(GRADIENT_OF.get(i.kind), i.target): step.values[i.value].storage for i in step.inputs}
+    return {
+        o: max(last[step.values[o.value].storage], last[of[o.kind, o.target]])
+        for o in step.outputs
+        if "gradient" in o.kind
+    }
