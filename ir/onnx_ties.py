@@ -17,14 +17,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rematplan.ir import onnx_roles as roles
 from rematplan.ir.graph import Node
-from rematplan.ir.onnx_origins import GENERATED
+from rematplan.ir.onnx_edit import Edit
+from rematplan.ir.onnx_origins import GENERATED, Evidence
 from rematplan.ir.onnx_reader import Array, Draft, Origin, Scope
+from rematplan.ir.onnx_spread import gather_spread
 
 MAX_UNIFORM = 1 << 22  # elements of a weight that is looked at to see whether it is one number throughout
 SAMPLE = 64  # rows and columns compared of two weights that may be each other's transpose
@@ -35,50 +37,27 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 
     ``draft.nodes`` stand in topological order.
     """
-    edit = _Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
+    edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
     parted = _part_aliases(edit) + _part_shared(edit)
+    evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
+    gathered = gather_spread(edit, evidence)
     said = (
         restored
         and f"{restored} weights are stored transposed or reshaped by the export and were turned back",
         parted
         and f"{parted} weights that the export merged because their values are equal are trained apart",
+        gathered
+        and f"{gathered} weights that the export spread over constant places are one weight a place again",
     )
     found = replace(draft, initialisers=edit.initialisers, origins=edit.origins, nodes=tuple(edit.nodes))
     return found, tuple(text for text in said if text)
 
 
-@dataclass
-class _Edit:
-    """A draft while it is changed."""
-
-    initialisers: dict[str, Array]
-    origins: dict[str, Origin]
-    nodes: list[Node]
-    scopes: dict[str, Scope]
-    taken: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.taken = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}
-        self.taken.update(i for n in self.nodes for i in n.inputs)
-
-    def fresh(self, name: str) -> str:
-        """The name, or one like it that is free."""
-        k, free = 2, name
-        while free in self.taken:
-            free, k = f"{name}_{k}", k + 1
-        self.taken.add(free)
-        return free
-
-    def float_weight(self, name: str) -> Array | None:
-        array = self.initialisers.get(name)
-        return array if array is not None and array.dtype in roles.FLOATS else None
-
-
 # ------------------------------------------------------------------ transposed and reshaped
 
 
-def _restore_folded(edit: _Edit, draft: Draft) -> int:
+def _restore_folded(edit: Edit, draft: Draft) -> int:
     """Put a view of the weight where a layer reads a copy that was folded from it; how many."""
     tables = _tables(edit)
     found: dict[str, tuple[str, _View]] = {}
@@ -125,7 +104,7 @@ BROADCAST = _View(  # a group norm's scale and shift, shaped (channels, 1, 1)
 VIEWS = (TRANSPOSED, BROADCAST)
 
 
-def _tables(edit: _Edit) -> Mapping[tuple[int, ...], list[str]]:
+def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
     """Embedding tables by shape."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for node in edit.nodes:
@@ -135,7 +114,7 @@ def _tables(edit: _Edit) -> Mapping[tuple[int, ...], list[str]]:
 
 
 def _source(
-    edit: _Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
+    edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
 ) -> str:
     """The name of the weight of which an operand is a view's copy, or ''."""
     shape = view.shape(copy.shape)
@@ -162,7 +141,7 @@ def _is_transposed(stated: Array, copy: Array) -> bool:
     return bool(np.array_equal(mine, b[np.ix_(columns, rows)].T) and (mine != mine.flat[0]).any())
 
 
-def _view_back(edit: _Edit, copy: str, name: str, view: _View) -> None:
+def _view_back(edit: Edit, copy: str, name: str, view: _View) -> None:
     stored = edit.initialisers.pop(copy)
     if name not in edit.initialisers:
         edit.taken.add(name)
@@ -182,7 +161,7 @@ def _view_back(edit: _Edit, copy: str, name: str, view: _View) -> None:
     edit.nodes[:] = [n for at, node in enumerate(edit.nodes) for n in (views.get(at), node) if n is not None]
 
 
-def _view_node(edit: _Edit, name: str, shape: tuple[int, ...], view: _View, version: int) -> Node:
+def _view_node(edit: Edit, name: str, shape: tuple[int, ...], view: _View, version: int) -> Node:
     seen = edit.fresh(f"{name}.{view.op}")
     if view is TRANSPOSED:
         return Node(seen, "Transpose", "", version, (name,), (seen,), {"perm": (1, 0)})
@@ -201,7 +180,7 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 # ------------------------------------------------------------------ merged
 
 
-def _part_aliases(edit: _Edit) -> int:
+def _part_aliases(edit: Edit) -> int:
     """Give an Identity of a merged weight a weight of its own; how many."""
     if any(_trains(node) for node in edit.nodes):
         return 0
@@ -239,7 +218,7 @@ def _is_uniform(array: Array) -> bool:
     return bool((values == values[0]).all())
 
 
-def _part_shared(edit: _Edit) -> int:
+def _part_shared(edit: Edit) -> int:
     """Give each module that reads another module's weight one of its own, if the two were merged; how many."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
@@ -258,11 +237,11 @@ def _part_shared(edit: _Edit) -> int:
     return parted
 
 
-def _may_part(edit: _Edit, name: str, others: Iterable[str]) -> bool:
+def _may_part(edit: Edit, name: str, others: Iterable[str]) -> bool:
     return all(_layer(name) == _layer(other) for other in others) or _is_uniform(edit.initialisers[name])
 
 
-def _own_weight(edit: _Edit, name: str, wanted: str, readers: Iterable[int]) -> None:
+def _own_weight(edit: Edit, name: str, wanted: str, readers: Iterable[int]) -> None:
     own = edit.fresh(wanted)
     edit.initialisers[own] = replace(edit.initialisers[name], name=own)
     if name in edit.origins:
