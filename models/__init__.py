@@ -1,17 +1,43 @@
 """Networks to plan: ``nn.Module``s with batch, image size and width as arguments, and their ONNX export."""
 
+from rematplan.models.bert import BERT
+from rematplan.models.chain import Chain
+from rematplan.models.densenet import DenseNet
+from rematplan.models.diffusion_unet import DiffusionUNet
+from rematplan.models.efficientnet import EfficientNet
+from rematplan.models.entry import SIZES, ZooEntry
 from rematplan.models.errors import ZooError
 from rematplan.models.export import export_onnx
+from rematplan.models.googlenet import GoogLeNet
+from rematplan.models.gpt import GPT
+from rematplan.models.lstm import UnrolledLSTM
+from rematplan.models.mobilenet import MobileNetV2
+from rematplan.models.pspnet import PSPNet
 from rematplan.models.resnet import ResNet
+from rematplan.models.swin import Swin
 from rematplan.models.unet import UNet
 from rematplan.models.vgg import VGG
-from rematplan.models.zoo import ZOO, ZooEntry, build, entry, example_inputs
+from rematplan.models.vit import ViT
+from rematplan.models.zoo import ZOO, build, entry, example_inputs
 
 __all__ = [
+    "BERT",
+    "GPT",
+    "SIZES",
     "VGG",
     "ZOO",
+    "Chain",
+    "DenseNet",
+    "DiffusionUNet",
+    "EfficientNet",
+    "GoogLeNet",
+    "MobileNetV2",
+    "PSPNet",
     "ResNet",
+    "Swin",
     "UNet",
+    "UnrolledLSTM",
+    "ViT",
     "ZooEntry",
     "ZooError",
     "build",

@@ -26,15 +26,15 @@ EXPANSION = 4
 """Output channels of a bottleneck ÷ its inner channels."""
 
 
-def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:
+def conv(inside: int, outside: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
     """A convolution without bias (batch norm follows), padded so that stride 1 keeps the image size."""
-    return nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2, bias=False)
+    return nn.Conv2d(inside, outside, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
-def plain_body(inside: int, width: int, stride: int) -> nn.Sequential:
+def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
     """Two 3×3 convolutions."""
     return nn.Sequential(
-        conv(inside, width, 3, stride),
+        conv(inside, width, 3, stride, dilation),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         conv(width, width, 3),
@@ -42,13 +42,13 @@ def plain_body(inside: int, width: int, stride: int) -> nn.Sequential:
     )
 
 
-def bottleneck_body(inside: int, width: int, stride: int) -> nn.Sequential:
+def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
     """1×1 down to ``width``, 3×3, 1×1 up to ``EXPANSION · width``."""
     return nn.Sequential(
         conv(inside, width, 1),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
-        conv(width, width, 3, stride),
+        conv(width, width, 3, stride, dilation),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         conv(width, EXPANSION * width, 1),
@@ -99,15 +99,22 @@ class ResNet(nn.Module):
         return cast(Tensor, self.head(self.pool(self.stages(self.stem(x))).flatten(1)))
 
 
-def make_stages(bottleneck: bool, blocks: Sequence[int], width: int) -> tuple[nn.Sequential, int]:
-    """The residual stages, and how many channels leave the last."""
+def make_stages(
+    bottleneck: bool, blocks: Sequence[int], width: int, *, stem: int | None = None, dilated: bool = False
+) -> tuple[nn.Sequential, int]:
+    """The residual stages, and how many channels leave the last.
+
+    ``stem``: channels that come in, if not ``width``. ``dilated``: the last two stages dilate their 3×3 convolutions by
+    2 and 4 where they would halve the image.
+    """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
-    stages, inside = [], width
+    stages, inside = [], stem or width
     for stage, count in enumerate(blocks):
         inner, rows = width * 2**stage, []
+        dilation = 2 ** (stage - 1) if dilated and stage > 1 else 1
         for block in range(count):
-            stride = 2 if stage and not block else 1
-            rows.append(Residual(body(inside, inner, stride), inside, expansion * inner, stride))
+            stride = 2 if stage and not block and dilation == 1 else 1
+            rows.append(Residual(body(inside, inner, stride, dilation), inside, expansion * inner, stride))
             inside = expansion * inner
         stages.append(nn.Sequential(*rows))
     return nn.Sequential(*stages), inside

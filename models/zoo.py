@@ -2,120 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
+from rematplan.models.bert import BERT
+from rematplan.models.chain import Chain
+from rematplan.models.densenet import DEPTHS as DENSENET_DEPTHS
+from rematplan.models.densenet import DenseNet
+from rematplan.models.diffusion_unet import CONTEXT, GROUPS, LATENT, MULTIPLES, DiffusionUNet
+from rematplan.models.efficientnet import EfficientNet
+from rematplan.models.entry import Sizes, ZooEntry, rows, tokens
 from rematplan.models.errors import ZooError
-from rematplan.models.resnet import DEPTHS, ResNet
+from rematplan.models.googlenet import GoogLeNet
+from rematplan.models.gpt import GPT
+from rematplan.models.lstm import UnrolledLSTM
+from rematplan.models.mobilenet import MobileNetV2
+from rematplan.models.pspnet import PSPNet
+from rematplan.models.resnet import DEPTHS as RESNET_DEPTHS
+from rematplan.models.resnet import ResNet
+from rematplan.models.swin import STRIDE as SWIN_STRIDE
+from rematplan.models.swin import Swin
 from rematplan.models.unet import LEVELS, UNet
-from rematplan.models.vgg import STRIDE, VGG
+from rematplan.models.vgg import STRIDE as VGG_STRIDE
+from rematplan.models.vgg import VGG
+from rematplan.models.vit import PATCH, ViT
 
-OutputKind = Literal["classes", "pixels"]
-"""What the network gives scores for: each image (N, C) or each of its pixels (N, C, H, W)."""
-
-
-@dataclass(frozen=True)
-class ZooEntry:
-    """A network of the zoo.
-
-    ``make``: image side, width, classes → the network. ``image``, ``batch``, ``width``, ``classes``: what it
-    is built with when nobody says otherwise. ``image_step``: image sides must be multiples of it.
-    ``least_image``: the least side. ``stride``: image side ÷ side of the smallest features if batch norm is
-    there, else None.
-    """
-
-    name: str
-    summary: str
-    output: OutputKind
-    make: Callable[[int, int, int], nn.Module]
-    image: int
-    batch: int
-    width: int
-    classes: int
-    image_step: int = 1
-    least_image: int = 1
-    stride: int | None = None
-
-    def check(self, batch: int, image: int, width: int, classes: int) -> None:
-        """Refuse sizes that the network cannot have.
-
-        Raises:
-            ZooError: a size below one, an image side that does not fit, or one value a channel in batch norm.
-        """
-        for what, size in (("batch", batch), ("image", image), ("width", width), ("classes", classes)):
-            if size < 1:
-                raise ZooError(f"{self.name}: {what} is {size}; it must be 1 or more")
-        if image < self.least_image or image % self.image_step:
-            raise ZooError(
-                f"{self.name}: image is {image}; it must be {self.least_image} or more"
-                + (f" and divisible by {self.image_step}" if self.image_step > 1 else "")
-            )
-        if self.stride and batch == 1 and image <= self.stride:
-            raise ZooError(
-                f"{self.name}: batch norm sees one value a channel at batch 1 and image {image}; "
-                f"training needs batch 2 or an image over {self.stride}"
-            )
+IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
+"""Sizes of a network for ImageNet, where it has no others."""
+TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 
 
-def _make_resnet(depth: int, image: int, width: int, classes: int) -> nn.Module:
-    del image  # any size will do
-    return ResNet(depth, width, classes)
-
-
-def _make_unet(image: int, width: int, classes: int) -> nn.Module:
-    del image  # any size divisible by 16 will do
-    return UNet(width, classes)
-
-
-def _resnet_entry(depth: int) -> ZooEntry:
+def _resnet(depth: int) -> ZooEntry:
     return ZooEntry(
-        name=f"resnet{depth}",
-        summary=f"ResNet-{depth}, image classification (He et al. 2016)",
-        output="classes",
-        make=partial(_make_resnet, depth),
-        image=224,
-        batch=8,
-        width=64,
-        classes=1000,
+        f"resnet{depth}",
+        f"ResNet-{depth}, image classification (He et al. 2016)",
+        "classes",
+        lambda s: ResNet(depth, s["width"], s["classes"]),
+        IMAGENET,
+        TINY,
         stride=32,
     )
 
 
-_UNET = ZooEntry(
-    name="unet",
-    summary="U-Net with batch norm, segmentation (Ronneberger et al. 2015)",
-    output="pixels",
-    make=_make_unet,
-    image=192,
-    batch=2,
-    width=64,
-    classes=2,
-    image_step=2**LEVELS,
-    least_image=2**LEVELS,
-    stride=2**LEVELS,
+def _densenet(depth: int) -> ZooEntry:
+    return ZooEntry(
+        f"densenet{depth}",
+        f"DenseNet-{depth}, image classification (Huang et al. 2017)",
+        "classes",
+        lambda s: DenseNet(depth, s["width"], s["classes"]),
+        IMAGENET | {"width": DENSENET_DEPTHS[depth][0]},
+        TINY | {"width": 2},
+        least={"image": 32},
+        stride=32,
+    )
+
+
+def _mobile(name: str, summary: str, network: type[MobileNetV2] | type[EfficientNet]) -> ZooEntry:
+    return ZooEntry(
+        name,
+        f"{summary}, image classification",
+        "classes",
+        lambda s: network(s["width"], s["classes"]),
+        IMAGENET | {"width": 32},
+        TINY,
+        stride=32,
+    )
+
+
+def _vit(name: str, summary: str, width: int) -> ZooEntry:
+    return ZooEntry(
+        name,
+        summary,
+        "classes",
+        lambda s: ViT(s["image"], s["depth"], s["width"], s["classes"]),
+        IMAGENET | {"depth": 12, "width": width},
+        TINY | {"depth": 2},
+        multiple={"image": PATCH},
+        least={"image": PATCH},
+    )
+
+
+def _gpt(depth: int, width: int) -> ZooEntry:
+    return ZooEntry(
+        f"gpt{depth}",
+        f"GPT-2 of {depth} layers, tied embeddings (Radford et al. 2019)",
+        "tokens",
+        lambda s: GPT(s["depth"], s["width"], s["vocabulary"], s["tokens"]),
+        {"batch": 8, "tokens": 1024, "depth": depth, "width": width, "vocabulary": 50257},
+        {"batch": 2, "tokens": 16, "depth": 2, "width": 16, "vocabulary": 50},
+        tokens,
+    )
+
+
+def _bert(name: str, summary: str, vocabulary: int, spare: int, kinds: int) -> ZooEntry:
+    return ZooEntry(
+        name,
+        summary,
+        "tokens",
+        lambda s: BERT(s["depth"], s["width"], s["vocabulary"], s["tokens"] + spare, kinds),
+        {"batch": 8, "tokens": 512, "depth": 12, "width": 768, "vocabulary": vocabulary},
+        {"batch": 2, "tokens": 8, "depth": 2, "width": 16, "vocabulary": 50},
+        tokens,
+    )
+
+
+def _context(width: int) -> int:
+    """Features of a text's token beside a diffusion network of that width: 768 beside 320."""
+    return CONTEXT * width // 320
+
+
+def _diffusion_inputs(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
+    batch, side = sizes["batch"], sizes["image"]
+    return (
+        torch.randn(batch, LATENT, side, side, generator=generator),
+        torch.randint(1000, (batch,), generator=generator),
+        torch.randn(batch, sizes["tokens"], _context(sizes["width"]), generator=generator),
+    )
+
+
+_ENTRIES = (
+    ZooEntry(
+        "unet",
+        "U-Net with batch norm, segmentation (Ronneberger et al. 2015)",
+        "pixels",
+        lambda s: UNet(s["width"], s["classes"]),
+        {"batch": 2, "image": 192, "width": 64, "classes": 2},
+        {"image": 32, "width": 4},
+        multiple={"image": 2**LEVELS},
+        least={"image": 2**LEVELS},
+        stride=2**LEVELS,
+    ),
+    *map(_resnet, RESNET_DEPTHS),
+    ZooEntry(
+        "vgg19",
+        "VGG-19 with dropout, image classification (Simonyan, Zisserman 2015)",
+        "classes",
+        lambda s: VGG(s["image"], s["width"], s["classes"]),
+        IMAGENET,
+        TINY | {"image": 32},
+        least={"image": VGG_STRIDE},
+    ),
+    ZooEntry(
+        "pspnet",
+        "PSPNet on a dilated ResNet-101, segmentation (Zhao et al. 2017)",
+        "pixels",
+        lambda s: PSPNet(s["width"], s["classes"]),
+        {"batch": 2, "image": 713, "width": 64, "classes": 19},
+        {"image": 48, "width": 4},
+        least={"batch": 2},
+    ),
+    *map(_densenet, (121, 161)),
+    ZooEntry(
+        "googlenet",
+        "GoogLeNet without batch norm, image classification (Szegedy et al. 2015)",
+        "classes",
+        lambda s: GoogLeNet(s["width"], s["classes"]),
+        IMAGENET,
+        TINY,
+    ),
+    _mobile("mobilenet_v2", "MobileNetV2 (Sandler et al. 2018)", MobileNetV2),
+    _mobile("efficientnet_b0", "EfficientNet-B0 (Tan, Le 2019)", EfficientNet),
+    _vit("vit_s", "Vision Transformer, small, patches of 16 (Touvron et al. 2021)", 384),
+    _vit("vit_b", "Vision Transformer, base, patches of 16 (Dosovitskiy et al. 2021)", 768),
+    ZooEntry(
+        "swin_t",
+        "Swin Transformer, tiny, image classification (Liu et al. 2021)",
+        "classes",
+        lambda s: Swin(s["image"], s["width"], s["classes"]),
+        IMAGENET | {"width": 96},
+        TINY,
+        multiple={"image": SWIN_STRIDE},
+        least={"image": SWIN_STRIDE},
+    ),
+    _gpt(12, 768),
+    _gpt(24, 1024),
+    _bert("bert", "BERT-base with its head for masked tokens (Devlin et al. 2019)", 30522, 0, 2),
+    _bert("roberta", "RoBERTa-base with its head for masked tokens (Liu et al. 2019)", 50265, 2, 1),
+    ZooEntry(
+        "diffusion_unet",
+        "U-Net of Stable Diffusion 1, noise in latents from a text (Rombach et al. 2022)",
+        "noise",
+        lambda s: DiffusionUNet(s["width"], _context(s["width"])),
+        {"batch": 4, "image": 64, "tokens": 77, "width": 320},
+        {"batch": 2, "image": 8, "tokens": 3, "width": 32},
+        _diffusion_inputs,
+        multiple={"image": 2 ** (len(MULTIPLES) - 1), "width": GROUPS},
+        least={"image": 2 ** (len(MULTIPLES) - 1), "width": GROUPS},
+        loss="mse",
+    ),
+    ZooEntry(
+        "lstm",
+        "LSTM language model, unrolled, a cell a step (Zaremba et al. 2014)",
+        "tokens",
+        lambda s: UnrolledLSTM(s["depth"], s["width"], s["vocabulary"]),
+        {"batch": 20, "tokens": 64, "depth": 2, "width": 650, "vocabulary": 10000},
+        {"batch": 2, "tokens": 6, "width": 8, "vocabulary": 20},
+        tokens,
+    ),
+    ZooEntry(
+        "chain",
+        "a plain chain of layers, orthogonal and tanh (Pennington et al. 2017)",
+        "classes",
+        lambda s: Chain(s["depth"], s["width"], s["classes"]),
+        {"batch": 256, "depth": 1000, "width": 128, "classes": 10},
+        {"batch": 2, "depth": 12, "width": 8},
+        rows,
+    ),
 )
 
-_VGG19 = ZooEntry(
-    name="vgg19",
-    summary="VGG-19 with dropout, image classification (Simonyan, Zisserman 2015)",
-    output="classes",
-    make=VGG,
-    image=224,
-    batch=8,
-    width=64,
-    classes=1000,
-    least_image=STRIDE,
-)
-
-ZOO: Mapping[str, ZooEntry] = MappingProxyType(
-    {e.name: e for e in (_UNET, *(_resnet_entry(depth) for depth in DEPTHS), _VGG19)}
-)
+ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})
 """Every network by name."""
 
 
@@ -130,24 +228,22 @@ def entry(name: str) -> ZooEntry:
     return ZOO[name]
 
 
-def build(
-    name: str, *, image: int | None = None, width: int | None = None, classes: int | None = None
-) -> nn.Module:
+def build(name: str, **sizes: int | None) -> nn.Module:
     """A network of the zoo, in training mode, its weights drawn from torch's global generator.
+
+    ``sizes``: of `SIZES`; None and those not given are the network's own.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.
     """
     row = entry(name)
-    sizes = (_given(image, row.image), _given(width, row.width), _given(classes, row.classes))
-    row.check(row.batch, *sizes)
-    return row.make(*sizes)
+    return row.make(row.complete(sizes))
 
 
 def example_inputs(
-    name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0
+    name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0, **sizes: int | None
 ) -> tuple[Tensor, ...]:
-    """A random batch of images (``batch``, 3, ``image``, ``image``) that a network accepts.
+    """A random batch that a network of those sizes accepts.
 
     Draws from a generator of its own, so that torch's global one stays where it was.
 
@@ -155,10 +251,5 @@ def example_inputs(
         ZooError: an unknown name, or sizes that the network cannot have.
     """
     row = entry(name)
-    batch, image = _given(batch, row.batch), _given(image, row.image)
-    row.check(batch, image, row.width, row.classes)
-    return (torch.randn(batch, 3, image, image, generator=torch.Generator().manual_seed(seed)),)
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
+    given = {"batch": batch, "image": image, **sizes}
+    return row.inputs(row.complete(given), torch.Generator().manual_seed(seed))

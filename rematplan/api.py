@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
+from rematplan.runtime.weightless import is_weightless, without_data
 from rematplan.tradeoff import trace_curves
 
 __all__ = [
@@ -60,11 +61,15 @@ class LoadedStep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network of the zoo; None takes the network's own."""
+    """Sizes of a network of the zoo (see `rematplan.models.SIZES`); None takes the network's own."""
 
     batch: int | None = None
     image: int | None = None
     width: int | None = None
+    tokens: int | None = None
+    depth: int | None = None
+    classes: int | None = None
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ def load_step(
     seed: int = 0,
     bn: str = "as-is",
     dropout: str = "as-is",
+    weightless: bool = False,
 ) -> LoadedStep:
     """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
     batch.
@@ -97,6 +103,8 @@ def load_step(
     ``dims`` binds an ONNX file's symbolic dimensions. ``bn`` (as-is, train, frozen) and ``dropout`` (as-is, on,
     off) put an ONNX file's batch norms and dropouts into another form than the file has them in. Weights are the
     file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
+    ``weightless``: capture a network of the zoo without data, so that one of any size takes no memory; its step can
+    be priced and planned, and not run.
 
     Raises:
         UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
@@ -107,13 +115,17 @@ def load_step(
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
             raise UsageError(f"{model}: --bn and --dropout are for ONNX files")
-        return _load_zoo(model, sizes, dims or {}, loss, seed)
+        if dims:
+            raise UsageError(
+                f"{model}: --dim is for ONNX files; a network of the zoo has sizes such as --batch"
+            )
+        return _load_zoo(model, sizes, loss, seed, weightless)
     path = Path(model)
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
     if sizes != Sizes():
         raise UsageError(
-            f"{path.name}: batch, image and width are for the zoo; bind a file's dimensions with --dim"
+            f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
         )
     graph = load_onnx(path, dims or {}, forms)
     module = OnnxModule(graph, seed=seed).train()
@@ -122,13 +134,18 @@ def load_step(
     return _captured(module, inputs, path.stem, loss, seed, graph.notes)
 
 
-def _load_zoo(name: str, sizes: Sizes, dims: Mapping[str, int], loss: str | None, seed: int) -> LoadedStep:
-    if dims:
-        raise UsageError(f"{name}: --dim is for ONNX files; use --batch, --image and --width")
-    inputs = example_inputs(name, sizes.batch, sizes.image, seed=seed)
+def _load_zoo(name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
+    given, loss = asdict(sizes), loss or ZOO[name].loss
+    if weightless:
+        module, inputs, mode = without_data(
+            lambda: build(name, **given), lambda: example_inputs(name, seed=seed, **given)
+        )
+        with mode:
+            return _captured(module, inputs, name, loss, seed, ())
+    inputs = example_inputs(name, seed=seed, **given)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = build(name, image=sizes.image, width=sizes.width)
+        module = build(name, **given)
     return _captured(module, inputs, name, loss, seed, ())
 
 
@@ -221,7 +238,12 @@ def run_step(
 
     ``steps``: planned steps timed; their losses are reported. No optimizer runs; the module is left as it
     was.
+
+    Raises:
+        UsageError: the step was loaded without weights.
     """
+    if is_weightless(loaded.batch):
+        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned and not run")
     planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
     losses: list[float] = []

@@ -174,10 +174,10 @@ def step_table(name: str, report: StepReport) -> Table:
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
     """The zoo, with each network's number of parameters at its default width."""
-    table = _table("Networks", "name", "", "parameters", "batch", "image", "width", left=2)
+    table = _table("Networks", "name", "", "sizes", "parameters", left=3)
     for entry, parameters in entries:
-        sizes = (f"{parameters:,}", str(entry.batch), str(entry.image), str(entry.width))
-        table.add_row(entry.name, entry.summary, *sizes)
+        sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
+        table.add_row(entry.name, entry.summary, sizes, f"{parameters:,}")
     return table
 
 

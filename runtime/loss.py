@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -140,12 +141,16 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     Raises:
         ModelError: the model does not run on inputs of these shapes.
     """
-    mode = FakeTensorMode()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(t.detach()) for name, t in state.items()}
-    with mode, quiet():
+    mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+
+    fakes, batch = {name: fake(t) for name, t in state.items()}, tuple(map(fake, inputs))
+    with mode, torch.no_grad(), quiet():
         try:
-            return functional_call(model, fakes, tuple(mode.from_tensor(t) for t in inputs))
+            return functional_call(model, fakes, batch)
         except ModelError:
             raise
         except Exception as error:

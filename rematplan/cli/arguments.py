@@ -57,10 +57,30 @@ def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
     return bound
 
 
+SIZES = {
+    "batch": "samples in a batch",
+    "image": "side of the image",
+    "width": "channels, or features of a token",
+    "tokens": "length of the sequence",
+    "depth": "layers",
+    "classes": "classes to score",
+    "vocabulary": "distinct tokens",
+}
+"""Sizes of a network of the zoo, and what they count. `rematplan.models` would load torch to say so."""
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Sizes of a network of the zoo."""
-    for size in ("batch", "image", "width"):
-        parser.add_argument(f"--{size}", type=positive, metavar="N", help=f"{size} of a network of the zoo")
+    group = parser.add_argument_group(
+        "sizes of a network of the zoo (rematplan models lists which has which)"
+    )
+    for size, text in SIZES.items():
+        group.add_argument(f"--{size}", type=positive, metavar="N", help=text)
+
+
+def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
+    """The sizes by name, None where none is given."""
+    return {size: getattr(args, size) for size in SIZES}
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:

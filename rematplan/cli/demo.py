@@ -89,7 +89,7 @@ def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any
         f"── {case.name}, batch {case.batch}, image {case.image}, width {case.width}: exporting to {onnx}"
     )
     with out.progress(f"exporting {case.name}"):
-        write_network(case.name, (case.batch, case.image, case.width), onnx)
+        write_network(case.name, {"batch": case.batch, "image": case.image, "width": case.width}, onnx)
     out.show(f"   loading {onnx}, capturing its training step, measuring its ops")
     with out.progress("capturing the training step"):
         loaded = api.load_step(onnx, dims={"batch": case.batch})

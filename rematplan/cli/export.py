@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
-from rematplan.cli.arguments import add_sizes, check_outputs
+from rematplan.cli.arguments import add_sizes, check_outputs, given_sizes
 from rematplan.cli.output import Output
 from rematplan.cli.source import zoo_errors
 from rematplan.ir import show_bytes
@@ -29,25 +30,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Export with weights drawn from a fixed seed, so that the same command writes the same network."""
     check_outputs(args.output)
     with zoo_errors(), out.progress(f"exporting {args.name}"):
-        shape = write_network(
-            args.name, (args.batch, args.image, args.width), args.output, dynamic_batch=not args.static_batch
-        )
-    size = args.output.stat().st_size
-    named = shape if args.static_batch else ("batch", *shape[1:])
+        shapes = write_network(args.name, given_sizes(args), args.output, dynamic_batch=not args.static_batch)
+    size, batch = args.output.stat().st_size, shapes[0][0]
+    named = shapes if args.static_batch else [("batch", *shape[1:]) for shape in shapes]
     out.show(
-        f"{args.output}: {args.name} for training, {show_bytes(size)}, input {'×'.join(map(str, named))}"
-        + ("" if args.static_batch else f"; bind its batch with --dim batch={shape[0]}")
+        f"{args.output}: {args.name} for training, {show_bytes(size)}, "
+        f"input {', '.join('×'.join(map(str, shape)) for shape in named)}"
+        + ("" if args.static_batch else f"; bind its batch with --dim batch={batch}")
     )
-    out.data({"model": args.name, "file": str(args.output), "bytes": size, "input": list(named)})
+    inputs = [list(shape) for shape in named]
+    out.data(
+        {"model": args.name, "file": str(args.output), "bytes": size, "input": inputs[0], "inputs": inputs}
+    )
     return 0
 
 
 def write_network(
-    name: str, sizes: tuple[int | None, int | None, int | None], path: Path, *, dynamic_batch: bool = True
-) -> tuple[int, ...]:
-    """Export a network; the shape of its input.
+    name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
+) -> list[tuple[int, ...]]:
+    """Export a network; the shapes of its inputs.
 
-    ``sizes``: batch, image, width; None takes the network's own.
+    ``sizes``: by name (`SIZES`); None takes the network's own.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.
@@ -57,10 +60,9 @@ def write_network(
 
     from rematplan.models import build, example_inputs, export_onnx
 
-    batch, image, width = sizes
-    inputs = example_inputs(name, batch, image)
+    inputs = example_inputs(name, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = build(name, image=image, width=width)
+        model = build(name, **sizes)
     export_onnx(model, inputs, path, dynamic_batch=dynamic_batch)
-    return tuple(inputs[0].shape)
+    return [tuple(x.shape) for x in inputs]

@@ -33,10 +33,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
                     "summary": entry.summary,
                     "output": entry.output,
                     "parameters": parameters,
-                    "batch": entry.batch,
-                    "image": entry.image,
-                    "width": entry.width,
-                    "classes": entry.classes,
+                    **entry.sizes,
                 }
                 for entry, parameters in counted
             ]

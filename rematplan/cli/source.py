@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import add_sizes, dimension, dimensions
+from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, given_sizes
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
 PROFILE, ROOFLINE = "profile", "roofline"
-MODEL_ONLY = ("batch", "image", "width", "dim", "loss", "bn", "dropout", "costs", "device_model")
+MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device_model")
 """Options that mean nothing for a problem file."""
 
 
@@ -100,7 +100,7 @@ def _load_model(args: argparse.Namespace, out: Output) -> Source:
     with out.progress("capturing the training step"), zoo_errors():
         loaded = api.load_step(
             args.model,
-            sizes=api.Sizes(args.batch, args.image, args.width),
+            sizes=api.Sizes(**given_sizes(args)),
             dims=dimensions(args.dim or ()),
             loss=args.loss,
             bn=args.bn or "as-is",

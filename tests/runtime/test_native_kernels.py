@@ -44,9 +44,21 @@ def test_captured_whole_and_bit_equal(name):
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.15, 0.45, 0.5, 0.99, 1.0])
+def test_dropout_has_the_bits_of_eager_mode_at_any_rate(rate, dtype):
+    torch.manual_seed(0)
+    call = Call(lambda x: F.dropout(x, rate)).to(dtype)
+    module, batch = with_loss(call, (torch.randn(2, 3, 32, 32).to(dtype),), "mse")
+    step = capture(module, batch, "dropout")
+    plan = api.no_recompute(api.problem(api.LoadedStep(module, batch, step)))
+    assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
+
+
 def test_the_decompositions_are_put_back():
     def kernels():
-        ops = [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.softshrink.default]
+        aten = torch.ops.aten
+        ops = [aten.upsample_bilinear2d.vec, aten.softshrink.default, aten.dropout.default]
         return [dict(op.py_kernels) for op in ops]
 
     before = kernels()

@@ -13,7 +13,6 @@ from rematplan.runtime.training_step import PlannedStep, verify
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 REAL = ("light_squeezenet", "light_inception_v1")
-SMALL = {"unet": Sizes(batch=2, image=32, width=4), "vgg19": Sizes(batch=2, image=32, width=8)}
 
 
 @pytest.fixture(scope="module", params=[*ZOO, *REAL])
@@ -22,7 +21,7 @@ def network(request: pytest.FixtureRequest) -> tuple[LoadedStep, TrainingGraph]:
     if name in REAL:
         loaded = load_step(LIGHT / f"{name}.onnx")
     else:
-        loaded = load_step(name, sizes=SMALL.get(name, Sizes(batch=2, image=64, width=8)))
+        loaded = load_step(name, sizes=Sizes(**ZOO[name].tiny))
     return loaded, problem(loaded)
 
 

@@ -1,0 +1,29 @@
+"""A plain chain of layers, a thousand and more: no branch, no shortcut.
+
+Orthogonal weights and tanh keep the signal and its gradient alive through any number of layers (Pennington,
+Schoenholz, Ganguli, NeurIPS 2017, arXiv:1711.04735).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+
+class Chain(nn.Module):
+    """Rows of features (N, ``width``) to class scores (N, ``classes``) through ``depth`` layers."""
+
+    def __init__(self, depth: int = 1000, width: int = 128, classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            product = nn.Linear(width, width)
+            nn.init.orthogonal_(product.weight)
+            nn.init.zeros_(product.bias)
+            layers += [product, nn.Tanh()]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.head(self.layers(x)))

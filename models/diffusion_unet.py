@@ -1,0 +1,165 @@
+"""The U-Net of Stable Diffusion 1: Rombach et al., CVPR 2022, arXiv:2112.10752.
+
+Latents, a time and a text's features to the noise in the latents. Weights that the authors start at zero are drawn
+like all others, so that a first step has every gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.models.transformer import CrossAttention
+
+LATENT = 4
+"""Channels of the latents."""
+MULTIPLES = (1, 2, 4, 4)
+"""Channels of each level ÷ width; all but the last level attend."""
+BLOCKS = 2
+HEADS = 8
+GROUPS = 32
+"""Of the group norms; the width must be divisible by it."""
+CONTEXT = 768
+"""Features of a text's token at the width of 320."""
+
+
+def norm_silu_conv(inside: int, outside: int) -> nn.Sequential:
+    """Group norm, SiLU, 3×3 convolution."""
+    return nn.Sequential(nn.GroupNorm(GROUPS, inside), nn.SiLU(), nn.Conv2d(inside, outside, 3, padding=1))
+
+
+class Residual(nn.Module):
+    """Two convolutions, the time's features added between them, around a shortcut."""
+
+    def __init__(self, inside: int, outside: int, time: int) -> None:
+        super().__init__()
+        self.first, self.second = norm_silu_conv(inside, outside), norm_silu_conv(outside, outside)
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, outside))
+        self.shortcut = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """Features (N, ``outside``, H, W)."""
+        middle = self.first(x) + self.time(time)[:, :, None, None]
+        return cast(Tensor, self.shortcut(x) + self.second(middle))
+
+
+class GatedFeedForward(nn.Module):
+    """A product whose one half gates the other (Shazeer 2020, GEGLU), and one back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same width."""
+        value, gate = self.widen(x).chunk(2, dim=-1)
+        return cast(Tensor, self.narrow(value * functional.gelu(gate)))
+
+
+class Attending(nn.Module):
+    """Pixels attend to each other, then to the text."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(GROUPS, width, eps=1e-6)
+        self.inward, self.outward = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 1)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.pixels = CrossAttention(width, width, HEADS)
+        self.text = CrossAttention(width, context, HEADS)
+        self.mlp = GatedFeedForward(width)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """Features of the same shape."""
+        y = self.inward(self.norm(x))
+        rows, columns = y.shape[-2:]
+        y = y.flatten(2).transpose(1, 2)
+        z = self.norms[0](y)
+        y = y + self.pixels(z, z)
+        y = y + self.text(self.norms[1](y), context)
+        y = y + self.mlp(self.norms[2](y))
+        return cast(Tensor, x + self.outward(y.transpose(1, 2).unflatten(2, (rows, columns))))
+
+
+class Level(nn.Module):
+    """A residual block, attention if there is any, and a change of size if there is any."""
+
+    def __init__(self, residual: Residual, attending: Attending | None, resize: nn.Module | None) -> None:
+        super().__init__()
+        self.residual, self.attending, self.resize = residual, attending, resize
+
+    def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
+        """The features, of the new size."""
+        x = self.residual(x, time)
+        x = x if self.attending is None else self.attending(x, context)
+        return x if self.resize is None else cast(Tensor, self.resize(x))
+
+
+class Shrink(nn.Conv2d):
+    """A strided convolution that halves the sides, called as a `Level` is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        """The halved features."""
+        return super().forward(x)
+
+
+def grow(width: int) -> nn.Sequential:
+    """Sides doubled by repetition, then a convolution."""
+    return nn.Sequential(nn.Upsample(scale_factor=2.0), nn.Conv2d(width, width, 3, padding=1))
+
+
+class DiffusionUNet(nn.Module):
+    """Latents (N, 4, H, W), times (N,) and a text (N, T, ``context``) to noise (N, 4, H, W).
+
+    H and W are divisible by 8, ``width`` by `GROUPS`.
+    """
+
+    def __init__(self, width: int = 320, context: int = CONTEXT) -> None:
+        super().__init__()
+        time, widths, lowest = 4 * width, [width * m for m in MULTIPLES], len(MULTIPLES) - 1
+        exponents = torch.arange(width // 2) / (width // 2)
+        self.register_buffer("frequencies", torch.exp(-math.log(10000.0) * exponents), persistent=False)
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
+        self.start = nn.Conv2d(LATENT, width, 3, padding=1)
+
+        def level(inside: int, outside: int, attends: bool, resize: nn.Module | None = None) -> Level:
+            return Level(
+                Residual(inside, outside, time), Attending(outside, context) if attends else None, resize
+            )
+
+        self.down, skips, inside = nn.ModuleList(), [width], width
+        for at, outside in enumerate(widths):
+            for _ in range(BLOCKS):
+                self.down.append(level(inside, outside, at < lowest))
+                skips.append(inside := outside)
+            if at < lowest:
+                self.down.append(Shrink(inside))
+                skips.append(inside)
+        self.middle = nn.ModuleList([level(inside, inside, True), level(inside, inside, False)])
+        self.up = nn.ModuleList()
+        for at, outside in reversed(list(enumerate(widths))):
+            for block in range(BLOCKS + 1):
+                resize = grow(outside) if at and block == BLOCKS else None
+                self.up.append(level(inside + skips.pop(), outside, at < lowest, resize))
+                inside = outside
+        self.end = norm_silu_conv(width, LATENT)
+
+    def forward(self, x: Tensor, times: Tensor, context: Tensor) -> Tensor:
+        """The noise."""
+        angles = times[:, None].to(x.dtype) * cast(Tensor, self.frequencies)
+        time = self.time(torch.cat((angles.cos(), angles.sin()), dim=1))
+        x = self.start(x)
+        skips = [x]
+        for level in self.down:
+            skips.append(x := level(x, time, context))
+        for level in self.middle:
+            x = level(x, time, context)
+        for level in self.up:
+            x = level(torch.cat((x, skips.pop()), dim=1), time, context)
+        return cast(Tensor, self.end(x))

@@ -1,0 +1,97 @@
+"""EfficientNet-B0: Tan, Le, ICML 2019, arXiv:1905.11946, with squeeze-and-excitation and stochastic depth."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from rematplan.models.mobilenet import conv_norm, round_channels
+from rematplan.models.transformer import DropPath
+
+ROWS = (
+    (1, 3, 1, 16, 1),
+    (6, 3, 2, 24, 2),
+    (6, 5, 2, 40, 2),
+    (6, 3, 2, 80, 3),
+    (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
+)
+"""Table 1 of the paper: (expansion, kernel, stride of the first, channels, blocks)."""
+
+STEM = 32
+"""Channels of the first convolution in B0; ``width`` scales all by width ÷ 32."""
+LAST = 1280
+DROP_PATH = 0.2
+"""Towards the last block; it grows linearly from 0."""
+
+
+def silu() -> nn.Module:
+    """The paper's activation."""
+    return nn.SiLU(inplace=True)
+
+
+class SqueezeExcite(nn.Module):
+    """Scale each channel by what the mean of all channels says (Hu et al., CVPR 2018)."""
+
+    def __init__(self, width: int, squeezed: int) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(width, squeezed, 1),
+            silu(),
+            nn.Conv2d(squeezed, width, 1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scaled features."""
+        return cast(Tensor, x * self.gate(x))
+
+
+class MBConv(nn.Module):
+    """Widen, filter each channel, excite, narrow; added to the input where the shapes agree."""
+
+    def __init__(
+        self, inside: int, outside: int, expansion: int, size: int, stride: int, drop: float
+    ) -> None:
+        super().__init__()
+        hidden = inside * expansion
+        widen = [conv_norm(inside, hidden, 1, act=silu)] if expansion > 1 else []
+        self.body = nn.Sequential(
+            *widen,
+            conv_norm(hidden, hidden, size, stride, groups=hidden, act=silu),
+            SqueezeExcite(hidden, max(1, inside // 4)),
+            conv_norm(hidden, outside, 1),
+        )
+        self.drop = DropPath(drop) if stride == 1 and inside == outside else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return cast(Tensor, self.body(x) if self.drop is None else x + self.drop(self.body(x)))
+
+
+class EfficientNet(nn.Module):
+    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+
+    def __init__(self, width: int = STEM, classes: int = 1000) -> None:
+        super().__init__()
+        inside, total = round_channels(width), sum(row[-1] for row in ROWS)
+        layers: list[nn.Module] = [conv_norm(3, inside, 3, 2, act=silu)]
+        for expansion, size, stride, channels, count in ROWS:
+            outside = round_channels(channels * width / STEM)
+            for block in range(count):
+                drop = DROP_PATH * (len(layers) - 1) / total
+                layers.append(MBConv(inside, outside, expansion, size, 1 if block else stride, drop))
+                inside = outside
+        last = round_channels(LAST * width / STEM)
+        layers += [conv_norm(inside, last, 1, act=silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        self.layers = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, classes))
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.layers(x))

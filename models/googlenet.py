@@ -1,0 +1,97 @@
+"""GoogLeNet: Szegedy et al., CVPR 2015, arXiv:1409.4842.
+
+The paper's network, with local response norm and without batch norm (it came later), as Kusumoto et al. 2019 plan it;
+without the two auxiliary classifiers, which hang on the side and end in losses of their own.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+STAGES = (
+    ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
+    (
+        (192, 96, 208, 16, 48, 64),
+        (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64),
+        (112, 144, 288, 32, 64, 64),
+        (256, 160, 320, 32, 128, 128),
+    ),
+    ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
+)
+"""Table 1 of the paper, a row a block: 1×1, 3×3's reduction, 3×3, 5×5's reduction, 5×5, pooling's projection."""
+
+STEM = 64
+"""Channels of the first convolution in the paper; ``width`` scales all by width ÷ 64."""
+
+
+def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
+    """A convolution with bias, and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
+    )
+
+
+class Inception(nn.Module):
+    """Four branches of different reach, concatenated."""
+
+    def __init__(self, inside: int, row: tuple[int, ...]) -> None:
+        super().__init__()
+        one, less_three, three, less_five, five, pooled = row
+        self.branches = nn.ModuleList(
+            [
+                conv(inside, one, 1),
+                nn.Sequential(conv(inside, less_three, 1), conv(less_three, three, 3)),
+                nn.Sequential(conv(inside, less_five, 1), conv(less_five, five, 5)),
+                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), conv(inside, pooled, 1)),
+            ]
+        )
+        self.outside = one + three + five + pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The branches' channels."""
+        return torch.cat([branch(x) for branch in self.branches], dim=1)
+
+
+def halve() -> nn.MaxPool2d:
+    """The pooling between stages, which rounds up."""
+    return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+
+
+class GoogLeNet(nn.Module):
+    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+
+    def __init__(self, width: int = STEM, classes: int = 1000) -> None:
+        super().__init__()
+
+        def scaled(channels: int) -> int:
+            return max(1, channels * width // STEM)
+
+        layers: list[nn.Module] = [
+            conv(3, scaled(64), 7, 2),
+            halve(),
+            nn.LocalResponseNorm(5),
+            conv(scaled(64), scaled(64), 1),
+            conv(scaled(64), scaled(192), 3),
+            nn.LocalResponseNorm(5),
+        ]
+        inside = scaled(192)
+        for stage in STAGES:
+            layers.append(halve())
+            for row in stage:
+                block = Inception(inside, tuple(map(scaled, row)))
+                layers.append(block)
+                inside = block.outside
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(inside, classes)]
+        self.layers = nn.Sequential(*layers)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(cast(Tensor, module.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.layers(x))

@@ -1,0 +1,36 @@
+"""GPT-2: Radford et al. 2019, «Language models are unsupervised multitask learners».
+
+Pre-norm blocks with causal fused attention, learned positions, and the embedding's weight once more for the scores.
+Without the paper's dropout, as such networks are trained today.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.models.transformer import Block, SelfAttention, heads_of, small_normal_weights
+
+
+class GPT(nn.Module):
+    """Token numbers (N, T) to scores of the next token (N, T, ``vocabulary``); T is ``tokens`` at most."""
+
+    def __init__(
+        self, depth: int = 12, width: int = 768, vocabulary: int = 50257, tokens: int = 1024
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(tokens, width)
+        heads = heads_of(width)
+        self.blocks = nn.Sequential(
+            *(Block(width, SelfAttention(width, heads, causal=True), gelu="tanh") for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(width)
+        small_normal_weights(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        return cast(Tensor, functional.linear(self.norm(self.blocks(x)), self.embedding.weight))

@@ -1,0 +1,94 @@
+"""MobileNetV2: Sandler, Howard, Zhu, Zhmoginov, Chen, CVPR 2018, arXiv:1801.04381."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import Tensor, nn
+
+ROWS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+"""Table 2 of the paper: (expansion, channels, blocks, stride of the first)."""
+
+STEM = 32
+"""Channels of the first convolution in the paper; ``width`` scales all by width ÷ 32."""
+LAST = 1280
+
+
+def round_channels(channels: float) -> int:
+    """The multiple of 8 that is nearest, but not more than a tenth below."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
+
+
+def conv_norm(
+    inside: int,
+    outside: int,
+    size: int,
+    stride: int = 1,
+    *,
+    groups: int = 1,
+    act: Callable[[], nn.Module] | None = None,
+) -> nn.Sequential:
+    """A convolution, batch norm, and an activation if there is one."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outside),
+    ]
+    return nn.Sequential(*layers, *([act()] if act else []))
+
+
+def relu6() -> nn.Module:
+    """The paper's activation."""
+    return nn.ReLU6(inplace=True)
+
+
+class InvertedResidual(nn.Module):
+    """Widen, filter each channel, narrow; added to the input where the shapes agree."""
+
+    def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        hidden = inside * expansion
+        widen = [conv_norm(inside, hidden, 1, act=relu6)] if expansion > 1 else []
+        self.body = nn.Sequential(
+            *widen,
+            conv_norm(hidden, hidden, 3, stride, groups=hidden, act=relu6),
+            conv_norm(hidden, outside, 1),
+        )
+        self.added = stride == 1 and inside == outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return cast(Tensor, x + self.body(x) if self.added else self.body(x))
+
+
+class MobileNetV2(nn.Module):
+    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+
+    def __init__(self, width: int = STEM, classes: int = 1000) -> None:
+        super().__init__()
+        inside = round_channels(width)
+        layers: list[nn.Module] = [conv_norm(3, inside, 3, 2, act=relu6)]
+        for expansion, channels, count, stride in ROWS:
+            outside = round_channels(channels * width / STEM)
+            for block in range(count):
+                layers.append(InvertedResidual(inside, outside, expansion, 1 if block else stride))
+                inside = outside
+        last = round_channels(LAST * max(1.0, width / STEM))
+        layers += [conv_norm(inside, last, 1, act=relu6), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        self.layers = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, classes))
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return cast(Tensor, self.layers(x))

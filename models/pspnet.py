@@ -1,0 +1,68 @@
+"""PSPNet on a dilated ResNet-101: Zhao, Shi, Qi, Wang, Jia, CVPR 2017, arXiv:1612.01105.
+
+The authors' stem of three convolutions, stages three and four dilated instead of strided, the pyramid pooling module,
+scores enlarged to the image's size. Without the auxiliary classifier, which ends in a loss of its own.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.models.resnet import DEPTHS, conv, make_stages
+
+BINS = (1, 2, 3, 6)
+"""Sides of the pyramid's grids."""
+
+
+def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
+    """A convolution, batch norm, ReLU."""
+    return nn.Sequential(conv(inside, outside, size, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
+
+
+def enlarge(x: Tensor, like: Tensor) -> Tensor:
+    """Bilinearly, to the size of another."""
+    return functional.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=True)
+
+
+class Pyramid(nn.Module):
+    """The features, and their means over coarser and coarser grids, a quarter of the channels each."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(side), conv_norm_relu(features, features // len(BINS), 1))
+            for side in BINS
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice as many channels."""
+        return torch.cat([x, *(enlarge(level(x), x) for level in self.levels)], dim=1)
+
+
+class PSPNet(nn.Module):
+    """Images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W). ``width``: as of `ResNet`."""
+
+    def __init__(self, width: int = 64, classes: int = 19) -> None:
+        super().__init__()
+        bottleneck, blocks = DEPTHS[101]
+        self.stem = nn.Sequential(
+            conv_norm_relu(3, width, 3, 2),
+            conv_norm_relu(width, width, 3),
+            conv_norm_relu(width, 2 * width, 3),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        self.stages, features = make_stages(bottleneck, blocks, width, stem=2 * width, dilated=True)
+        self.head = nn.Sequential(
+            Pyramid(features),
+            conv_norm_relu(2 * features, features // 4, 3),
+            nn.Dropout(0.1),
+            nn.Conv2d(features // 4, classes, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of every pixel."""
+        return enlarge(cast(Tensor, self.head(self.stages(self.stem(x)))), x)

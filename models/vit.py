@@ -1,0 +1,35 @@
+"""Vision Transformer: Dosovitskiy et al., ICLR 2021, arXiv:2010.11929; its small form is DeiT-S, arXiv:2012.12877."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rematplan.models.transformer import Block, SelfAttention, heads_of
+
+PATCH = 16
+"""Side of a patch, pixels."""
+
+
+class ViT(nn.Module):
+    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``); ``image`` is a multiple of `PATCH`."""
+
+    def __init__(self, image: int = 224, depth: int = 12, width: int = 768, classes: int = 1000) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, PATCH, stride=PATCH)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.empty(1, (image // PATCH) ** 2 + 1, width))
+        heads = heads_of(width)
+        self.blocks = nn.Sequential(*(Block(width, SelfAttention(width, heads)) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.positions, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        first = self.class_token.expand(patches.shape[0], -1, -1)
+        mixed = self.blocks(torch.cat((first, patches), dim=1) + self.positions)
+        return cast(Tensor, self.head(self.norm(mixed[:, 0])))
