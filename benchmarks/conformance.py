@@ -20,12 +20,6 @@ from onnx.backend.test import BackendTest
 
 import rematplan.onnx_backend as backend
 
-KNOWN = {
-    "test_attention_4d_causal_fp16_cpu": "half precision values differ; why is not established",
-    "test_attention_4d_causal_fp16_expanded_cpu": "half precision values differ; why is not established",
-}
-"""Cases whose reference is less exact than what it is compared with; shown, and counted neither way."""
-
 KINDS = ("Real", "Simple", "PyTorchConverted", "PyTorchOperator", "Node")
 
 
@@ -54,10 +48,6 @@ class Tally(unittest.TestResult):
 
     def addFailure(self, test: unittest.TestCase, err: object) -> None:
         """A case with wrong outputs."""
-        name = test.id().rsplit(".", 1)[-1]
-        if name in KNOWN:
-            self._count(test, "known")
-            return
         super().addFailure(test, err)  # type: ignore[arg-type]
         self._count(test, "failed")
 
@@ -81,13 +71,9 @@ def run(kinds: tuple[str, ...] = KINDS) -> Tally:
 
 def show(tally: Tally, refusals: bool) -> None:
     """The table of outcomes, the failures, and on request what was refused."""
-    print(f"{'cases':<18}{'passed':>8}{'refused':>9}{'failed':>8}{'known':>7}")
+    print(f"{'cases':<18}{'passed':>8}{'refused':>9}{'failed':>8}")
     for kind, counts in tally.counts.items():
-        print(
-            f"{kind:<18}{counts['passed']:>8}{counts['refused']:>9}{counts['failed']:>8}{counts['known']:>7}"
-        )
-    for name, why in KNOWN.items():
-        print(f"known: {name}: {why}")
+        print(f"{kind:<18}{counts['passed']:>8}{counts['refused']:>9}{counts['failed']:>8}")
     for test, trace in (*tally.failures, *tally.errors):
         print(f"failed: {test.id().rsplit('.', 1)[-1]}: {trace.strip().splitlines()[-1][:150]}")
     if refusals:

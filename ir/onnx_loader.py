@@ -53,15 +53,16 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
         raise ModelError(f"{path}: {error}") from None
 
 
-def graph_from_proto(proto: Any, name: str = "the model") -> Graph:
-    """The graph of a model that is already in memory as an ``onnx.ModelProto``, all of its dimensions fixed.
+def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int] | None = None) -> Graph:
+    """The graph of a model that is already in memory as an ``onnx.ModelProto``.
 
     Raises:
         ModelError: as :func:`load_onnx`; ``name`` is what the message calls the model.
+        UsageError: as :func:`load_onnx`.
     """
     draft = read_proto(proto, Path(name))
     try:
-        return _graph(draft, {}, AS_IS)
+        return _graph(draft, dict(dims or {}), AS_IS)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
 
@@ -155,7 +156,7 @@ def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...
 def _sorted(draft: Draft) -> tuple[Node, ...]:
     """The nodes in topological order: the file's own as far as it is one (Kahn, smallest index first)."""
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
-    reads = [(*n.inputs, *captured(n.name, draft.bodies)) for n in draft.nodes]
+    reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
     waits = [len({writer[n] for n in names if n in writer}) for names in reads]
     readers: dict[int, set[int]] = defaultdict(set)
     for i, names in enumerate(reads):
@@ -199,13 +200,13 @@ def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
     for node in reversed(nodes):
         if any(o in needed for o in node.outputs):
             kept.append(node)
-            needed.update(filter(None, node.inputs))
+            needed.update(roles.reads(node))
     return tuple(reversed(kept))
 
 
 def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
     """Name an output that nothing reads ``""``, so that nobody computes it."""
-    read = {name for node in nodes for name in node.inputs} | set(outputs)
+    read = {name for node in nodes for name in roles.reads(node)} | set(outputs)
     return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
 
 

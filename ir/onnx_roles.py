@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Node
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -176,6 +178,37 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
         positions = DIFFERENTIABLE_INPUTS.get(node.op)
         reached.update(n for at, n in enumerate(node.inputs) if n and (positions is None or at in positions))
     return frozenset(reached)
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiated:
+    """What a Gradient node states: ``y`` as a function of ``xs`` and ``zs``, differentiated by ``xs``."""
+
+    xs: tuple[str, ...]
+    zs: tuple[str, ...]
+    y: str
+
+
+def differentiated(node: Node) -> Differentiated:
+    """The values that a Gradient node names.
+
+    Raises:
+        ModelError: it does not name as many as it has inputs.
+    """
+    stated: Any = node.attributes
+    found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
+    if not found.xs or len(found.xs) + len(found.zs) != len(node.inputs):
+        named = len(found.xs) + len(found.zs)
+        raise ModelError(
+            f"node {node.name!r} (Gradient): it names {named} values for {len(node.inputs)} inputs"
+        )
+    return found
+
+
+def reads(node: Node) -> tuple[str, ...]:
+    """The values that a node needs: its inputs, and what a Gradient differentiates."""
+    named = (differentiated(node).y,) if node.op == "Gradient" and node.domain else ()
+    return (*filter(None, node.inputs), *named)
 
 
 def trains_statistics(node: Node) -> bool:

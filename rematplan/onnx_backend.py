@@ -9,7 +9,7 @@ A model outside the table is refused by name before anything runs; the suite cou
 from __future__ import annotations
 
 import unittest
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from rematplan.ir.graph import Graph
 from rematplan.ir.onnx_loader import graph_from_proto
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_table import row_of
-from rematplan.runtime.onnx_values import to_array, to_tensor
+from rematplan.runtime.onnx_values import TEXT, to_array, to_tensor
 
 
 class Refused(ModelError, unittest.SkipTest):
@@ -30,10 +30,17 @@ class Refused(ModelError, unittest.SkipTest):
 
 
 class OnnxModelRep(BackendRep):
-    """A model ready to run, forward only."""
+    """A model ready to run, forward only. One with symbolic dimensions is made anew for each run's shapes."""
 
-    def __init__(self, module: OnnxModule, device: torch.device) -> None:
-        self.module, self.device = module.to(device), device
+    def __init__(self, model: onnx.ModelProto, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.symbolic = _symbolic(model)
+        self.module = self._made(dict.fromkeys(self.symbolic, 1))
+
+    def _made(self, dims: Mapping[str, int]) -> OnnxModule:
+        graph = graph_from_proto(self.model, dims=dims)
+        _check_random(graph)
+        return OnnxModule(graph, seed=None).to(self.device)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
         """The outputs as arrays, in the graph's order.
@@ -44,11 +51,23 @@ class OnnxModelRep(BackendRep):
         Raises:
             ModelError: the inputs do not fit the model.
         """
-        names = [v.name for v in self.module.graph.inputs]
-        arrays = [inputs[n] for n in names] if isinstance(inputs, dict) else list(inputs)
-        tensors = [to_tensor(np.asarray(a), "an input").to(self.device) for a in arrays]
+        values = self.module.graph.inputs
+        given = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
+        arrays = [
+            np.asarray(a, TEXT if v.dtype == TEXT else None) for v, a in zip(values, given, strict=False)
+        ]
+        if self.symbolic:
+            places = [f"{v.name}.{at}" for v in values for at in range(len(v.shape or ()))]
+            sizes = dict(zip(places, (n for a in arrays for n in a.shape), strict=True))
+            module = self._made({name: max(1, sizes[place]) for name, place in self.symbolic.items()})
+        else:
+            module = self.module
         with torch.no_grad():
-            return tuple(to_array(y) for y in self.module(*tensors))
+            results = module(*(self._operand(a) for a in arrays))
+        return tuple(to_array(y) if isinstance(y, torch.Tensor) else y for y in results)
+
+    def _operand(self, array: np.ndarray) -> Any:
+        return array if array.dtype == TEXT else to_tensor(array, "an input").to(self.device)
 
 
 class RematplanBackend(Backend):
@@ -61,14 +80,11 @@ class RematplanBackend(Backend):
         Raises:
             Refused: an op is not in the table, or a value is no tensor that torch computes with.
         """
+        kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
         try:
-            graph = graph_from_proto(model)
-            _check_random(graph)
-            module = OnnxModule(graph, seed=None)
+            return OnnxModelRep(model, torch.device(kind))
         except ModelError as error:
             raise Refused(str(error)) from None
-        kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
-        return OnnxModelRep(module, torch.device(kind))
 
     @classmethod
     def run_model(
@@ -82,6 +98,17 @@ class RematplanBackend(Backend):
         """``CPU`` always, ``CUDA`` where torch has one."""
         kind = Device(device).type
         return bool(kind == DeviceType.CPU or (kind == DeviceType.CUDA and torch.cuda.is_available()))
+
+
+def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
+    """The inputs' dimensions without a number, by the name that binds them, and where each stands (``INPUT.AXIS``)."""
+    weights = {t.name for t in model.graph.initializer}
+    found: dict[str, str] = {}
+    for value in model.graph.input:
+        for at, dim in enumerate(value.type.tensor_type.shape.dim):
+            if value.name not in weights and not dim.HasField("dim_value"):
+                found.setdefault(dim.dim_param or f"{value.name}.{at}", f"{value.name}.{at}")
+    return found
 
 
 def _check_random(graph: Graph) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.graph import Node
+from rematplan.runtime.onnx_reduce import softmax
 from rematplan.runtime.onnx_rows import Rows, integer, number, refuse
 from rematplan.runtime.onnx_values import ONNX_DTYPES
 
@@ -126,9 +127,11 @@ def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, T
         if "softmax_precision" in node.attributes
         else q.dtype
     )
-    weights = torch.softmax(scores[2].to(wide), -1)
-    if bias is not None:  # a query that may look at nothing gets nothing
+    finite = scores[2].to(wide)
+    if bias is not None:  # a query that may look at nothing gets nothing, and passes no NaN back
         blind = (bias == -math.inf).all(-1, keepdim=True)
-        weights = torch.where(blind, torch.zeros_like(weights), weights)
+        weights = softmax(finite.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    else:
+        weights = softmax(finite, -1)
     weights = weights.to(q.dtype)
     return torch.matmul(weights, v), [*scores, weights][stage]

@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir.errors import ModelError, show_bytes
 from rematplan.ir.graph import Graph, Node, Weight
-from rematplan.ir.onnx_roles import trains_statistics
+from rematplan.ir.onnx_roles import differentiated, trains_statistics
 from rematplan.runtime.onnx_init import first_readers, initialise
-from rematplan.runtime.onnx_rows import Row, refuse
+from rematplan.runtime.onnx_rows import Row, refuse, stated
 from rematplan.runtime.onnx_shape import stated_sizes
 from rematplan.runtime.onnx_table import row_of
-from rematplan.runtime.onnx_values import constant_tensor, to_array, to_tensor, torch_dtype
+from rematplan.runtime.onnx_text import ON_TEXT, check_text
+from rematplan.runtime.onnx_values import TEXT, constant_tensor, to_array, to_tensor, torch_dtype
 
 MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
 
-Value = Any  # Tensor | np.ndarray | None: a tensor, a known value, an absent input
+Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value or text, a sequence, an absent input
 
 
 def torch_name(name: str) -> str:
@@ -55,6 +56,8 @@ class Instruction:
     last: tuple[str, ...]
     statistics: tuple[tuple[int, str], ...]
     """Batch norm in training form: (place of the output, name of the buffer that it replaces)."""
+    inner: tuple[Instruction, ...] = ()
+    """Of a Gradient: what computes the value that it differentiates, from its inputs."""
 
 
 class OnnxModule(nn.Module):
@@ -76,8 +79,10 @@ class OnnxModule(nn.Module):
         super().__init__()
         self.graph = graph
         self.program = _program(graph)
+        check_text(graph)
         for value in graph.inputs:
-            torch_dtype(value.dtype, f"the graph input {value.name!r}")
+            if value.dtype != TEXT:
+                torch_dtype(value.dtype, f"the graph input {value.name!r}")
         self.known = _known_weights(graph.weights)
         tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
             self.known
@@ -87,10 +92,10 @@ class OnnxModule(nn.Module):
             _check_memory(graph.weights)
         readers, generator = first_readers(graph), torch.Generator().manual_seed(seed or 0)
         for weight in graph.weights:
-            if weight.dtype == "object":
-                raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
             if weight.name not in tensors:
                 continue
+            if weight.dtype == TEXT:
+                raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
             random = weight.generated and seed is not None
             tensor = _made(weight, device, filled=not random)
             if random and device != "meta":
@@ -112,15 +117,7 @@ class OnnxModule(nn.Module):
         """
         values = self._start(inputs)
         updates: dict[str, Tensor] = {}
-        for step in self.program:
-            results = self._run(step, [values[n] if n else None for n in step.node.inputs])
-            for name, result in zip(step.node.outputs, results, strict=False):
-                if name:
-                    values[name] = result
-            for place, buffer in step.statistics:
-                values[buffer] = updates[buffer] = results[place]
-            for name in step.last:
-                values.pop(name, None)
+        self._execute(self.program, values, updates)
         outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
         with torch.no_grad():
             for buffer, value in updates.items():
@@ -130,10 +127,25 @@ class OnnxModule(nn.Module):
     def _start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
-        values: dict[str, Value] = {name: self._weight(name) for name in self.names}
-        values.update(self.known)
-        values.update((v.name, x) for v, x in zip(self.graph.inputs, inputs, strict=True))
-        return values
+        given = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
+        return self._weights() | given
+
+    def _weights(self) -> dict[str, Value]:
+        return {**{name: self._weight(name) for name in self.names}, **self.known}
+
+    def _execute(
+        self, program: Iterable[Instruction], values: dict[str, Value], updates: dict[str, Tensor]
+    ) -> None:
+        """Run nodes in order; their results go to ``values``, new contents of buffers to ``updates`` too."""
+        for step in program:
+            results = self._run(step, [values[n] if n else None for n in step.node.inputs])
+            for name, result in zip(step.node.outputs, results, strict=False):
+                if name:
+                    values[name] = result
+            for place, buffer in step.statistics:
+                values[buffer] = updates[buffer] = results[place]
+            for name in step.last:
+                values.pop(name, None)
 
     def _weight(self, name: str) -> Tensor:
         tensor: Tensor = getattr(self, self.names[name])
@@ -141,7 +153,7 @@ class OnnxModule(nn.Module):
 
     def _tensor(self, name: str, value: Value) -> Tensor:
         """A value as a tensor: a known one that is a weight is that weight's buffer."""
-        if not isinstance(value, np.ndarray):
+        if not isinstance(value, np.ndarray) or value.dtype == TEXT:
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
@@ -152,14 +164,38 @@ class OnnxModule(nn.Module):
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
                 return (SIZES[node.op](node, args[0]),)
-            if _all_known(args) and _stays_small(row, args):
+            if step.inner:
+                return self._differentiate(step, args)
+            if any(isinstance(a, np.ndarray) and a.dtype == TEXT for a in args) and node.op in ON_TEXT:
+                results = ON_TEXT[node.op](*args)
+            elif row.raw:
+                results = row.run(node, *args)
+            elif _all_known(args) and _stays_small(row, args):
                 return _known_results(row, node, args)
-            results = row.run(node, *self._operands(step, args))
+            else:
+                results = row.run(node, *self._operands(step, args))
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise refuse(node, _first_line(error)) from error
         return results if isinstance(results, tuple) else (results,)
+
+    def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
+        """What a Gradient node states: the derivatives of ``y``, at the node's inputs, by the first of them."""
+        names = differentiated(step.node)
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            tensors = [self._tensor(n, a) for n, a in zip(step.node.inputs, args, strict=True)]
+            by = [
+                t if again and t.requires_grad else t.detach().requires_grad_()
+                for t in tensors[: len(names.xs)]
+            ]
+            values = self._weights() | dict(
+                zip((*names.xs, *names.zs), (*by, *tensors[len(by) :]), strict=True)
+            )
+            self._execute(step.inner, values, {})
+            y = self._tensor(names.y, values[names.y])
+            return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
 
     def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
         """The inputs as the row wants them."""
@@ -175,7 +211,7 @@ class OnnxModule(nn.Module):
     ) -> Value:
         node, row, is_known = step.node, step.row, isinstance(value, np.ndarray)
         if at in row.known:
-            return value if is_known else _values_of(node, at, value)
+            return stated(node, at, value)
         if not is_known or at in row.literal:
             return value
         if row.scalars and value.size == 1 and value.ndim <= rank:
@@ -221,13 +257,6 @@ def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> t
         return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
 
 
-def _values_of(node: Node, at: int, tensor: Tensor) -> np.ndarray:
-    """The values of a tensor that decides a shape. They can be read only where tensors have values."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
-        raise refuse(node, f"its input {at} ({node.inputs[at]!r}) depends on data, but must be known to plan")
-    return to_array(tensor)
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
@@ -244,8 +273,27 @@ def _program(graph: Graph) -> tuple[Instruction, ...]:
     for node, row in zip(reversed(graph.nodes), reversed(rows), strict=True):
         names = dict.fromkeys(n for n in node.inputs if n and n not in seen and n not in kept)
         seen.update(names)
-        program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights)))
+        inner = _inner(graph, node) if node.op == "Gradient" else ()
+        program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights), inner))
     return tuple(reversed(program))
+
+
+def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
+    """The nodes between what a Gradient differentiates by and what it differentiates."""
+    names = differentiated(gradient)
+    given = {*names.xs, *names.zs}
+    needed, chosen = {names.y}, []
+    for node in reversed(graph.nodes):
+        if node is not gradient and needed.intersection(node.outputs):
+            chosen.append(node)
+            needed.update(set(node.inputs) - given)
+    missing = {v.name for v in graph.inputs} & needed
+    if missing or not chosen:
+        raise refuse(gradient, f"{names.y!r} is not computed from {sorted(given)} alone")
+    return tuple(
+        Instruction(n, row_of(n), (), (), _inner(graph, n) if n.op == "Gradient" else ())
+        for n in reversed(chosen)
+    )
 
 
 def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
@@ -277,7 +325,7 @@ def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str],
 def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
     """Small constants as arrays."""
     small = (w for w in weights if w.role == "constant" and math.prod(w.shape) <= MAX_KNOWN)
-    return {w.name: w.load() for w in small if w.dtype not in ("object", "bfloat16")}
+    return {w.name: w.load() for w in small if w.dtype != "bfloat16"}
 
 
 def _made(weight: Weight, device: str, filled: bool) -> Tensor:
@@ -292,9 +340,7 @@ def _made(weight: Weight, device: str, filled: bool) -> Tensor:
 
 def _check_memory(weights: Iterable[Weight]) -> None:
     """Refuse weights that cannot fit, instead of being killed while filling them."""
-    needed = sum(
-        math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != "object"
-    )
+    needed = sum(math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != TEXT)
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise ModelError(f"its weights take {show_bytes(needed)}, this machine has {show_bytes(present)}")

@@ -151,7 +151,16 @@ def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
 
 # ------------------------------------------------------------------ softmax and losses
 
-SOFTMAX: dict[str, Callable[..., Tensor]] = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax}
+
+def softmax(x: Tensor, axis: int) -> Tensor:
+    """Torch's, but for float16: there rounded after each step of ONNX's definition, not once at the end."""
+    if x.dtype != torch.float16:
+        return torch.softmax(x, axis)
+    raised = torch.exp(x - x.detach().amax(axis, keepdim=True))
+    return raised / raised.sum(axis, keepdim=True)
+
+
+SOFTMAX: dict[str, Callable[..., Tensor]] = {"Softmax": softmax, "LogSoftmax": torch.log_softmax}
 
 
 def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:

@@ -17,6 +17,7 @@ import torch
 
 from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Node
+from rematplan.runtime.onnx_values import to_array
 
 Handler = Callable[..., Any]
 SizeRule = Callable[..., int]
@@ -44,6 +45,8 @@ class Row:
     """Input places that arrive as numpy arrays where they are known, and as tensors where not."""
     check: Callable[[Node], None] | None = None
     """Refuses a node whose attributes ask for what the handler cannot do, before anything runs."""
+    raw: bool = False
+    """Inputs arrive as they are: tensors, numpy arrays of known values or of text, lists of tensors."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Rows:
         random: bool = False,
         literal: tuple[int, ...] = (),
         check: Callable[[Node], None] | None = None,
+        raw: bool = False,
     ) -> Callable[[H], H]:
         """Rows of ``op``, one for each since_version at which this handler is its meaning."""
 
@@ -79,6 +83,7 @@ class Rows:
                         random,
                         frozenset(literal),
                         check,
+                        raw,
                     )
                 )
             return handler
@@ -89,6 +94,15 @@ class Rows:
 def refuse(node: Node, why: str) -> ModelError:
     """The error for a node that says something its row cannot do."""
     return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
+
+
+def stated(node: Node, at: int, value: Any) -> np.ndarray:
+    """The values of an input that decides a shape or place. They can be read only where tensors have values."""
+    if isinstance(value, np.ndarray):
+        return value
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+        raise refuse(node, f"its input {at} ({node.inputs[at]!r}) depends on data, but must be known to plan")
+    return to_array(value)
 
 
 def text(node: Node, name: str, default: str) -> str:

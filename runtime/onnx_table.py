@@ -8,6 +8,7 @@ from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Node
 from rematplan.runtime import (
     onnx_attention,
+    onnx_gradient,
     onnx_index,
     onnx_loss,
     onnx_math,
@@ -16,13 +17,16 @@ from rematplan.runtime import (
     onnx_recurrent,
     onnx_reduce,
     onnx_resize,
+    onnx_sequence,
     onnx_shape,
     onnx_spatial,
+    onnx_text,
 )
 from rematplan.runtime.onnx_rows import Row
 
 THEMES = (
     onnx_attention,
+    onnx_gradient,
     onnx_index,
     onnx_loss,
     onnx_math,
@@ -31,8 +35,10 @@ THEMES = (
     onnx_recurrent,
     onnx_reduce,
     onnx_resize,
+    onnx_sequence,
     onnx_shape,
     onnx_spatial,
+    onnx_text,
 )
 
 

@@ -28,6 +28,7 @@ ONNX_DTYPES: dict[int, torch.dtype] = {
     15: torch.complex128,
     16: torch.bfloat16,
 }
+TEXT = "object"  # numpy's name for the type of arrays of strings
 BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONNX_DTYPES.values()}
 
 
