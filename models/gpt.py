@@ -6,8 +6,6 @@ Without the paper's dropout, as such networks are trained today.
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,4 +31,4 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-        return cast(Tensor, functional.linear(self.norm(self.blocks(x)), self.embedding.weight))
+        return functional.linear(self.norm(self.blocks(x)), self.embedding.weight)

@@ -63,7 +63,7 @@ class WindowAttention(nn.Module):
         cut = x.reshape(-1, rows, w, columns, w, x.shape[3]).transpose(2, 3)
         mixed = self.attention(cut.reshape(-1, rows * columns, w * w, x.shape[3]), mask)
         whole = mixed.reshape(-1, rows, columns, w, w, x.shape[3]).transpose(2, 3).reshape(x.shape)
-        return whole.roll((s, s), (1, 2)) if s else whole
+        return cast(Tensor, whole.roll((s, s), (1, 2)) if s else whole)
 
 
 def relative_positions(window: int) -> Tensor:

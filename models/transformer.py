@@ -23,7 +23,7 @@ def heads_of(width: int, size: int = HEAD) -> int:
 
 def split(x: Tensor, heads: int) -> Tensor:
     """(..., tokens, width) → (..., heads, tokens, width ÷ heads)."""
-    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+    return cast(Tensor, x.unflatten(-1, (heads, -1)).transpose(-2, -3))  # type: ignore[no-untyped-call]
 
 
 def joined(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def empty(module: nn.Module, mode: FakeTensorMode) -> None:
                 if t is not None and t not in made:
                     made[t] = _empty(t, mode)
                 if t is not None:
-                    table[name] = made[t]
+                    table[name] = made[t]  # type: ignore[assignment]
 
 
 def _empty(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

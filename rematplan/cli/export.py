@@ -60,7 +60,7 @@ def write_network(
 
     from rematplan.models import build, example_inputs, export_onnx
 
-    inputs = example_inputs(name, **sizes)
+    inputs = example_inputs(name, **sizes)  # type: ignore[arg-type]  # no size is named seed
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build(name, **sizes)
