@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.ir.graph import Value
+from rematplan.ir.graph import Graph, Value
 from rematplan.ir.onnx_forms import Forms
 from rematplan.ir.onnx_loader import load_onnx
 from rematplan.models import ZOO, build, example_inputs
@@ -24,6 +24,7 @@ from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.onnx_values import torch_dtype
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import training_graph
@@ -103,8 +104,8 @@ def load_step(
     ``dims`` binds an ONNX file's symbolic dimensions. ``bn`` (as-is, train, frozen) and ``dropout`` (as-is, on,
     off) put an ONNX file's batch norms and dropouts into another form than the file has them in. Weights are the
     file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
-    ``weightless``: capture a network of the zoo without data, so that one of any size takes no memory; its step can
-    be priced and planned, and not run.
+    ``weightless``: capture without data, so that a network of any size takes no memory, and external weights of a
+    file are not read; the step can be priced and planned, and not run.
 
     Raises:
         UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
@@ -127,11 +128,20 @@ def load_step(
         raise UsageError(
             f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
         )
-    graph = load_onnx(path, dims or {}, forms)
+    return _load_file(load_onnx(path, dims or {}, forms), path.stem, loss, seed, weightless)
+
+
+def _load_file(graph: Graph, name: str, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
+    if weightless:
+        module, inputs, mode = without_data(
+            lambda: OnnxModule(graph, device="meta").train(), lambda: tuple(map(_empty_input, graph.inputs))
+        )
+        with mode:
+            return _captured(module, inputs, name, loss, seed, graph.notes)
     module = OnnxModule(graph, seed=seed).train()
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_random_input(value, generator) for value in graph.inputs)
-    return _captured(module, inputs, path.stem, loss, seed, graph.notes)
+    return _captured(module, inputs, name, loss, seed, graph.notes)
 
 
 def _load_zoo(name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
@@ -161,9 +171,13 @@ def _captured(
     return LoadedStep(module, batch, capture(module, batch, name), notes)
 
 
+def _empty_input(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape or (), dtype=torch_dtype(value.dtype, f"the graph input {value.name!r}"))
+
+
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
     """Reals are normal; integers 0 or 1, which index whatever they index; masks let everything through."""
-    dtype: torch.dtype = getattr(torch, value.dtype)
+    dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)

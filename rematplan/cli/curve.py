@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))
-    trade_off = trace(load(args, out), strategies, budgets, out)
+    trade_off = trace(load(args, out, runs=args.measure), strategies, budgets, out)
     if args.measure:
         trade_off = measure(trade_off, out)
     show(trade_off, out)

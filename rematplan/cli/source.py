@@ -73,8 +73,10 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
     )
 
 
-def load(args: argparse.Namespace, out: Output) -> Source:
+def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
     """The problem that the arguments name.
+
+    ``runs``: its step is going to run. Otherwise a device model prices it without weights or a batch being made.
 
     Raises:
         UsageError: both or neither of MODEL and ``--problem``, or options that do not go with it.
@@ -84,14 +86,14 @@ def load(args: argparse.Namespace, out: Output) -> Source:
     if (problem is None) == (args.model is None):
         raise UsageError("name either a MODEL or a --problem file" + (", not both" if problem else ""))
     if problem is None:
-        return _load_model(args, out)
+        return _load_model(args, out, runs)
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:
             raise UsageError(f"--{option.replace('_', '-')} goes with a MODEL, not with --problem")
     return Source(load_problem(problem), None)
 
 
-def _load_model(args: argparse.Namespace, out: Output) -> Source:
+def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
     from rematplan import api  # here, so that problem files are planned without waiting for torch
 
     if args.device_model is not None and args.costs == PROFILE:
@@ -105,6 +107,7 @@ def _load_model(args: argparse.Namespace, out: Output) -> Source:
             loss=args.loss,
             bn=args.bn or "as-is",
             dropout=args.dropout or "as-is",
+            weightless=costs == ROOFLINE and not runs,
         )
     return price(loaded, out, costs, args.device_model)
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Plan, run, measure; exit status 1 if the verification finds a difference."""
     parse_budget(args.budget)
     one_strategy(args)
-    source = load(args, out)
+    source = load(args, out, runs=True)
     assert source.loaded is not None
     base = no_recompute(source.graph)
     plan = plan_within(source.graph, base, args, out)
