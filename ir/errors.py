@@ -43,17 +43,20 @@ class InfeasibleBudget(RematplanError):
     """No schedule known to the strategy fits the budget.
 
     Attributes:
+        strategy: its name.
         budget: the budget asked for, bytes.
         smallest: the smallest peak that the strategy is known to reach, bytes.
+        floor: what no plan can have less than, and why, in words; empty if not said.
     """
 
     exit_status = 3
 
-    def __init__(self, strategy: str, budget: int, smallest: int) -> None:
-        self.budget, self.smallest = budget, smallest
+    def __init__(self, strategy: str, budget: int, smallest: int, floor: str = "") -> None:
+        self.strategy, self.budget, self.smallest, self.floor = strategy, budget, smallest, floor
         super().__init__(
             f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) is below the smallest peak it can reach, "
             f"{show_bytes(smallest)} ({smallest} bytes)"
+            + (f"; no plan can have less than {floor}" if floor else "")
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rematplan.budgets import plan_within
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.graph import Graph, Value
 from rematplan.ir.onnx_forms import Forms
@@ -23,6 +24,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.onnx_batch import rebatched
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_values import torch_dtype
 from rematplan.runtime.profile_costs import profile_costs
@@ -128,7 +130,7 @@ def load_step(
         raise UsageError(
             f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
         )
-    return _load_file(load_onnx(path, dims or {}, forms), path.stem, loss, seed, weightless)
+    return _load_file(rebatched(load_onnx(path, dims or {}, forms)), path.stem, loss, seed, weightless)
 
 
 def _load_file(graph: Graph, name: str, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
@@ -230,7 +232,7 @@ def plan(
         UsageError: an unknown strategy or option.
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak it can reach.
     """
-    return named_strategy(strategy, **(options or {})).plan(graph, budget, progress)
+    return plan_within(named_strategy(strategy, **(options or {})), graph, budget, progress)
 
 
 def curves(

@@ -14,6 +14,7 @@ from rematplan.planner.smallest_peak import smallest_peak
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategy import Progress, Strategy, silent
+from rematplan.planner.transients import floor_text
 
 UNITS = {
     "": 1,
@@ -70,6 +71,18 @@ def parse_budget(text: str) -> Budget:
         if unit in UNITS and (UNITS[unit] > 1 or number.denominator == 1):  # there is no half byte
             return Budget(text, "bytes", number * UNITS[unit])
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
+
+
+def plan_within(strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+    """The strategy's plan within a budget.
+
+    Raises:
+        InfeasibleBudget: it knows none; says what bounds the smallest peak of any plan.
+    """
+    try:
+        return strategy.plan(graph, budget, progress)
+    except InfeasibleBudget as error:
+        raise InfeasibleBudget(error.strategy, budget, error.smallest, floor_text(graph)) from None
 
 
 def least_plan(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import least_plan, parse_budget
+from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_model, load
@@ -17,7 +17,8 @@ from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.tables import plan_table, split_for_people, split_table
+from rematplan.planner.transients import peak_cause
+from rematplan.tables import pairs_table, plan_table, split_for_people, split_table
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +54,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
         save_problem(source.graph, args.problem_out)
     base = no_recompute(source.graph)
     start = time.perf_counter()
-    plan = plan_within(source.graph, base, args, out)
+    plan = plan_for(source.graph, base, args, out)
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(plan, args.output)
     out.show(*source.notes, split_table(source.graph, base, plan), plan_table(plan, base))
+    if parse_budget(args.budget).kind == "min":
+        out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
     for what, path in (("plan", args.output), ("problem", args.problem_out)):
         if path:
             out.show(f"{what}: {path}")
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def plan_within(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Output) -> Plan:
+def plan_for(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Output) -> Plan:
     """The plan of the strategy within the budget that the arguments name.
 
     Raises:
@@ -77,7 +80,7 @@ def plan_within(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out:
     with out.progress(f"planning {graph.name}") as progress:
         if budget.kind == "min":
             return least_plan(strategy, graph, progress, starts=_leanest_blocks(graph))
-        return strategy.plan(graph, budget.bytes(base.estimate.peak, lambda: 0), progress)
+        return plan_within(strategy, graph, budget.bytes(base.estimate.peak, lambda: 0), progress)
 
 
 def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:
@@ -103,6 +106,7 @@ def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
         "gap": plan.gap,
         "ops_recomputed": e.reruns,
         "runs": len(runs_of(plan.schedule)),
+        "peak_cause": peak_cause(source.graph, plan).document(),
         "split": _split(source, plan),
         "split_no_recompute": _split(source, base),
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.plan import add_budget, plan_document, plan_within
+from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.source import add_model, load
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.store_all import no_recompute
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     source = load(args, out, runs=True)
     assert source.loaded is not None
     base = no_recompute(source.graph)
-    plan = plan_within(source.graph, base, args, out)
+    plan = plan_for(source.graph, base, args, out)
     out.show(*source.notes, split_table(source.graph, base, plan), plan_table(plan, base))
     report = run_plan(source.loaded, plan, out, args.steps, args.verify)
     out.data(plan_document(source, plan, base) | step_document(report))

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import math
+from itertools import pairwise
 
 import pytest
 
@@ -113,6 +115,40 @@ def test_broken_problem_files(text, call, refused, tmp_path) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
     refused(call(*PLAN, "--problem", path), 2)
+
+
+@pytest.mark.parametrize(
+    ("of", "edit", "words"),
+    [
+        (("ops", 0), {"reads": ["y"]}, "a cycle?"),
+        (("ops", 1), {"writes": ["h"]}, "'h' is written twice"),
+        (("tensors", 0), {"bytes": -1}, "bytes is -1"),
+        (("ops", 0), {"workspace": -1}, "workspace is -1"),
+        (("ops", 0), {"cost": -1.0}, "cost is -1.0"),
+        (("ops", 0), {"cost": math.nan}, "NaN is no number"),
+        (("tensors", 0), {"bytes": 2**63}, "bytes is 9223372036854775808"),
+        ((), {"outputs": ["z"]}, "output 'z' is not among the tensors"),
+    ],
+)
+def test_what_a_problem_must_not_say(of, edit, words, call, refused, tmp_path) -> None:
+    names = ("x", "h", "y")
+    problem = {
+        "format": "rematplan.problem/1",
+        "name": "p",
+        "tensors": [{"name": name, "bytes": 4} for name in names],
+        "inputs": ["x"],
+        "outputs": ["y"],
+        "ops": [{"name": f"op{a}", "reads": [a], "writes": [b], "cost": 1.0} for a, b in pairwise(names)],
+    }
+    at = problem
+    for key in of:
+        at = at[key]
+    at.update(edit)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(problem))
+    result = call(*PLAN, "--problem", path)
+    refused(result, 2)
+    assert words in result.err
 
 
 def test_broken_onnx_files(call, refused, onnx_file, tmp_path) -> None:

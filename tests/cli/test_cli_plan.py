@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rematplan.ir import show_bytes
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategy import FamilyStrategy
 
@@ -27,6 +28,19 @@ def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, oracle, p
     assert found["overhead"] == pytest.approx(said["overhead"])
     if budget == "100%":
         assert said["peak"] <= said["no_recompute_peak"] == said["budget"]
+
+
+def test_the_smallest_budget_says_what_bounds_it(call, problem) -> None:
+    least = ("plan", "--problem", problem, "--budget", "min", "--time-limit", "1")
+    said = call(*least, "--json").data
+    cause = said["peak_cause"]
+    parts = ("reads", "writes", "workspace")
+    assert cause["inputs"] + cause["others"] + sum(cause["at"][p] for p in parts) == said["peak"]
+    assert cause["floor"] <= said["peak"]
+    assert "no plan can have less than" in call(*least).out
+    refusal = call("plan", "--problem", problem, "--budget", str(cause["floor"] - 1), "--time-limit", "1")
+    assert refusal.status == 3
+    assert f"no plan can have less than {show_bytes(cause['floor'])}" in refusal.err
 
 
 def test_from_onnx_file_to_plan_and_problem(call, oracle, onnx_file, tmp_path) -> None:

@@ -1,0 +1,61 @@
+"""What bounds the smallest peak: the figures add up, and the floor is no higher than any peak."""
+
+import pytest
+
+from rematplan.budgets import plan_within
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.transients import floor_text, peak_cause, transients
+
+
+def two_ops(output: int = 8) -> TrainingGraph:
+    return TrainingGraph(
+        name="two",
+        tensors=(Tensor("w", 3), Tensor("h", 10), Tensor("y", output)),
+        inputs=("w",),
+        outputs=("y",),
+        ops=(Op("f", ("w",), ("h",), 1.0, 100), Op("g", ("h", "w"), ("y",), 1.0, 5)),
+    )
+
+
+def test_an_op_holds_what_it_reads_and_writes_and_its_workspace():
+    found = transients(two_ops(), "g")
+    assert (found.reads, found.writes, found.workspace, found.total) == (10, 8, 5, 23)
+    assert str(found) == "op 'g' (reads 10 B + writes 8 B + workspace 5 B = 23 bytes)"
+
+
+def test_the_parts_of_a_peak_sum_to_it(problems):
+    for graph in (problems.chain(12), problems.unet(3), problems.wide(4)):
+        for plan in (
+            plan_from_runs(graph, [op.name for op in graph.ops], "base"),
+            smallest_peak(graph, moves=20_000),
+        ):
+            cause = peak_cause(graph, plan)
+            assert cause.inputs + (cause.at.total if cause.at else 0) + cause.others == plan.estimate.peak
+            assert cause.others >= 0
+            assert cause.floor.bytes <= plan.estimate.peak
+            assert cause.document()["floor"] == cause.floor.bytes
+
+
+def test_a_refusal_says_what_no_plan_can_have_less_than():
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(StoreAll(), two_ops(), 50)
+    assert caught.value.floor == floor_text(two_ops())
+    assert "no plan can have less than 113 B (113 bytes): op 'f' (reads 0 B + writes 10 B" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+    assert floor_text(two_ops(output=500)).startswith("518 B (518 bytes): op 'g'")
+
+
+def test_what_the_end_holds_can_bound_it_too():
+    graph = TrainingGraph(
+        name="ends",
+        tensors=tuple(Tensor(t, 10) for t in "abc"),
+        inputs=(),
+        outputs=("a", "b", "c"),
+        ops=tuple(Op(f"make {t}", (), (t,), 1.0) for t in "abc"),
+    )
+    assert floor_text(graph) == "30 B (30 bytes): what the end holds"
