@@ -34,6 +34,7 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
     recipes = [
         (o.name, sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
         for o in (*graph.ops, *graph.inverses)
+        if all(t in bit for t in o.writes)  # an inverse that writes an input may never run
     ]
     goal = sum(bit.get(t, 0) for t in graph.outputs)
     if graph.input_bytes > budget:

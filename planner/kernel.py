@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -21,6 +24,28 @@ def kernel(loop: Loop) -> Loop:
 def compiled(loop: Loop, *, fastmath: bool = False, nogil: bool = False) -> Loop:
     """As `kernel`. ``fastmath``: sums may be reordered. ``nogil``: other Python threads run meanwhile."""
     try:
-        return cast(Loop, numba.njit(cache=True, fastmath=fastmath, nogil=nogil)(loop))
+        made = numba.njit(cache=True, fastmath=fastmath, nogil=nogil)(loop)
     except RuntimeError:  # numba found no folder for its cache
         return cast(Loop, numba.njit(fastmath=fastmath, nogil=nogil)(loop))
+    _stamp(made)
+    return cast(Loop, made)
+
+
+@cache
+def _sources() -> str:
+    """A digest of this folder's sources."""
+    digest = sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _stamp(made: object) -> None:
+    """Have cached machine code taken for stale when any source of this folder has changed.
+
+    numba looks at the kernel's own file only, but the code holds that of the kernels which it calls. Where numba
+    keeps its stamp elsewhere some day, its own rule stands.
+    """
+    file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
+    if hasattr(file, "_source_stamp"):
+        file._source_stamp = _sources()

@@ -11,14 +11,15 @@ optimality: see `bounds`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.kernel import kernel
+from rematplan.planner.sequence_edits import link
 from rematplan.planner.sequence_moves import anneal
+from rematplan.planner.sequence_problem import EXACT, problem_arrays, recipes
 from rematplan.planner.sequence_state import (
     BEST,
     BEST_COST,
@@ -32,30 +33,15 @@ from rematplan.planner.sequence_state import (
     PRICE,
     RUNS,
     Ints,
+    Links,
     Problem,
     State,
-    link,
+    end_of,
 )
 from rematplan.planner.sequence_tidy import tidy
 
-EXACT = 2**52
-"""Sizes are summed in float64; larger problems are counted in coarser units: sizes up, budgets down."""
-
 LOG = 4096
 ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
-
-
-def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """The ops that must run, in the base order: those that an output depends on, those that draw random
-    numbers, those that write nothing (they are there for what they do), and whatever these depend on."""
-    ordered = set(graph.ordered)
-    wanted = set(graph.outputs)
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if not op.writes or op.name in ordered or not wanted.isdisjoint(op.writes):
-            kept.append(op)
-            wanted.update(op.reads)
-    return kept[::-1]
 
 
 class Annealer:
@@ -65,16 +51,14 @@ class Annealer:
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
-        self.ops = needed_ops(graph)
-        self.unit = (
-            1
-            + (sum(t.bytes for t in graph.tensors) + max((o.workspace for o in graph.ops), default=0))
-            // EXACT
-        )
+        known = recipes(graph, keep_order)
+        self.graph, self.ops = graph, known.rows
+        workspace = max((o.workspace for o in (*graph.ops, *graph.inverses)), default=0)
+        self.unit = 1 + (sum(t.bytes for t in graph.tensors) + workspace) // EXACT
         self.number = {op.name: i for i, op in enumerate(self.ops)}
-        self.problem = _problem(graph, self.ops, self.unit, keep_order)
+        self.must = [op.name for op, least in zip(self.ops, known.least, strict=True) if least]
+        self.problem = problem_arrays(graph, known, self.unit, keep_order)
         self._by_cost = np.argsort(-self.problem.cost[:-1], kind="stable")
-        self.inverses = {op.name for op in graph.inverses}
         self.fixed = graph.input_bytes
         self.random = np.array([seed & (2**64 - 1)], dtype=np.uint64)
         self.state: State
@@ -94,17 +78,28 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Whether a sequence can be a start: every needed op runs, no inverse does, and first runs are in the
-        order that must be kept."""
+        """Whether a sequence can be a start: every op runs that must, what is read has been made, and first runs
+        are in the order that must be kept."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
-        if any(name not in first for name in self.number) or any(name in self.inverses for name in first):
+        if any(name not in first for name in self.must) or not self._is_served(runs):
             return False
         after = self.problem.after
         return all(
             first[op.name] < first[self.ops[after[i]].name] for i, op in enumerate(self.ops) if after[i] >= 0
         )
+
+    def _is_served(self, runs: Sequence[str]) -> bool:
+        """Whether the runs that are kept of a sequence make what they read, and the outputs."""
+        made = set(self.graph.inputs)
+        for name in runs:
+            if name in self.number:
+                op = self.ops[self.number[name]]
+                if not made.issuperset(op.reads):
+                    return False
+                made.update(op.writes)
+        return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
         """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the
@@ -202,50 +197,6 @@ def compile_kernels() -> None:
     annealer.tidied(["a", "b"], 2)
 
 
-def _problem(graph: TrainingGraph, ops: Sequence[Op], unit: int, keep_order: bool) -> Problem:
-    """The needed ops and the virtual end, as arrays."""
-    inputs = set(graph.inputs)
-    names = [t for op in ops for t in op.writes]
-    tensor = {t: i for i, t in enumerate(names)}
-    reads = [[tensor[t] for t in dict.fromkeys(op.reads) if t not in inputs] for op in ops]
-    reads.append([tensor[t] for t in graph.outputs if t not in inputs])
-    writes = [[tensor[t] for t in op.writes] for op in ops] + [[]]
-    readers: list[list[int]] = [[] for _ in names]
-    for i, row in enumerate(reads):
-        for t in row:
-            readers[t].append(i)
-    size = np.array([-(-graph.size[t] // unit) for t in names], dtype=np.float64)
-    percent = 100.0 / graph.base_cost if graph.base_cost else 0.0
-    ordered = {op.name for op in ops} if keep_order else set(graph.ordered)
-    return Problem(
-        *_rows(reads),
-        *_rows(writes),
-        *_rows(readers),
-        producer=np.array([i for i, op in enumerate(ops) for _ in op.writes], dtype=np.int64),
-        size=size,
-        cost=np.array([op.cost * percent for op in ops] + [0.0]),
-        workspace=np.array([float(-(-op.workspace // unit)) for op in ops] + [0.0]),
-        written=np.array([float(size[row].sum()) if row else 0.0 for row in writes]),
-        before=_neighbours(range(len(ops)), ops, ordered),
-        after=_neighbours(reversed(range(len(ops))), ops, ordered),
-    )
-
-
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Rows of different lengths as (starts, items)."""
-    starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
-    return starts, np.array([x for row in rows for x in row], dtype=np.int64)
-
-
-def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
-    """For each ordered op the one met last on the way, or -1."""
-    found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
-    for i in places:
-        if ops[i].name in ordered:
-            found[i], last = last, i
-    return found
-
-
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
     """A sequence (with the virtual end) seated in every second slot."""
     ops, length = problem.cost.size, sequence.size
@@ -256,8 +207,10 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
         return np.full(n, fill, dtype=np.int64)
 
     state = State(
-        op=ints(nodes), slot=ints(nodes), prev=ints(nodes), next=ints(nodes),
-        first=ints(ops), last=ints(ops), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
+        links=Links(
+            slot=ints(nodes), prev=ints(nodes), next=ints(nodes), first=ints(ops), last=ints(ops)
+        ),
+        op=ints(nodes), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
         free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
         multi=ints(ops), chain=ints(64), queue=ints(LOG), best=ints(nodes),
@@ -277,8 +230,8 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
         op, slot = sequence[k], (k + 1) * (n - 1) // length
         S.number[FREE] -= 1
         node = S.free[S.number[FREE]]
-        S.op[node], S.slot[node], S.at[slot] = op, slot, node
-        link(S, node, op, S.last[op])
+        S.op[node], S.links.slot[node], S.at[slot] = op, slot, node
+        link(P, S, node, op, S.links.last[op])
     S.number[RUNS] = length
     _count(P, S)
     for s in range(n):
@@ -297,19 +250,11 @@ def _count(P: Problem, S: State) -> None:
     for s in range(n):
         node = S.at[s]
         if node >= 0:
-            op, later = S.op[node], S.next[node]
-            stop = S.slot[later] if later >= 0 else n
+            op = S.op[node]
             for k in range(P.writes_at[op], P.writes_at[op + 1]):
                 t = P.writes[k]
-                end = s
-                for j in range(P.readers_at[t], P.readers_at[t + 1]):
-                    reader = S.last[P.readers[j]]
-                    while reader >= 0 and S.slot[reader] >= stop:
-                        reader = S.prev[reader]
-                    if reader >= 0:
-                        end = max(end, S.slot[reader])
                 change[s] += P.size[t]
-                change[end + 1] -= P.size[t]
+                change[end_of(P.flow, S.links, t, node, -1) + 1] -= P.size[t]
     alive = 0.0
     for s in range(n):
         alive += change[s]

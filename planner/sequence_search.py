@@ -22,8 +22,8 @@ from rematplan.planner.sequence import (
     UNTIL_FEASIBLE,
     Annealer,
     compile_kernels,
-    needed_ops,
 )
+from rematplan.planner.sequence_problem import needed_ops
 
 SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
@@ -168,21 +168,26 @@ class Search:
             hot *= REHEAT
         else:
             annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
-        ordering = ORDERING if not self.graph.has_phases and not self.keep_order and k % 4 != 2 else 0.0
+        orders = not self.graph.has_phases and not self.keep_order and k % 4 != 2
+        if orders:
+            self._stage(SHIFTS_ONLY, hot, ORDERING * length, effort)
+        self._stage(ALL_MOVES, hot, (1 - ORDERING) * length if orders else length, effort)
+        if self.best is None:
+            self._offer(annealer.current())
+            self.descend(effort, min(effort.total, effort.spent() + length))
+
+    def _stage(self, mode: int, hot: float, length: float, effort: Effort) -> None:
+        """Cool the present sequence down from ``hot`` with moves of one kind."""
         began = effort.spent()
         while (spent := effort.spent() - began) < length and not self._satisfied():
             moves = effort.next_slice(length - spent)
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)
-            mode = SHIFTS_ONLY if share < ordering else ALL_MOVES
             clock = time.monotonic()
-            moves = annealer.cool(moves, hot * (COLD / hot) ** share, hot * (COLD / hot) ** end, mode)
+            moves = self.annealer.cool(moves, hot * (COLD / hot) ** share, hot * (COLD / hot) ** end, mode)
             effort.made(moves, time.monotonic() - clock)
-            self._take(annealer)
+            self._take(self.annealer)
             self._report(effort)
-        if self.best is None:
-            self._offer(annealer.current())
-            self.descend(effort, min(effort.total, effort.spent() + length))
 
     def descend(self, effort: Effort, until: float) -> None:
         """Lower the smallest peak step by step, down to the budget or until ``until`` is spent.

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from rematplan.planner.kernel import kernel
-from rematplan.planner.sequence_moves import queue_servers, sweep
-from rematplan.planner.sequence_state import (
-    HALF,
-    PENALTY,
-    Ints,
-    Problem,
-    State,
-    commit,
-    do_remove,
-    undo,
-)
+from rematplan.planner.sequence_edits import commit, do_remove, undo
+from rematplan.planner.sequence_moves import is_spare, queue_servers, sweep
+from rematplan.planner.sequence_state import HALF, PENALTY, Ints, Problem, State
 
 
 @kernel
@@ -29,15 +21,18 @@ def tidy(P: Problem, S: State, order: Ints) -> None:
     while gone:
         gone = False
         for op in order:
-            node = S.last[op]
-            while node >= 0 and S.prev[node] >= 0:  # the first run must stay
-                slot = S.slot[node]
+            node = S.links.last[op]
+            while node >= 0:
+                if not is_spare(P, S, node):
+                    node = S.links.prev[node]
+                    continue
+                slot = S.links.slot[node]
                 do_remove(P, S, node)
                 sweep(P, S, queue_servers(P, S, op, slot, 0))
                 if S.value[PENALTY] < HALF:
                     commit(S)
                     gone = True
-                    node = S.last[op]  # the chain of runs has changed
+                    node = S.links.last[op]  # the chain of runs has changed
                 else:
                     undo(P, S)
-                    node = S.prev[node]
+                    node = S.links.prev[node]

@@ -9,10 +9,12 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds import min_peak_bound
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import Run, runs_of
+from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, silent
 
 DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
+PLAIN = 0.5  # share of the time for the problem without its inverses, if it has any
 STALLS = 3  # descents in a row without success after which the peak is let be
 
 
@@ -31,6 +33,12 @@ def smallest_peak(
     ``moves``, if not 0, replaces the time limit, which makes the plan the same on every machine.
     """
     effort = Effort(time_limit, moves)
+    if graph.inverses:
+        plain = smallest_peak(
+            without_inverses(graph), PLAIN * time_limit, progress, moves=int(PLAIN * moves), starts=starts
+        )
+        starts = [*starts, runs_of(plain.schedule)]
+        effort.done = int(PLAIN * moves)
     floor = min_peak_bound(graph).bytes
     search = Search(graph, floor, report=lambda fraction, _: progress(fraction, "lowering the peak"))
     search.prepare(starts)

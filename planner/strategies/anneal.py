@@ -11,7 +11,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence import needed_ops
+from rematplan.planner.sequence_problem import recipes
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
@@ -93,8 +93,10 @@ def annealed(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
 
 
 def _floor(graph: TrainingGraph) -> float:
-    """Overhead of running every needed op once."""
-    return sum(op.cost for op in needed_ops(graph)) / graph.base_cost - 1 if graph.base_cost else 0.0
+    """Overhead of running every op once that must run."""
+    known = recipes(graph)
+    least = sum(op.cost for op, runs in zip(known.rows, known.least, strict=True) if runs)
+    return least / graph.base_cost - 1 if graph.base_cost else 0.0
 
 
 def _text(overhead: float | None) -> str:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -17,6 +18,7 @@ from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence import Annealer, compile_kernels
+from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -45,6 +47,7 @@ VAST_BLOCKS: tuple[tuple[Strategy, ...], ...] = (
 """The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
 coarse anyway."""
 
+PLAIN = 0.4  # share of the time for planning without the inverses, where there are any
 STARTS = 0.3  # share of the progress bar that the members get
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 
@@ -61,6 +64,8 @@ class Auto(Strategy):
     nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
     returns the best plan so far.
 
+    Inverses are used where they help: a part of the time goes into a plan without them, which the rest improves.
+
     What was found for a problem is remembered as long as the problem lives: a plan for a smaller budget serves a
     larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, the block
     strategies apart.
@@ -75,12 +80,26 @@ class Auto(Strategy):
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
+        if graph.inverses:
+            return self._with_inverses(graph, budget, progress)
         known = self._known_or_starts(graph, progress)
 
         def report(fraction: float, text: str) -> None:
             progress(STARTS + (1 - STARTS) * fraction, text)
 
         return self._improve(graph, budget, known, report)
+
+    def _with_inverses(self, graph: TrainingGraph, budget: int, progress: Progress) -> Plan:
+        """Plan without the inverses for a part of the time; what that finds starts the search with them."""
+        plain, half = without_inverses(graph), replace(self, time_limit=PLAIN * self.time_limit)
+        with suppress(InfeasibleBudget):  # with inverses it may well be reachable
+            half.plan(plain, budget, lambda fraction, text: progress(PLAIN * fraction, text))
+        known = self._known(graph)
+        known.extend(p for p in (*self._known(plain), *annealed(graph, self.keep_order)) if p not in known)
+        rest = replace(self, time_limit=(1 - PLAIN) * self.time_limit)
+        return rest._improve(
+            graph, budget, known, lambda fraction, text: progress(PLAIN + (1 - PLAIN) * fraction, text)
+        )
 
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
@@ -97,7 +116,8 @@ class Auto(Strategy):
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
 
-            self._known_or_starts(graph, report)
+            if not graph.inverses:
+                self._known_or_starts(graph, report)
             began = time.monotonic()
             try:
                 found.append(share.plan(graph, budget, report))

@@ -10,8 +10,9 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.sequence import Annealer, needed_ops
+from rematplan.planner.sequence import Annealer
 from rematplan.planner.sequence_moves import anneal
+from rematplan.planner.sequence_problem import needed_ops
 from rematplan.planner.sequence_state import COST, HALF, PENALTY
 
 
