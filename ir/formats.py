@@ -135,30 +135,36 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "cost": op.cost,
         "workspace": op.workspace,
     }
-    return data | ({"phase": op.phase} if op.phase else {})
+    data |= {"phase": op.phase} if op.phase else {}
+    data |= {"gain": op.gain} if op.gain != 1 else {}
+    return data | ({"noise": op.noise} if op.noise else {})
 
 
 def _op_from_json(data: object, where: str) -> Op:
     name = _field(data, "name", str, where)
     where = f"op {name!r}"
     row = _typed(data, dict, where)
-    cost = _field(row, "cost", (int, float), where)
     phase = row.get("phase")
     if phase not in (None, "forward", "backward"):
         raise ProblemError(f"{where}: phase is {phase!r}, not forward or backward")
-    try:
-        cost = float(cost)
-    except OverflowError:
-        raise ProblemError(f"{where}: cost is too large") from None
     return Op(
         name=name,
         # An op may state a read twice (x·x); residency needs it once.
         reads=tuple(dict.fromkeys(_names(_field(row, "reads", list, where), where))),
         writes=_names(_field(row, "writes", list, where), where),
-        cost=cost,
+        cost=_number(_field(row, "cost", (int, float), where), f"{where}: cost"),
         workspace=_typed(row.get("workspace", 0), int, f"{where}: workspace"),
         phase=cast("Phase | None", phase),
+        gain=_number(row.get("gain", 1.0), f"{where}: gain"),
+        noise=_number(row.get("noise", 0.0), f"{where}: noise"),
     )
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        return float(_typed(value, (int, float), where))
+    except OverflowError:
+        raise ProblemError(f"{where} is too large") from None
 
 
 def _names(values: Iterable[object], where: str) -> tuple[str, ...]:

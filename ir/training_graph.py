@@ -41,6 +41,8 @@ class Op:
     cost: float
     workspace: int = 0
     phase: Phase | None = None
+    gain: float = 1.0
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,9 @@ def _check_op(op: Op, known: set[str]) -> None:
         raise ProblemError(f"op {op.name!r} writes a tensor twice")
     if not (math.isfinite(op.cost) and op.cost >= 0):
         raise ProblemError(f"op {op.name!r}: cost is {op.cost}; it must be finite and not negative")
+    for what, amount in (("gain", op.gain), ("noise", op.noise)):
+        if not (math.isfinite(amount) and amount >= 0):
+            raise ProblemError(f"op {op.name!r}: {what} is {amount}; it must be finite and not negative")
     _check_bytes(op.workspace, f"op {op.name!r}: workspace")
 
 

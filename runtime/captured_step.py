@@ -83,11 +83,18 @@ class CapturedStep:
     calls: tuple[Call, ...]
     values: Mapping[str, Value]
     constants: Mapping[str, torch.Tensor]
+    inverses: tuple[Call, ...] = ()
+    """Further recipes: each brings one storage of the forward half back from later ones."""
 
     @cached_property
     def call(self) -> dict[str, Call]:
-        """Calls by name."""
-        return {c.name: c for c in self.calls}
+        """Calls and inverses by name."""
+        return {c.name: c for c in (*self.calls, *self.inverses)}
+
+    @cached_property
+    def priced_calls(self) -> tuple[Call, ...]:
+        """The calls that cost time and make storages: all but views, inverses included."""
+        return tuple(c for c in (*self.calls, *self.inverses) if not c.is_view)
 
     @cached_property
     def storage_bytes(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import nn
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, StepOutput, refs
+from rematplan.runtime.inverse_kernels import Inverse
 from rematplan.runtime.segments import Segment, gradient_segments
 
 Generator = Callable[[], Any]
@@ -325,7 +326,8 @@ class _Writer:
 
     def _target(self, target: Any) -> str:
         if target not in self.targets:
-            name = "_".join(re.sub(r"\W", "_", part) for part in str(target).split(".") if part != "default")
+            text = target.__name__ if isinstance(target, Inverse) else str(target)
+            name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
             name = f"{name}_{len(self.targets)}" if name in self.scope else name
             self.targets[target] = name
             self.scope[name] = target

@@ -66,7 +66,7 @@ class _Reader:
         step = CapturedStep(
             name, tuple(self.inputs), outputs, tuple(self.calls), dict(self.values), dict(self.constants)
         )
-        return _without_dead_calls(_with_phases(_with_own_outputs(step)))
+        return without_dead_calls(with_phases(_with_own_outputs(step)))
 
     def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
         # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
@@ -229,7 +229,7 @@ def _with_own_outputs(step: CapturedStep) -> CapturedStep:
     return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
 
 
-def _with_phases(step: CapturedStep) -> CapturedStep:
+def with_phases(step: CapturedStep) -> CapturedStep:
     """Mark as backward what needs the loss's gradient, and what nothing of the forward's results needs."""
     late = step.after_turn
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
@@ -242,7 +242,7 @@ def _with_phases(step: CapturedStep) -> CapturedStep:
     return replace(step, calls=tuple(replace(c, backward=c.name in backward) for c in step.calls))
 
 
-def _without_dead_calls(step: CapturedStep) -> CapturedStep:
+def without_dead_calls(step: CapturedStep) -> CapturedStep:
     """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they
     leave."""
     needed = {o.value for o in step.outputs}

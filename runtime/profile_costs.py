@@ -46,12 +46,13 @@ class ProfileWarning(UserWarning):
 def profile_costs(
     step: CapturedStep, progress: Progress = lambda _fraction, _text: None, cache: Path | None = None
 ) -> dict[str, CallCost]:
-    """A measured cost for every call that is no view: microseconds, workspace and real result sizes in bytes.
+    """A measured cost for every call that is no view, and every inverse: microseconds, workspace and real result
+    sizes in bytes.
 
     ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what
     was measured so far.
     """
-    calls = {c.name: signature(step, c) for c in step.calls if not c.is_view}
+    calls = {c.name: signature(step, c) for c in step.priced_calls}
     file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}

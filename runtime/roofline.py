@@ -19,14 +19,13 @@ FlopRow: TypeAlias = Callable[[tuple[Any, ...], list[torch.Tensor | None]], floa
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """A cost for every call that is no view, in microseconds. The workspace is not modelled: it is 0 here,
-    and measured by `profile_costs`."""
+    """A cost for every call that is no view, and every inverse, in microseconds. The workspace is not modelled:
+    it is 0 here, and measured by `profile_costs`."""
     costs: dict[str, CallCost] = {}
-    for call in step.calls:
-        if not call.is_view:
-            results = [step.values[r].fake if r else None for r in call.results]
-            dtype = next((r.dtype for r in results if r is not None), torch.float32)
-            costs[call.name] = CallCost(device.time(flops(step, call), moved_bytes(step, call), dtype))
+    for call in step.priced_calls:
+        results = [step.values[r].fake if r else None for r in call.results]
+        dtype = next((r.dtype for r in results if r is not None), torch.float32)
+        costs[call.name] = CallCost(device.time(flops(step, call), moved_bytes(step, call), dtype))
     return costs
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.runtime.captured_step import CapturedStep, InputKind
+from rematplan.runtime.captured_step import Call, CapturedStep, InputKind, refs
+from rematplan.runtime.inverse_kernels import Inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view).
+    """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view, and an inverse).
 
     Views are folded into the storage they view. The saved generator states of the random calls, needed to
     draw the same numbers when they run again, are charged as one more input.
@@ -49,18 +50,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     if seeded:
         state = torch.get_rng_state() if step.device.type == "cpu" else torch.cuda.get_rng_state(step.device)
         sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) + 1) * state.numel()
-    ops = tuple(
-        Op(
-            name=c.name,
-            reads=step.reads(c),
-            writes=step.writes(c),
-            cost=costs[c.name].time,
-            workspace=costs[c.name].workspace,
-            phase="backward" if c.backward else "forward",
-        )
-        for c in step.calls
-        if not c.is_view
-    )
+    ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
+    inverses = tuple(_op(step, c, costs[c.name]) for c in step.inverses)
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
     used |= dict.fromkeys([RNG_STATES] if seeded else [])
     return TrainingGraph(
@@ -69,6 +60,30 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         inputs=tuple(inputs) + ((RNG_STATES,) if seeded else ()),
         outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
         ops=ops,
+        inverses=inverses,
         ordered=tuple(seeded),
         fixed_split=split,
     )
+
+
+def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
+    inverse = call.target if isinstance(call.target, Inverse) else None
+    return Op(
+        name=call.name,
+        reads=step.reads(call),
+        writes=step.writes(call),
+        cost=cost.time,
+        workspace=cost.workspace,
+        phase=None if inverse else "backward" if call.backward else "forward",
+        gain=inverse.gain if inverse else 1.0,
+        noise=inverse.noise if inverse else _grain(step, call),
+    )
+
+
+def _grain(step: CapturedStep, call: Call) -> float:
+    """Two roundings of a call's result, if it is less precise than what is read; else 0."""
+    results = [step.values[r].fake.dtype for r in call.results if r]
+    reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
+    coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)
+    fine = max((torch.finfo(d).eps for d in reads if d.is_floating_point), default=coarse)
+    return coarse if coarse > fine else 0.0

@@ -1,0 +1,213 @@
+"""Which forward tensors can be had back from what the forward itself still holds when it lets go of them.
+
+At the moment after the last forward op that reads a tensor S, the forward holds certain tensors; all that comes later
+is computed from them. S is *recoverable* if some inverse gives it from these (and the inputs, and tensors so small
+that keeping them is no object), where what the inverse reads besides may be computed by ops that S does not depend on
+and that do not depend on S, or by further inverses. So the additive coupling's halves are recoverable: after y₂ = x₂ +
+G(y₁) the forward holds y₁ and y₂, and x₂ = y₂ − G(y₁). The input of an ordinary residual block y = x + F(x) is not: the
+forward holds y alone, and F(x) needs x. Neither is F(x), which depends on x: to compute x anew from the batch would be
+recomputation of everything.
+
+Only tensors count that the backward half reads, or that bring back one that counts, or whose own way is computed from
+one that counts and makes what the backward half reads.
+
+An inverse that serves no recovery is of no use to any plan. Whether a plan may run an inverse is another question,
+which the simulator answers: where what it reads is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from rematplan.ir.training_graph import Op, TrainingGraph
+
+SMALL = 16
+"""A tensor this many times smaller than the one to be recovered counts as held."""
+MOST = 4000
+"""Tensors looked at for one recovery."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a tensor comes back. ``inverse``: the recipe that gives it. ``steps``: the recipes to run, in a valid order,
+    from what the forward holds; the last is ``inverse``."""
+
+    tensor: str
+    inverse: Op
+    steps: tuple[Op, ...]
+    others: tuple[Op, ...] = ()
+    """Further inverses that would give it."""
+
+    @cached_property
+    def held(self) -> tuple[str, ...]:
+        """What the steps read and none of them makes."""
+        made = {t for step in self.steps for t in step.writes}
+        return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
+
+    @property
+    def used(self) -> tuple[Op, ...]:
+        """All inverses that it may use."""
+        return (*self.steps, *self.others)
+
+
+def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
+    """Every recoverable tensor with its way back."""
+    look = _Look(graph)
+    targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
+    found = {t: r for t in targets if (r := look.recover(t)) is not None}
+    wanted = {t for op in graph.ops if op.phase == "backward" for t in op.reads}
+    serving = _serving(found, wanted)
+    while True:
+        # Beside a tensor that comes back, what is computed from it for its neighbour, and the neighbour with it.
+        more = {
+            t
+            for t, r in found.items()
+            if t not in serving
+            and any(not serving.isdisjoint(step.reads) for step in r.steps[:-1])
+            and any(not wanted.isdisjoint(step.writes) for step in r.steps[:-1])
+        }
+        if not more:
+            return {t: r for t, r in found.items() if t in serving}
+        serving |= _serving(found, more)
+
+
+def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
+    """The recoverable tensors among the wanted, and those that bring these back."""
+    pending, serving = list(wanted), set()
+    while pending:
+        tensor = pending.pop()
+        if tensor in found and tensor not in serving:
+            serving.add(tensor)
+            pending += [t for recipe in found[tensor].used for t in recipe.reads]
+    return serving
+
+
+def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
+    """For each tensor that the forward half reads, the position of the last op that does."""
+    forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
+    return {t: i for i, op in forward for t in op.reads}
+
+
+class _Look:
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.inputs = set(graph.inputs)
+        self.outputs = set(graph.outputs)
+        self.last_read = last_forward_read(graph)
+        self.makers: dict[str, list[Op]] = {}
+        for inverse in graph.inverses:
+            for t in inverse.writes:
+                self.makers.setdefault(t, []).append(inverse)
+
+    @cached_property
+    def ancestors(self) -> list[int]:
+        """For each op the ops that it depends on, itself included, as a bit mask."""
+        found: list[int] = []
+        producer = self.graph.producer
+        for i, op in enumerate(self.graph.ops):
+            mask = 1 << i
+            for t in op.reads:
+                if t in producer:
+                    mask |= found[producer[t]]
+            found.append(mask)
+        return found
+
+    @cached_property
+    def never(self) -> frozenset[str]:
+        """What only backward ops make."""
+        return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
+
+    def recover(self, target: str) -> Recovery | None:
+        if target not in self.makers or target not in self.last_read or target in self.never:
+            return None
+        return _Way(self, target).found()
+
+
+class _Way:
+    """The search for one tensor: what may be used is collected backwards from its inverses, then what can be had is
+    computed forwards."""
+
+    def __init__(self, look: _Look, target: str) -> None:
+        self.look, self.target = look, target
+        self.before = look.ancestors[look.graph.producer[target]]
+        self.moment = look.last_read[target]
+        self.limit = look.graph.size[target] // SMALL
+
+    def _held(self, tensor: str) -> bool:
+        look = self.look
+        if tensor in look.inputs:
+            return True
+        if tensor in look.never:
+            return False
+        if look.graph.size[tensor] <= self.limit:
+            return True
+        made = look.graph.producer[tensor]
+        return made <= self.moment and (
+            look.last_read.get(tensor, -1) > self.moment or tensor in look.outputs
+        )
+
+    def _recipes(self, tensor: str) -> Iterable[Op]:
+        """Ways to a tensor that is not held: its op, if it has run and the target does not depend on it; inverses."""
+        producer = self.look.graph.producer[tensor]
+        if producer <= self.moment and not self.before >> producer & 1:
+            yield self.look.graph.ops[producer]
+        yield from self.look.makers.get(tensor, ())
+
+    def _wanted(self) -> dict[str, Op]:
+        """All recipes that may serve, by name."""
+        recipes = {r.name: r for r in self.look.makers[self.target]}
+        pending = [t for r in recipes.values() for t in r.reads]
+        seen = {self.target}
+        while pending and len(seen) < MOST:
+            tensor = pending.pop()
+            if tensor in seen or self._held(tensor):
+                continue
+            seen.add(tensor)
+            for recipe in self._recipes(tensor):
+                if recipe.name not in recipes and self.target not in recipe.reads:
+                    recipes[recipe.name] = recipe
+                    pending += recipe.reads
+        return recipes
+
+    def found(self) -> Recovery | None:
+        recipes = self._wanted()
+        missing = {name: {t for t in r.reads if not self._held(t)} for name, r in recipes.items()}
+        waiting: dict[str, list[str]] = {}
+        for name, lacks in missing.items():
+            for t in lacks:
+                waiting.setdefault(t, []).append(name)
+        ready = [name for name, lacks in missing.items() if not lacks]
+        by: dict[str, Op] = {}
+        ends: list[Op] = []
+        while ready:
+            recipe = recipes[ready.pop(0)]
+            if self.target in recipe.writes:
+                ends.append(recipe)
+                continue
+            for t in recipe.writes:
+                if t not in by:
+                    by[t] = recipe
+                    for name in waiting.get(t, ()):
+                        missing[name].discard(t)
+                        if not missing[name]:
+                            ready.append(name)
+        if not ends:
+            return None
+        return Recovery(self.target, ends[0], self._steps(ends[0], by), tuple(ends[1:]))
+
+    def _steps(self, end: Op, by: dict[str, Op]) -> tuple[Op, ...]:
+        """The recipes that the end needs, each once, in an order in which they can run."""
+        order: dict[str, Op] = {}
+        stack = [(end, False)]
+        while stack:
+            recipe, done = stack.pop()
+            if recipe.name in order:
+                continue
+            if done:
+                order[recipe.name] = recipe
+                continue
+            stack.append((recipe, True))
+            stack += [(by[t], False) for t in recipe.reads if not self._held(t)]
+        return tuple(order.values())

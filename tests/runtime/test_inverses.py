@@ -1,0 +1,498 @@
+"""Laws of inversion: found in plain graphs however the coupling is written, sound, exact in float64; refused where it
+must be; an ordinary residual block is not taken for invertible."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.api import load_step
+from rematplan.ir import ModelError, TrainingGraph
+from rematplan.ir.recovery import recoveries
+from rematplan.planner.inversion_error import with_anchors, worst_error
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.device_models import device_model
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_exact_inverses, with_inverses
+from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.training_step import PlannedStep, verify
+
+Functions = list[Callable[[Tensor], Tensor]]
+STYLES: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
+"""From the functions F and a tensor of both halves to the tensor after all blocks."""
+
+
+def style(f: Callable[[Functions, Tensor], Tensor]) -> Callable[[Functions, Tensor], Tensor]:
+    STYLES[f.__name__] = f
+    return f
+
+
+def blocks(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    return list(zip(functions[::2], functions[1::2], strict=True))
+
+
+@style
+def chunks(functions: Functions, x: Tensor) -> Tensor:
+    for f, g in blocks(functions):
+        a, b = x.chunk(2, -1)
+        a = a + f(b)
+        x = torch.cat([a, b + g(a)], -1)
+    return x
+
+
+@style
+def swapped_halves(functions: Functions, x: Tensor) -> Tensor:
+    for f in functions:
+        a, b = x.split(x.shape[-1] // 2, -1)
+        x = torch.cat([b, f(b) + a], -1)
+    return x
+
+
+@style
+def slices_and_differences(functions: Functions, x: Tensor) -> Tensor:
+    for f, g in blocks(functions):
+        half = x.shape[-1] // 2
+        a, b = x[..., :half], x[..., half:]
+        a = f(b) - a
+        x = torch.cat((a, torch.sub(b, g(a), alpha=0.5)), -1)
+    return x
+
+
+@style
+def every_other(functions: Functions, x: Tensor) -> Tensor:
+    for f, g in blocks(functions):
+        a, b = x[..., ::2], x[..., 1::2]
+        a = a + f(b)
+        x = torch.stack([a, b + g(a)], -1).flatten(-2)
+    return x
+
+
+@style
+def reshaped(functions: Functions, x: Tensor) -> Tensor:
+    n = x.shape[0]
+    for f, g in blocks(functions):
+        y = x.view(n, 2, -1)
+        a, b = y[:, 0], y[:, 1]
+        a = a + f(b)
+        x = torch.stack([a, b + g(a)], 1).reshape(n, -1)
+    return x
+
+
+@style
+def two_streams(functions: Functions, x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    for f, g in blocks(functions):
+        a = a + functional.dropout(f(b), 0.2)
+        a, b = b + g(a), a
+    return torch.cat([a, b], -1)
+
+
+@style
+def scaled(functions: Functions, x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    gamma = torch.linspace(0.8, 1.2, a.shape[-1], dtype=x.dtype)
+    for f, g in blocks(functions):
+        a = functional.leaky_relu(gamma * a + f(b), 0.4)
+        b = g(a) - b * 0.9
+    return torch.cat([a, b], -1)
+
+
+@style
+def momentum(functions: Functions, x: Tensor) -> Tensor:
+    v, y = x.chunk(2, -1)
+    for f in functions:
+        v = 0.9 * v + 0.1 * f(y)
+        y = y + v
+    return torch.cat([v, y], -1)
+
+
+@style
+def columns(functions: Functions, x: Tensor) -> Tensor:
+    """x_t = F_t(x_{t−1} + x_{t−2}) + γ x_{t−3}, as in RevCol."""
+    a, b = x.chunk(2, -1)
+    last = [a, b, torch.tanh(a)]
+    for f in functions:
+        last = [*last[1:], f(last[2] + last[1]) + 0.9 * last[0]]
+    return torch.cat(last[1:], -1)
+
+
+class Network(nn.Module):
+    """A stem, 2n couplings of two-layer functions, a head."""
+
+    def __init__(self, name: str, n: int = 3, d: int = 8) -> None:
+        super().__init__()
+        self.style = name
+        self.stem, self.head = nn.Linear(5, 2 * d), nn.Linear(2 * d, 3)
+        self.functions = nn.ModuleList(
+            nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d)) for _ in range(2 * n)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(STYLES[self.style](list(self.functions), self.stem(x)))
+
+
+class MeanSquare(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.model(*x).square().mean()
+
+
+def priced(step: CapturedStep) -> TrainingGraph:
+    return training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
+
+
+def activations(plan: Plan, graph: TrainingGraph) -> int:
+    return plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
+
+
+def reversed_step(model: nn.Module, *x: Tensor) -> tuple[CapturedStep, TrainingGraph, Plan]:
+    """The step with its inverses, its problem, the plan that keeps the least."""
+    step = with_inverses(capture(model, x, "step"), named_tensors(model)).step
+    graph = with_anchors(priced(step))
+    return step, graph, Reversible().curve(graph, ())[-1]
+
+
+def network(name: str, n: int = 3, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return MeanSquare(Network(name, n)).to(dtype), torch.randn(32, 5, dtype=dtype)
+
+
+def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:
+    outcome = verify(
+        PlannedStep(model, step, plan.schedule), x, seed=5, predicted=worst_error(priced(step), plan.schedule)
+    )
+    assert outcome.passed, outcome.differences
+    return outcome.error
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_every_way_of_writing_a_coupling_is_found_and_gives_the_gradients(name: str) -> None:
+    held = []
+    for n in (2, 6):
+        model, x = network(name, n)
+        step, graph, plan = reversed_step(model, x)
+        held.append(activations(plan, graph))
+        assert 0 < worst_error(graph, plan.schedule) < 1e-13
+        assert 0 < gradient_error(model, step, plan, x) < 1e-10
+        # one more evaluation of every F, shared between the inversion and the gradient
+        assert plan.estimate.overhead < 0.5
+        assert all(runs <= 2 for runs in _runs(plan).values())
+    assert held[0] == held[1]  # what is held does not grow with the depth
+
+
+def _runs(plan: Plan) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in plan.schedule:
+        if hasattr(one, "op"):
+            found[one.op] = found.get(one.op, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    [*((name, False) for name in STYLES), ("chunks", True), ("columns", True), ("every_other", True)],
+)
+def test_they_are_found_in_onnx_files_too(name: str, dynamo: bool, tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    torch.manual_seed(0)
+    export(Network(name), torch.randn(32, 5), path, dynamo)
+    loaded = load_step(path, loss="mse")
+    step, graph, plan = reversed_step(loaded.module, *loaded.batch)
+    assert activations(plan, graph) < 0.6 * activations(no_recompute(priced(loaded.step)), graph)
+    assert 0 < gradient_error(loaded.module, step, plan, *loaded.batch) < 1e-4
+
+
+def export(model: nn.Module, x: Tensor, path: Path, dynamo: bool) -> None:
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            if dynamo:
+                torch.onnx.export(model.train(), (x,), str(path), dynamo=True)
+            else:
+                torch.onnx.export(
+                    model.train(),
+                    (x,),
+                    str(path),
+                    dynamo=False,
+                    training=torch.onnx.TrainingMode.TRAINING,
+                    do_constant_folding=False,
+                    opset_version=17,
+                )
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Residual(nn.Module):
+    """Ordinary residual blocks, with and without normalisation, one of a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(8)
+        self.narrow = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        x = self.second(self.norm(x)) + x
+        x = x - torch.cat([self.narrow(x), self.narrow(x).sin()], -1)
+        return (x + self.third(x)).square().mean()
+
+
+def test_an_ordinary_residual_block_is_not_taken_for_invertible() -> None:
+    model, x = Residual(), torch.randn(16, 8)
+    step, graph, plan = reversed_step(model, x)
+    assert step.inverses == ()
+    assert plan.estimate == no_recompute(graph).estimate
+    # a gradient of the input makes the block's input no more invertible
+    assert reversed_step(model, x.requires_grad_())[0].inverses == ()
+
+
+class Activations(nn.Module):
+    """Convolution, batch norm, an invertible activation, again and again: the outputs give the inputs back."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        kinds = [nn.LeakyReLU(0.3), nn.ELU(), nn.PReLU(6), nn.LeakyReLU(0.01)]
+        norms = [
+            nn.BatchNorm2d(6),
+            nn.GroupNorm(3, 6),
+            nn.BatchNorm2d(6, affine=False),
+            nn.InstanceNorm2d(6, affine=True),
+        ]
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), n, k) for n, k in zip(norms, kinds, strict=True))
+        )
+        self.train(training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(functional.pad(torch.cat([x, x], 1), (1, 1, 0, 2)))
+        return functional.pixel_shuffle(x.roll(1, -1)[:, :4].flip(2).exp(), 2).neg().div(3.0).square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_normalisations_and_activations_come_back(training: bool) -> None:
+    torch.manual_seed(1)
+    model, x = Activations(training).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    for parameter in model.parameters():  # scales other than one, biases other than zero
+        parameter.data.add_(0.3)
+    step, graph, plan = reversed_step(model, x)
+    kernels = {fill.kernel for call in step.inverses for fill in call.target.fills}  # type: ignore[attr-defined]
+    assert {"batch_norm", "group_norm", "leaky_relu", "elu", "prelu"} <= kernels
+    assert plan.estimate.peak < no_recompute(graph).estimate.peak
+    assert gradient_error(model, step, plan, x) < 1e-10
+
+
+class Plain(nn.Module):
+    """Each of the table's other rows, one behind the other, with something in between that keeps its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for change in (
+            lambda y: 3.0 - y,
+            lambda y: torch.sub(1.0, y, alpha=2.0),
+            lambda y: (y / 4).exp(),
+            lambda y: (y + 5.0).log(),
+            lambda y: -y,
+            lambda y: y.add(0.5, alpha=3.0),
+            lambda y: y * torch.tensor([0.5, 2.0, 1.5], dtype=y.dtype),
+            lambda y: y.float().double() * 1.0 + y,
+            lambda y: y.t().contiguous().t(),
+            lambda y: torch.stack([y, y * 2], 0).sum(0),
+            lambda y: functional.pad(y, (0, 0, 2, 1)),
+            lambda y: y.roll((1, 1), (0, 1)).flip(0),
+        ):
+            x = change(x.sin() * self.weight)
+        return x.sin().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.5, -0.8, 1.1]))
+
+
+def test_every_inverse_gives_back_what_it_inverts() -> None:
+    """Each inverse found, alone: run on the true values, it gives the true value in the true layout."""
+    torch.manual_seed(0)
+    cases = [(Plain(), (torch.rand(4, 3),)), (Activations(True), (torch.randn(4, 3, 8, 8),))]
+    cases += [
+        (MeanSquare(Network(name)), (torch.randn(6, 5),)) for name in ("scaled", "slices_and_differences")
+    ]
+    ran = set()
+    for model, x in cases:
+        model, x = model.double(), tuple(t.double() for t in x)
+        for step in (
+            with_inverses(capture(model, x, "step"), named_tensors(model)).step,
+            with_exact_inverses(capture(model, x, "step")),
+        ):
+            values = _values(model, step, x)
+            for call in step.inverses:
+                inverse = call.target
+                found = inverse(*(values[a.value] for a in call.args))
+                true = values[call.results[0]]
+                assert (found.shape, found.stride(), found.dtype) == (true.shape, true.stride(), true.dtype)
+                if inverse.exact:  # type: ignore[attr-defined]
+                    assert torch.equal(found, true)
+                else:
+                    assert torch.allclose(found, true, rtol=1e-10, atol=1e-11), call.name
+                ran |= {fill.kernel for fill in inverse.fills}  # type: ignore[attr-defined]
+    assert {"subtract", "difference", "add", "divide", "copy", "batch_norm", "leaky_relu"} <= ran
+
+
+def _values(model: nn.Module, step: CapturedStep, x: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Every forward value of the step, by running it call by call."""
+    from rematplan.runtime.captured_step import substitute
+    from rematplan.runtime.executor import bind_inputs
+
+    values = dict(
+        zip((i.value for i in step.inputs), bind_inputs(step, named_tensors(model), x), strict=True)
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for call in step.calls:
+            found = call.target(
+                *substitute(call.args, values.__getitem__), **substitute(call.kwargs, values.__getitem__)
+            )
+            for name, tensor in zip(call.results, (found,) if call.single else found, strict=True):
+                if name:
+                    values[name] = tensor
+    return values
+
+
+@pytest.mark.parametrize(
+    ("scale", "line"),
+    [
+        (
+            torch.tensor([1.0, 0.0] * 4),
+            "its scale comes as near zero as 0; the least that is inverted is 0.001",
+        ),
+        (torch.full((8,), 1e-5), "its scale comes as near zero as 1e-05"),
+        (torch.full((8,), float("nan")), "its scale comes as near zero as nan"),
+    ],
+)
+def test_scales_near_zero_are_refused_with_a_line(scale: Tensor, line: str) -> None:
+    class Scaled(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.stem(x).chunk(2, -1)
+            for f, g in blocks(list(self.functions)):
+                a = self.gamma * a + f(b)
+                b = self.gamma * b + g(a)
+            return torch.cat([a, b], -1).square().mean()
+
+    model, x = Scaled("chunks"), torch.randn(64, 5)
+    model.gamma = nn.Parameter(scale)
+    found = with_inverses(capture(model, (x,), "step"), named_tensors(model))
+    assert any(line in refused for refused in found.refused)
+    divided = [f for c in found.step.inverses for f in c.target.fills if f.kernel == "divide"]  # type: ignore[attr-defined]
+    assert divided == []
+
+    model.gamma = nn.Parameter(torch.full((8,), 0.7))
+    step, _, plan = reversed_step(model, x)
+    planned = PlannedStep(model, step, plan.schedule)
+    planned(x)
+    with torch.no_grad():
+        model.gamma[3] = 1e-6  # training may bring it there after the plan was made
+    with pytest.raises(ModelError, match="a scale by which the plan divides has come near zero"):
+        planned(x)
+
+
+def test_halves_of_odd_numbers_are_refused_with_a_line() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.f = nn.Linear(5, 3), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.stem(x).split((2, 1), -1)
+            return (b + self.f(a)).square().mean()
+
+    found = with_inverses(capture(Odd(), (torch.randn(4, 5),), "odd"), named_tensors(Odd()))
+    assert found.step.inverses == ()
+    assert any("its shape [4, 1] is spread over [4, 2]: no split to undo" in line for line in found.refused)
+
+
+def test_copies_of_parts_that_serve_nothing_are_not_made() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (torch.softmax(q @ k.mT, -1) @ v).square().mean()
+
+    model, x = Attention(), torch.randn(2, 5, 8)
+    step = capture(model, (x,), "attention")
+    assert with_inverses(step, named_tensors(model)).step.calls == step.calls
+
+
+class Replayed(nn.Module):
+    """Dropout and batch norm inside F."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.functions = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3))
+            for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return chunked_channels(list(self.functions), self.stem(x)).square().mean()
+
+
+def chunked_channels(functions: Functions, x: Tensor) -> Tensor:
+    for f, g in blocks(functions):
+        a, b = x.chunk(2, 1)
+        a = a + f(b)
+        x = torch.cat([b + g(a), a], 1)
+    return x
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_dropout_is_replayed_and_batch_norm_updates_once(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model = Replayed().double().to(memory_format=layout)
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64).to(memory_format=layout)
+    step, graph, plan = reversed_step(model, x)
+    seeded = [c.name for c in step.calls if c.seeded]
+    assert any(_runs(plan)[name] == 2 for name in seeded)
+    assert len(recoveries(graph)) >= 6
+    assert 0 < gradient_error(model, step, plan, x) < 1e-10
+
+
+def test_exact_inverses_keep_every_bit() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8 + 4 * i, 4) for i in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.cat([x, torch.sigmoid(layer(x))], -1)
+            return x.square().mean()
+
+    model, x = Skips(), torch.randn(16, 8)
+    step = with_exact_inverses(capture(model, (x,), "skips"))
+    graph = priced(step)
+    plan = Reversible().curve(graph, ())[-1]
+    assert any(inverse.name in _runs(plan) for inverse in graph.inverses)
+    assert worst_error(graph, plan.schedule) == 0
+    assert verify(PlannedStep(model, step, plan.schedule), (x,)).bit_equal
