@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rematplan.ir import Op, TrainingGraph
+from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recovery import last_forward_read, recoveries
 from rematplan.planner.schedule import Free, Schedule
 
@@ -76,7 +76,14 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
     The chains are followed from the end of the forward half backwards. Where the predicted error of a tensor exceeds
     ``limit`` (a relative error; by default `own_limit` of each inverse), its inverses are taken away: a plan has to
     keep it, or to compute it again, and the chain begins there anew at 0.
+
+    Raises:
+        UsageError: a limit that is not positive.
     """
+    if limit is not None and not limit > 0:
+        raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
+    if not any(inverse.noise for inverse in graph.inverses):
+        return graph
     found = recoveries(graph)
     last_read = last_forward_read(graph)
     error: dict[str, float] = {}

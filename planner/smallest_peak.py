@@ -34,8 +34,10 @@ def smallest_peak(
     """
     effort = Effort(time_limit, moves)
     if graph.inverses:
+        inverses = {inverse.name for inverse in graph.inverses}
+        known = [runs for runs in starts if inverses.isdisjoint(runs)]
         plain = smallest_peak(
-            without_inverses(graph), PLAIN * time_limit, progress, moves=int(PLAIN * moves), starts=starts
+            without_inverses(graph), PLAIN * time_limit, progress, moves=int(PLAIN * moves), starts=known
         )
         starts = [*starts, runs_of(plain.schedule)]
         effort.done = int(PLAIN * moves)

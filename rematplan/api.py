@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from rematplan.ir.graph import Graph, Value
 from rematplan.ir.onnx_forms import Forms
 from rematplan.ir.onnx_loader import load_onnx
 from rematplan.models import ZOO, build, example_inputs
+from rematplan.planner.inversion_error import with_anchors, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
@@ -22,6 +23,8 @@ from rematplan.planner.strategy import Progress, silent
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_batch import rebatched
@@ -29,7 +32,7 @@ from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_values import torch_dtype
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.step_problem import CallCost, training_graph
 from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.weightless import is_weightless, without_data
 from rematplan.tradeoff import trace_curves
@@ -47,6 +50,7 @@ __all__ = [
 ]
 
 COSTS = ("roofline", "profile")
+MOST_REFUSALS = 5
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ def load_step(
     bn: str = "as-is",
     dropout: str = "as-is",
     weightless: bool = False,
+    inverses: bool = False,
 ) -> LoadedStep:
     """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
     batch.
@@ -107,7 +112,8 @@ def load_step(
     off) put an ONNX file's batch norms and dropouts into another form than the file has them in. Weights are the
     file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
     ``weightless``: capture without data, so that a network of any size takes no memory, and external weights of a
-    file are not read; the step can be priced and planned, and not run.
+    file are not read; the step can be priced and planned, and not run. ``inverses``: look for all inverses, those
+    that round among them, so that plans may be inexact; otherwise only for those that move numbers.
 
     Raises:
         UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
@@ -122,7 +128,7 @@ def load_step(
             raise UsageError(
                 f"{model}: --dim is for ONNX files; a network of the zoo has sizes such as --batch"
             )
-        return _load_zoo(model, sizes, loss, seed, weightless)
+        return _open(_load_zoo(model, sizes, loss, seed, weightless), inverses)
     path = Path(model)
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
@@ -130,7 +136,22 @@ def load_step(
         raise UsageError(
             f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
         )
-    return _load_file(rebatched(load_onnx(path, dims or {}, forms)), path.stem, loss, seed, weightless)
+    graph = rebatched(load_onnx(path, dims or {}, forms))
+    return _open(_load_file(graph, path.stem, loss, seed, weightless), inverses)
+
+
+def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
+    """The step with its inverses, what stands in the way of more among the notes."""
+    if not inverses:
+        return replace(loaded, step=with_exact_inverses(loaded.step))
+    blind = is_weightless(loaded.batch)
+    found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
+    notes = list(found.refused[:MOST_REFUSALS])
+    if len(found.refused) > len(notes):
+        notes.append(f"{len(found.refused) - len(notes)} more are not brought back for such reasons")
+    if blind:
+        notes.append("without weights no scale is known, and nothing is brought back through one")
+    return replace(loaded, step=found.step, notes=(*loaded.notes, *notes))
 
 
 def _load_file(graph: Graph, name: str, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
@@ -193,16 +214,18 @@ def problem(
     costs: str = "roofline",
     device: str = DEFAULT_DEVICE_MODEL,
     progress: Progress = silent,
+    max_inversion_error: float | None = None,
 ) -> TrainingGraph:
     """The planning problem of a step.
 
     ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile``
-    measures time and workspace of each distinct op on the present device.
+    measures time and workspace of each distinct op on the present device. ``max_inversion_error``: the largest relative
+    error that a tensor may have when an inverse brings it back (`with_anchors`); by default what fits its type.
 
     Raises:
-        UsageError: unknown costs or device model.
+        UsageError: unknown costs or device model, an error that is not positive.
     """
-    return priced(loaded.step, costs, device, progress)
+    return priced(loaded.step, costs, device, progress, max_inversion_error)
 
 
 def priced(
@@ -210,13 +233,14 @@ def priced(
     costs: str,
     device: str = DEFAULT_DEVICE_MODEL,
     progress: Progress = silent,
+    max_inversion_error: float | None = None,
 ) -> TrainingGraph:
     """`problem`, of a captured step without its module."""
     if costs not in COSTS:
         raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}")
-    if costs == "profile":
-        return training_graph(step, profile_costs(step, progress))
-    return training_graph(step, roofline_costs(step, device_model(device)))
+    profiled = costs == "profile"
+    known = profile_costs(step, progress) if profiled else roofline_costs(step, device_model(device))
+    return with_anchors(training_graph(step, known), max_inversion_error)
 
 
 def plan(
@@ -275,7 +299,7 @@ def run_step(
     verification = None
     if check:
         progress(0.0, "comparing with plain autograd")
-        verification = verify(planned, batch)
+        verification = verify(planned, batch, predicted=_predicted_error(loaded.step, plan))
     held = _held_bytes(loaded)
     with untouched(module):
         progress(0.3, "measuring peaks")
@@ -290,6 +314,11 @@ def run_step(
     return StepReport(
         plan, peaks[0], peaks[1], seconds["planned"], seconds["eager"], tuple(losses[1:]), verification
     )
+
+
+def _predicted_error(step: CapturedStep, plan: Plan) -> float:
+    free = {call.name: CallCost(0.0) for call in step.priced_calls}
+    return worst_error(training_graph(step, free), plan.schedule)
 
 
 def _held_bytes(loaded: LoadedStep) -> int:

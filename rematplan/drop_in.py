@@ -15,9 +15,12 @@ from rematplan.planner.plan import Plan
 from rematplan.planner.simulator import simulate
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import strategy as named_strategy
+from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.planned_module import planned_module, turning_schedule
 
 
@@ -31,6 +34,8 @@ def plan_module(
     options: Mapping[str, object] | None = None,
     costs: str = "profile",
     dynamic: bool = True,
+    inverses: bool = False,
+    max_inversion_error: float | None = None,
 ) -> nn.Module:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -41,7 +46,9 @@ def plan_module(
     ``budget``: bytes, or text such as ``8GiB`` or ``60%`` (of the peak without recomputation). It bounds all that a
     forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients of
     parameters and inputs, workspaces. ``costs``: ``profile`` measures ops on the present device, ``roofline`` models
-    them, without workspaces.
+    them, without workspaces. ``inverses`` (implied by the strategy ``reversible``): tensors may also be brought back by
+    inverting what was computed from them, so that gradients are equal within rounding errors, not bit by bit;
+    ``max_inversion_error`` bounds the predicted relative error of such a tensor (by default what fits its type).
 
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
@@ -51,11 +58,16 @@ def plan_module(
     wanted = parse_budget(str(budget))
     chosen = named_strategy(strategy, **(options or {}))
 
-    def planner(step: CapturedStep) -> Plan:
-        graph = priced(step, costs)
+    def planner(captured: CapturedStep) -> tuple[CapturedStep, Plan]:
+        if inverses or strategy == Reversible.name:
+            named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+            step = with_inverses(captured, named).step
+        else:
+            step = with_exact_inverses(captured)
+        graph = priced(step, costs, max_inversion_error=max_inversion_error)
         base = no_recompute(graph).estimate.peak
         limit = wanted.bytes(base, lambda: 0)
-        return _plan(step, graph, limit, chosen)
+        return step, _plan(step, graph, limit, chosen)
 
     planned = planned_module(model, planner, dynamic)
     return planned.prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return,operator]

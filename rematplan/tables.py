@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.split import peak_split
@@ -79,7 +80,7 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
     return table
 
 
-def plan_table(plan: Plan, base: Plan) -> Table:
+def plan_table(graph: TrainingGraph, plan: Plan, base: Plan) -> Table:
     """What a plan promises."""
     e = plan.estimate
     rows = {
@@ -91,6 +92,11 @@ def plan_table(plan: Plan, base: Plan) -> Table:
         "ops recomputed": f"{e.reruns} (the step has {len(runs_of(base.schedule))})",
         "status": plan.status,
     }
+    if inversions := inverses_run(graph, runs_of(plan.schedule)):
+        error = worst_error(graph, plan.schedule)
+        rows["tensors brought back"] = f"{inversions} by inverses, predicted relative error " + (
+            f"at most {error:.1e}" if error else "0: numbers are only moved"
+        )
     if plan.lower_bound is not None:
         rows["proven floor of the overhead"] = f"{100 * plan.lower_bound:.2f} %"
     return pairs_table(f"Plan of {plan.problem}", rows)

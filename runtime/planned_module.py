@@ -23,8 +23,9 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import compile_halves, named_tensors
 from rematplan.runtime.planned_function import CompiledPlan
 
-Planner = Callable[[CapturedStep], Plan]
-"""Makes the plan of a captured step. Its schedule must run all outputs before anything that needs a tangent."""
+Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
+"""Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan's
+schedule must run all outputs before anything that needs a tangent."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class _Runner:
         flat = _Flat(self.model, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         step = capture(flat, batch, type(self.model).__name__)
-        plan = self.planner(step)
+        step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")

@@ -25,6 +25,7 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
@@ -95,7 +96,8 @@ class Auto(Strategy):
         with suppress(InfeasibleBudget):  # with inverses it may well be reachable
             half.plan(plain, budget, lambda fraction, text: progress(PLAIN * fraction, text))
         known = self._known(graph)
-        known.extend(p for p in (*self._known(plain), *annealed(graph, self.keep_order)) if p not in known)
+        more = (*self._known(plain), *annealed(graph, self.keep_order), *Reversible().curve(graph, ()))
+        known.extend(p for p in more if p not in known)
         rest = replace(self, time_limit=(1 - PLAIN) * self.time_limit)
         return rest._improve(
             graph, budget, known, lambda fraction, text: progress(PLAIN + (1 - PLAIN) * fraction, text)

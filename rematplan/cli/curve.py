@@ -23,6 +23,7 @@ from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
 from rematplan.planner.strategy import Strategy, pareto
 from rematplan.tables import measured_table, trade_off_table
@@ -86,7 +87,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))
-    trade_off = trace(load(args, out, runs=args.measure), strategies, budgets, out)
+    source = load(args, out, runs=args.measure)
+    if not (args.strategy or source.graph.inverses):
+        del strategies[Reversible.name]  # it would be store_all
+    trade_off = trace(source, strategies, budgets, out)
     if args.measure:
         trade_off = measure(trade_off, out)
     show(trade_off, out)

@@ -12,10 +12,12 @@ from rematplan.cli.arguments import add_strategy_options, check_outputs, one_str
 from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_model, load
 from rematplan.ir import TrainingGraph, save_problem
+from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.transients import peak_cause
 from rematplan.tables import pairs_table, plan_table, split_for_people, split_table
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(plan, args.output)
-    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(plan, base))
+    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base))
     if parse_budget(args.budget).kind == "min":
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
     for what, path in (("plan", args.output), ("problem", args.problem_out)):
@@ -85,7 +87,8 @@ def plan_for(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Ou
 
 def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:
     """The block strategies' plan of least memory, where the search for less begins."""
-    return ApproxDP().curve(graph, ())[-1:] if graph.has_phases else ()
+    inverted = Reversible().curve(graph, ())[-1:] if graph.inverses else ()
+    return (*ApproxDP().curve(graph, ())[-1:], *inverted) if graph.has_phases else ()
 
 
 def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
@@ -105,6 +108,8 @@ def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
         "lower_bound": plan.lower_bound,
         "gap": plan.gap,
         "ops_recomputed": e.reruns,
+        "inversions": inverses_run(source.graph, runs_of(plan.schedule)),
+        "inversion_error": worst_error(source.graph, plan.schedule),
         "runs": len(runs_of(plan.schedule)),
         "peak_cause": peak_cause(source.graph, plan).document(),
         "split": _split(source, plan),

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, given_sizes
+from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, given_sizes, positive_number
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
+from rematplan.planner.inversion_error import with_anchors
+from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
@@ -61,6 +63,19 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
         "--dropout", metavar="FORM", help="dropouts of an ONNX file: as-is (default), on or off"
     )
     parser.add_argument(
+        "--inverses",
+        action="store_true",
+        help="bring tensors back by inverting what was computed from them, too: additive couplings, norms, leaky "
+        "activations; gradients are then equal to plain autograd's within rounding errors, not bit by bit",
+    )
+    parser.add_argument(
+        "--max-inversion-error",
+        type=positive_number,
+        metavar="X",
+        help="the largest predicted relative error of a tensor brought back by inverses, beyond which plans keep "
+        "anchors; by default what leaves a third of its type's digits, 1.5e-5 for float32",
+    )
+    parser.add_argument(
         "--costs",
         metavar="KIND",
         help="profile: time and workspace of each op, measured on this machine and kept (default); "
@@ -90,7 +105,7 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:
             raise UsageError(f"--{option.replace('_', '-')} goes with a MODEL, not with --problem")
-    return Source(load_problem(problem), None)
+    return Source(with_anchors(load_problem(problem), args.max_inversion_error), None)
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
@@ -99,6 +114,8 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
     if args.device_model is not None and args.costs == PROFILE:
         raise UsageError("--device-model goes with --costs roofline, not with profile")
     costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    strategy = getattr(args, "strategy", None) or ()
+    reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
     with out.progress("capturing the training step"), zoo_errors():
         loaded = api.load_step(
             args.model,
@@ -108,11 +125,22 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
             bn=args.bn or "as-is",
             dropout=args.dropout or "as-is",
             weightless=costs == ROOFLINE and not runs,
+            inverses=args.inverses or reversible,
         )
-    return price(loaded, out, costs, args.device_model)
+    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    if reversible and not source.graph.inverses:
+        why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
+        raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
+    return source
 
 
-def price(loaded: LoadedStep, out: Output, costs: str, device_model: str | None = None) -> Source:
+def price(
+    loaded: LoadedStep,
+    out: Output,
+    costs: str,
+    device_model: str | None = None,
+    max_inversion_error: float | None = None,
+) -> Source:
     """The problem of a captured step, its ops measured or modelled.
 
     Raises:
@@ -122,7 +150,8 @@ def price(loaded: LoadedStep, out: Output, costs: str, device_model: str | None 
     from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
 
     with out.progress("measuring ops" if costs == PROFILE else "pricing ops") as progress:
-        graph = api.problem(loaded, costs, device_model or DEFAULT_DEVICE_MODEL, progress)
+        device = device_model or DEFAULT_DEVICE_MODEL
+        graph = api.problem(loaded, costs, device, progress, max_inversion_error)
     return Source(graph, loaded, loaded.notes)
 
 
