@@ -54,6 +54,20 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """The size that a graph's batch is bound to, where its constants may be made for another.
+
+    ``places``: the inputs' axes that it is, by name. ``traced``: the size that the file was made with, as far as it
+    says: its own fixed one, or one, which exporters take most. ``fixed``: whether the file says so.
+    """
+
+    places: tuple[tuple[str, int], ...]
+    size: int
+    traced: int
+    fixed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A forward graph. ``nodes`` stand in topological order; every name is written once."""
 
@@ -64,3 +78,5 @@ class Graph:
     nodes: tuple[Node, ...]
     notes: tuple[str, ...] = ()
     """What the loader did or noticed that a person should know («looks like a folded inference export»)."""
+    batch: Batch | None = None
+    """The batch, if it is bound to another size than constants may be made for."""

@@ -18,7 +18,7 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Node, Value
-from rematplan.ir.onnx_reader import Array, Body, Draft
+from rematplan.ir.onnx_draft import Array, Body, Draft
 
 MAX_TURNS = 10_000  # of one loop
 MAX_NODES = 200_000  # of the graph, loops unrolled

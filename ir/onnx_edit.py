@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rematplan.ir import onnx_roles as roles
 from rematplan.ir.graph import Node
-from rematplan.ir.onnx_reader import Array, Origin, Scope
+from rematplan.ir.onnx_draft import Array, Origin, Scope
 
 
 @dataclass

@@ -22,7 +22,7 @@ import numpy as np
 from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.graph import Node
-from rematplan.ir.onnx_reader import Array, Draft, Origin, Scope
+from rematplan.ir.onnx_draft import Array, Draft, Origin, Scope
 
 BN_FORMS = ("as-is", "train", "frozen")
 DROPOUT_FORMS = ("as-is", "on", "off")

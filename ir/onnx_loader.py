@@ -22,10 +22,12 @@ from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx_batch import with_batch
 from rematplan.ir.onnx_control import captured, without_subgraphs
+from rematplan.ir.onnx_draft import Array, Declared, Draft
 from rematplan.ir.onnx_forms import Forms, in_form
 from rematplan.ir.onnx_origins import Evidence
-from rematplan.ir.onnx_reader import Array, Declared, Draft, read_onnx, read_proto
+from rematplan.ir.onnx_reader import read_onnx, read_proto
 from rematplan.ir.onnx_ties import untangled
 
 MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
@@ -38,7 +40,8 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
     Args:
         path: the file; external data are looked for beside it and read when a weight is loaded.
-        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any that is not fixed.
+        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any that is not fixed. Where no dimension
+            is symbolic, ``batch`` is the first one of the inputs, which the file fixes.
         forms: batch norm and dropout in training or inference form, where not as the file has them.
 
     Raises:
@@ -68,7 +71,8 @@ def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int
 
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
-    inputs, bound = _bind(draft.inputs, dims)
+    declared, dims, batch = with_batch(draft.inputs, dims)
+    inputs, bound = _bind(declared, dims)
     draft, unrolled = without_subgraphs(replace(draft, nodes=_sorted(draft)), inputs, bound)
     draft, untied = untangled(draft)
     draft, formed = in_form(draft, forms)
@@ -86,6 +90,7 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
         weights=weights,
         nodes=_silenced(nodes, outputs),
         notes=(*unrolled, *untied, *formed, *_notes(draft, weights, nodes)),
+        batch=batch,
     )
 
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,79 +25,13 @@ import onnx_ir.passes.common as onnx_passes
 from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Attribute, Node
 from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors
+from rematplan.ir.onnx_draft import Array, Body, Declared, Draft, Origin, Scope
+from rematplan.ir.onnx_shapes import inferred_shapes
 
 MAX_METADATA = 1 << 16  # characters of one entry
 MAX_DEPTH = 50  # of subgraphs in subgraphs
 
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of, we refuse in our own words
-
-Dim = int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A graph input or output as declared; a dimension is an int, a symbol or None. No rank: no ``shape``."""
-
-    name: str
-    dtype: str
-    shape: tuple[Dim, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """A tensor with its data behind a reader."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    load: Callable[[], np.ndarray] = field(compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What the exporter says of an initialiser: torch.export's kind of input, or what it was folded from."""
-
-    kind: str = ""
-    folded_from: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What the exporter says of a node: the path of the module that ran it, and the operator it stands for."""
-
-    module: str = ""
-    operator: str = ""
-
-
-@dataclass(frozen=True)
-class Body:
-    """A subgraph: a branch of an If, the body of a Loop or Scan. It also reads the values around it."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    initialisers: Mapping[str, Array]
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The file's main graph, functions inlined, before any analysis.
-
-    ``origins`` by initialiser and ``scopes`` by node: what the exporter noted in the file's metadata.
-    ``bodies``: the subgraphs by node and attribute; node names are unique over all of them.
-    ``stated``: the shapes of values within the graph, where the file states them.
-    """
-
-    name: str
-    inputs: tuple[Declared, ...]
-    outputs: tuple[Declared, ...]
-    initialisers: Mapping[str, Array]
-    nodes: tuple[Node, ...]
-    producer: str = ""
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    scopes: Mapping[str, Scope] = field(default_factory=dict)
-    bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)
-    stated: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
 
 
 def read_onnx(path: Path) -> Draft:
@@ -122,7 +56,8 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
         model = onnx_ir.from_proto(proto)
         _pin_function_opsets(model)
         onnx_passes.InlinePass()(model)
-        return replace(_draft(model, path), origins=_origins(proto), producer=proto.producer_name)
+        draft = replace(_draft(model, path), origins=_origins(proto), producer=proto.producer_name)
+        return replace(draft, stated=inferred_shapes(proto, draft))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     except (MemoryError, KeyboardInterrupt):

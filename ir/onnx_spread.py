@@ -17,9 +17,9 @@ import numpy as np
 
 from rematplan.ir import onnx_roles as roles
 from rematplan.ir.graph import Attribute, Node
+from rematplan.ir.onnx_draft import Array, Origin
 from rematplan.ir.onnx_edit import Edit
 from rematplan.ir.onnx_origins import BUFFER, GENERATED, LARGE, Evidence
-from rematplan.ir.onnx_reader import Array, Origin
 
 MAX_ELEMENTS = 1 << 22  # of a tensor that is looked into
 FORBIDDING = -50.0  # what a mask adds at most where it forbids

@@ -23,9 +23,9 @@ import numpy as np
 
 from rematplan.ir import onnx_roles as roles
 from rematplan.ir.graph import Node
+from rematplan.ir.onnx_draft import Array, Draft, Origin, Scope
 from rematplan.ir.onnx_edit import Edit
 from rematplan.ir.onnx_origins import GENERATED, Evidence
-from rematplan.ir.onnx_reader import Array, Draft, Origin, Scope
 from rematplan.ir.onnx_spread import gather_spread
 
 MAX_UNIFORM = 1 << 22  # elements of a weight that is looked at to see whether it is one number throughout

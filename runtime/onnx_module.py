@@ -39,7 +39,7 @@ def torch_name(name: str) -> str:
     Torch forbids dots, which become colons; percent signs and colons are escaped as in a URL.
     """
     safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
-    return f"{safe}%" if not safe or hasattr(nn.Module, safe) or safe in _MODULE_FIELDS else safe
+    return f"{safe}%" if not safe or hasattr(OnnxModule, safe) or safe in _MODULE_FIELDS else safe
 
 
 def onnx_name(name: str) -> str:
@@ -58,6 +58,11 @@ class Instruction:
     """Batch norm in training form: (place of the output, name of the buffer that it replaces)."""
     inner: tuple[Instruction, ...] = ()
     """Of a Gradient: what computes the value that it differentiates, from its inputs."""
+
+    @classmethod
+    def of(cls, node: Node) -> Instruction:
+        """The node alone, none of its inputs being dropped after it."""
+        return cls(node, row_of(node), (), ())
 
 
 class OnnxModule(nn.Module):
@@ -115,7 +120,7 @@ class OnnxModule(nn.Module):
         Raises:
             ModelError: the inputs do not fit, or a node cannot run on them.
         """
-        values = self._start(inputs)
+        values = self.start(inputs)
         updates: dict[str, Tensor] = {}
         self._execute(self.program, values, updates)
         outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
@@ -124,7 +129,8 @@ class OnnxModule(nn.Module):
                 self._weight(buffer).copy_(value)
         return outputs
 
-    def _start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
+    def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
+        """The values that are there before the first node runs, by name."""
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
         given = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
@@ -138,10 +144,7 @@ class OnnxModule(nn.Module):
     ) -> None:
         """Run nodes in order; their results go to ``values``, new contents of buffers to ``updates`` too."""
         for step in program:
-            results = self._run(step, [values[n] if n else None for n in step.node.inputs])
-            for name, result in zip(step.node.outputs, results, strict=False):
-                if name:
-                    values[name] = result
+            results = self.advance(step, values)
             for place, buffer in step.statistics:
                 values[buffer] = updates[buffer] = results[place]
             for name in step.last:
@@ -179,6 +182,14 @@ class OnnxModule(nn.Module):
                 raise
             raise refuse(node, _first_line(error)) from error
         return results if isinstance(results, tuple) else (results,)
+
+    def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
+        """Run one node on ``values`` and put its results there."""
+        results = self._run(step, [values[n] if n else None for n in step.node.inputs])
+        for name, result in zip(step.node.outputs, results, strict=False):
+            if name:
+                values[name] = result
+        return results
 
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
         """What a Gradient node states: the derivatives of ``y``, at the node's inputs, by the first of them."""

@@ -1,0 +1,42 @@
+"""Which of the inputs' dimensions is the batch, and for which size the file's constants were made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rematplan.ir.graph import Batch
+from rematplan.ir.onnx_draft import Declared
+
+NAME = "batch"  # of the dimension, where the file has no name for it
+
+
+def with_batch(
+    inputs: Sequence[Declared], dims: Mapping[str, int]
+) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
+    """The inputs with their batch symbolic, the sizes to bind, and the batch, if it changes its size.
+
+    A file whose inputs are all of fixed shape has a batch too: the first dimension of its first input, and of those
+    inputs that have the same one. ``--dim batch=8`` binds it to another size.
+    """
+    first = next((d for d in inputs if d.shape), None)
+    if first is None or not first.shape:
+        return tuple(inputs), dict(dims), None
+    lead = first.shape[0]
+    if isinstance(lead, int):
+        symbolic = any(not isinstance(n, int) for d in inputs for n in d.shape or ())
+        size = dims.get(NAME)
+        if symbolic or size is None or lead < 1:
+            return tuple(inputs), dict(dims), None
+        changed = [d for d in inputs if d.shape and d.shape[0] == lead]
+        places = tuple((d.name, 0) for d in changed)
+        named = tuple(replace(d, shape=(NAME, *(d.shape or ())[1:])) if d in changed else d for d in inputs)
+        return named, dict(dims), Batch(places, size, lead, True) if size != lead else None
+    places = tuple(
+        (d.name, at)
+        for d in inputs
+        for at, n in enumerate(d.shape or ())
+        if n == lead and (lead is not None or (d is first and at == 0))
+    )
+    size = dims.get(f"{first.name}.0", dims.get(lead or f"{first.name}.0"))
+    return tuple(inputs), dict(dims), Batch(places, size, 1, False) if size is not None and size > 1 else None

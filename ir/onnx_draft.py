@@ -1,0 +1,78 @@
+"""What a file says, as plain data, before any analysis: the types that the loader's steps pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rematplan.ir.graph import Node
+
+Dim = int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A graph input or output as declared; a dimension is an int, a symbol or None. No rank: no ``shape``."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A tensor with its data behind a reader."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the exporter says of an initialiser: torch.export's kind of input, or what it was folded from."""
+
+    kind: str = ""
+    folded_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What the exporter says of a node: the path of the module that ran it, and the operator it stands for."""
+
+    module: str = ""
+    operator: str = ""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A subgraph: a branch of an If, the body of a Loop or Scan. It also reads the values around it."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    initialisers: Mapping[str, Array]
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The file's main graph, functions inlined, before any analysis.
+
+    ``origins`` by initialiser and ``scopes`` by node: what the exporter noted in the file's metadata.
+    ``bodies``: the subgraphs by node and attribute; node names are unique over all of them.
+    ``stated``: the shapes of values within the graph, where the file states them.
+    """
+
+    name: str
+    inputs: tuple[Declared, ...]
+    outputs: tuple[Declared, ...]
+    initialisers: Mapping[str, Array]
+    nodes: tuple[Node, ...]
+    producer: str = ""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    scopes: Mapping[str, Scope] = field(default_factory=dict)
+    bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)
+    stated: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
