@@ -29,6 +29,8 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
         data["inverses"] = [_op_to_json(o) for o in graph.inverses]
     if graph.ordered:
         data["ordered"] = list(graph.ordered)
+    if graph.never_rerun:
+        data["never_rerun"] = list(graph.never_rerun)
     if graph.fixed_split:
         data["fixed_split"] = dict(graph.fixed_split)
     return data
@@ -61,6 +63,7 @@ def problem_from_json(data: object) -> TrainingGraph:
             for i, o in enumerate(_typed(root.get("inverses", []), list, "inverses"))
         ),
         ordered=_names(_typed(root.get("ordered", []), list, "ordered"), "ordered"),
+        never_rerun=_names(_typed(root.get("never_rerun", []), list, "never_rerun"), "never_rerun"),
         fixed_split={_typed(k, str, "fixed_split"): _typed(v, int, "fixed_split") for k, v in split.items()},
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -52,7 +54,8 @@ class TrainingGraph:
     ``ops`` stand in a valid order, the base order. ``inputs`` are resident from start to end (parameters, buffers,
     batch). ``outputs`` must be resident at the end (loss, gradients, new buffers). ``inverses`` are further recipes
     that bring a tensor back from later ones. ``ordered`` names the ops whose *first* runs must keep this order (they
-    draw random numbers, so another order would be another computation).
+    draw random numbers, so another order would be another computation). ``never_rerun`` names the ops that may run
+    only once (they have effects, or their user wants it so).
 
     Raises:
         ProblemError: if the parts do not fit together.
@@ -65,6 +68,7 @@ class TrainingGraph:
     ops: tuple[Op, ...]
     inverses: tuple[Op, ...] = ()
     ordered: tuple[str, ...] = ()
+    never_rerun: tuple[str, ...] = ()
     fixed_split: Mapping[str, int] = field(default_factory=dict)
     """Bytes of ``inputs`` by kind (``parameters``, ``buffers``, ``batch``, ...), for reports. May be empty."""
 
@@ -95,6 +99,13 @@ class TrainingGraph:
     def input_bytes(self) -> int:
         """Bytes resident for the whole step."""
         return sum(self.size[t] for t in self.inputs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that a schedule depends on: names, reads and writes, in order; no sizes, no costs."""
+        rows = [[o.name, o.reads, o.writes, o.phase] for o in (*self.ops, *self.inverses)]
+        parts = [rows, self.inputs, self.outputs, self.ordered, self.never_rerun]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def has_phases(self) -> bool:
@@ -133,9 +144,10 @@ def check(graph: TrainingGraph) -> None:
             if t not in written:
                 raise ProblemError(f"inverse {inverse.name!r}: no op writes {t!r}")
     known = {o.name for o in graph.ops}
-    for name in graph.ordered:
-        if name not in known:
-            raise ProblemError(f"ordered op {name!r} is not among the ops")
+    for what, names in (("ordered", graph.ordered), ("never_rerun", graph.never_rerun)):
+        for name in names:
+            if name not in known:
+                raise ProblemError(f"{what} op {name!r} is not among the ops")
 
 
 def _check_order(graph: TrainingGraph) -> set[str]:

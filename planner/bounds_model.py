@@ -11,6 +11,7 @@ Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the firs
     (hold)    h[t,i+1] ≤ h[t,i] + Σ_{u writes t} x[u,i]
     (first)   x[v,i] = 0 for i < j if bⱼ must precede v; x[bᵢ,i] = 1; Σ_{i<j} x[v,i] ≥ 1 if v must precede bⱼ
     (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
+    (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
     (memory)  Σ m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
 """
 
@@ -154,7 +155,10 @@ class CutProgram:
             self.h[tensor, i] = ONE
 
     def _write_rows(self) -> None:
+        once = set(self.graph.never_rerun)
         for v, op in enumerate(self.order.recipes):
+            if op.name in once:
+                self._row([(self.x[v, i], -1.0) for i in range(self.last + 1)], -1.0)
             if self.deadline[v] <= self.last + 1:
                 self._row([(self.x[v, i], 1.0) for i in range(min(self.deadline[v], self.last + 1))], 1.0)
             for i in range(self.earliest[v], self.last + 1):

@@ -27,7 +27,9 @@ class Optimum:
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
     """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if too many states were
-    met."""
+    met, or some op may never run again (what has run is no part of a state)."""
+    if graph.never_rerun:
+        return None
     names = [t.name for t in graph.tensors if t.name not in set(graph.inputs)]
     bit = {t: 1 << i for i, t in enumerate(names)}
     size = [graph.size[t] for t in names]

@@ -8,6 +8,8 @@ that bring back what it reads; what they need in turn is found by demand, so the
 blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
 waits until it is needed, and no curve of the networks measured got worse by it.)
 
+What ops write that may never run again is kept, whatever the partition says.
+
 Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
 dropped in name but is read before its next run simply stays.
 """
@@ -95,7 +97,7 @@ def lower_to_positions(graph: TrainingGraph, partition: Partition) -> list[int]:
     for i, names in enumerate(partition.blocks):
         for name in names:
             block[id_of[name]] = i
-    kept = set(partition.kept)
+    kept = {*partition.kept, *(t for name in graph.never_rerun for t in graph.op[name].writes)}
     last = len(partition.blocks) - 1
     resident = [
         p < 0 or name in kept or out or (ix.forward[p] and block[p] == last)

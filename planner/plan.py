@@ -24,7 +24,8 @@ class Plan:
 
     ``budget``: bytes, or None for a plan that was made without one. ``lower_bound``: a proven floor of the overhead of
     *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` only when the gap is closed.
-    ``blocks``: for block strategies, the ops of each block V₁..V_k.
+    ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``: the problem's
+    (`TrainingGraph.fingerprint`), where it was noted.
     """
 
     problem: str
@@ -35,6 +36,7 @@ class Plan:
     lower_bound: float | None = None
     status: Status = "feasible"
     blocks: tuple[tuple[str, ...], ...] | None = None
+    fingerprint: str = ""
 
     @property
     def gap(self) -> float | None:
@@ -72,17 +74,28 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "lower_bound": plan.lower_bound,
         "reruns": e.reruns,
         "steps": [["run", s.op] if isinstance(s, Run) else ["free", s.tensor] for s in plan.schedule],
-    } | ({"blocks": [list(b) for b in plan.blocks]} if plan.blocks is not None else {})
+    } | {
+        key: value
+        for key, value in (("blocks", plan.blocks), ("fingerprint", plan.fingerprint))
+        if value  # what a plan has not is left out
+    }
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     """The plan that plain JSON data states for a problem, priced anew by the simulator.
 
     Raises:
-        ProblemError: not of the format, not a valid schedule of this problem, or over its own budget.
+        ProblemError: not of the format, made for another problem, not a valid schedule of this one, or over its own
+            budget.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
+    fingerprint = str(data.get("fingerprint", ""))
+    if fingerprint not in ("", graph.fingerprint):
+        raise ProblemError(
+            f"made for another graph than {graph.name!r} (fingerprint {fingerprint[:12]}, not "
+            f"{graph.fingerprint[:12]}): another model, mode, version of PyTorch or set of constraints"
+        )
     try:
         schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])
         plan = Plan(
@@ -94,6 +107,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             lower_bound=None if data["lower_bound"] is None else float(data["lower_bound"]),
             status="optimal" if data["status"] == "optimal" else "feasible",
             blocks=tuple(tuple(b) for b in data["blocks"]) if "blocks" in data else None,
+            fingerprint=fingerprint,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None

@@ -249,6 +249,8 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
         if reader < 0:
             break
         op = a_maker(P, S, t)
+        if is_spent(P, S, op):
+            continue
         gain = (
             -S.value[PRICE] * price(S.mem, S.cap, end + 1, S.links.slot[reader] - 1, -P.size[t]) - P.cost[op]
         )
@@ -301,10 +303,10 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
             producer = a_maker(P, S, t)
             server = copy_before(P.flow, S.links, t, slot)
             if server < 0:
-                length, cost = insist(S, producer, length, cost)
+                length, cost = insist(P, S, producer, length, cost)
                 continue
             end = end_of(P.flow, S.links, t, server, -1)
-            if end >= slot:
+            if end >= slot or is_spent(P, S, producer):
                 continue
             if greedy:
                 holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
@@ -344,9 +346,15 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 
 @kernel
-def insist(S: State, op: int, length: int, cost: float) -> tuple[int, float]:
+def is_spent(P: Problem, S: State, op: int) -> bool:
+    """Whether an op runs already that may run only once."""
+    return bool(P.once[op] > 0 and S.runs[op] > 0)
+
+
+@kernel
+def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
     """Add an op to ``S.chain`` that it cannot do without: nothing has made the tensor by then."""
-    if length >= CHAIN:
+    if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
     S.chain[length] = op
     S.stamp[op] = 1

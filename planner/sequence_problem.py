@@ -111,6 +111,7 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
     percent = 100.0 / graph.base_cost if graph.base_cost else 0.0
     base = {op.name for op in graph.ops}
     ordered = base if keep_order else set(graph.ordered)
+    once = set(graph.never_rerun)
     return Problem(
         *_rows(reads),
         *_rows(writes),
@@ -120,6 +121,7 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
             producer=np.array([row[0] if len(row) == 1 else -1 for row in makers], dtype=np.int64),
         ),
         least=np.array([*known.least, 1], dtype=np.int64),
+        once=np.array([int(op.name in once) for op in ops] + [1], dtype=np.int64),
         several=any(len(row) > 1 for row in makers),
         size=size,
         cost=np.array([op.cost * percent for op in ops] + [0.0]),

@@ -69,8 +69,8 @@ class Problem(NamedTuple):
 
     ``x_at[i]:x_at[i + 1]`` are the places of row i in ``x``. ``cost`` is in percent of the base cost.
     ``several``: whether any tensor has several makers. ``least``: the runs that an op must keep, 1 or, where
-    others can make what it makes, 0. ``before`` and ``after``: the neighbours of an op among those whose first
-    runs must keep their order, or -1.
+    others can make what it makes, 0. ``once``: 1 for ops that may not run again. ``before`` and ``after``: the
+    neighbours of an op among those whose first runs must keep their order, or -1.
     """
 
     reads_at: Ints
@@ -79,6 +79,7 @@ class Problem(NamedTuple):
     writes: Ints
     flow: Flow
     least: Ints
+    once: Ints
     several: bool
     size: Floats
     cost: Floats

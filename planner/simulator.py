@@ -29,9 +29,10 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
     """Replay a schedule.
 
     Raises:
-        ProblemError: a step reads or frees what is not resident, writes or frees an input, or an output is lost.
+        ProblemError: a step reads or frees what is not resident, writes or frees an input, runs again what may not, or
+            an output is lost.
     """
-    size, recipes, inputs = graph.size, graph.op, set(graph.inputs)
+    size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)
     held = graph.input_bytes
     peak, peak_at = held, -1
@@ -55,6 +56,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
                 peak, peak_at = held + op.workspace, at
             costs.append(op.cost)
             runs[step.op] = runs.get(step.op, 0) + 1
+            if runs[step.op] > 1 and step.op in once:
+                raise ProblemError(f"step {at}: {step.op!r} runs again, which it never may")
         else:
             t = step.tensor
             if t not in resident or t in inputs:

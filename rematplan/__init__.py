@@ -28,18 +28,22 @@ if TYPE_CHECKING:
         problem,
         run_step,
     )
+    from rematplan.compile_backend import backend
     from rematplan.drop_in import plan_module
+    from rematplan.planner.plan import Plan, save_plan
 
 __all__ = [
     "InfeasibleBudget",
     "LoadedStep",
     "ModelError",
+    "Plan",
     "ProblemError",
     "RematplanError",
     "Sizes",
     "StepReport",
     "TrainingGraph",
     "UsageError",
+    "backend",
     "curves",
     "load_problem",
     "load_step",
@@ -48,10 +52,11 @@ __all__ = [
     "plan_module",
     "problem",
     "run_step",
+    "save_plan",
     "save_problem",
 ]
 
-# Where the names that need torch stand: it takes seconds to import, and a problem file is planned without it.
+# Where the names that need torch or numba stand: they take seconds to import, and not all that imports this needs them.
 _HOMES = {
     **dict.fromkeys(
         (
@@ -67,7 +72,10 @@ _HOMES = {
         ),
         "rematplan.api",
     ),
+    "backend": "rematplan.compile_backend",
     "plan_module": "rematplan.drop_in",
+    "Plan": "rematplan.planner.plan",
+    "save_plan": "rematplan.planner.plan",
 }
 
 

@@ -15,14 +15,15 @@ from rematplan.ir.graph import Graph, Value
 from rematplan.ir.onnx_forms import Forms
 from rematplan.ir.onnx_loader import load_onnx
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.planner.inversion_error import with_anchors, worst_error
+from rematplan.planner.inversion_error import worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Progress, silent
+from rematplan.pricing import priced
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.loss import WithLoss, with_loss
@@ -30,8 +31,6 @@ from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_batch import rebatched
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_values import torch_dtype
-from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import CallCost, training_graph
 from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.weightless import is_weightless, without_data
@@ -49,7 +48,6 @@ __all__ = [
     "run_step",
 ]
 
-COSTS = ("roofline", "profile")
 MOST_REFUSALS = 5
 
 
@@ -218,29 +216,12 @@ def problem(
 ) -> TrainingGraph:
     """The planning problem of a step.
 
-    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile``
-    measures time and workspace of each distinct op on the present device. ``max_inversion_error``: the largest relative
-    error that a tensor may have when an inverse brings it back (`with_anchors`); by default what fits its type.
+    ``costs``, ``device``, ``max_inversion_error``: see `rematplan.pricing.priced`.
 
     Raises:
-        UsageError: unknown costs or device model, an error that is not positive.
+        UsageError: unknown costs or device model, or a profile that lacks an op of the step.
     """
     return priced(loaded.step, costs, device, progress, max_inversion_error)
-
-
-def priced(
-    step: CapturedStep,
-    costs: str,
-    device: str = DEFAULT_DEVICE_MODEL,
-    progress: Progress = silent,
-    max_inversion_error: float | None = None,
-) -> TrainingGraph:
-    """`problem`, of a captured step without its module."""
-    if costs not in COSTS:
-        raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}")
-    profiled = costs == "profile"
-    known = profile_costs(step, progress) if profiled else roofline_costs(step, device_model(device))
-    return with_anchors(training_graph(step, known), max_inversion_error)
 
 
 def plan(

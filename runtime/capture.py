@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,20 +16,25 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.joint_graph import read_joint_graph
+from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
 
 
-def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> CapturedStep:
+def capture(
+    module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: nn.Module | None = None
+) -> CapturedStep:
     """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
 
     No output may be a view of an input, of a parameter or of another output.
 
-    The module's parameters, buffers, gradients and random state are left as they are.
+    The module's parameters, buffers, gradients and random state are left as they are. ``root``: the part of it from
+    which on the calls' modules are named; by default all of it.
 
     Raises:
         ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
@@ -38,7 +43,13 @@ def capture(module: nn.Module, batch: Sequence[torch.Tensor], name: str) -> Capt
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with ExitStack() as stack, warnings.catch_warnings(), native_kernels(), quiet():
+        with (
+            ExitStack() as stack,
+            warnings.catch_warnings(),
+            native_kernels(),
+            quiet(),
+            _annotated(root or module),
+        ):
             warnings.simplefilter("ignore")
             untied = _Untied(module)
             try:
@@ -65,6 +76,30 @@ def _as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _annotated(module: nn.Module) -> Iterator[None]:
+    """A block in which the tracer notes for each op the innermost submodule whose forward makes it."""
+    names = {id(m): name for name, m in module.named_modules()}
+    open_: list[Any] = []
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        name = names.get(id(module))
+        open_.append(nullcontext() if name is None else annotate({MODULE: name}))
+        open_[-1].__enter__()
+
+    def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+        open_.pop().__exit__(None, None, None)
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        with preserve_node_meta():
+            yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 class _Untied(nn.Module):

@@ -40,6 +40,7 @@ class Call:
 
     ``is_view``: every result shares the storage of an argument, so that it costs nothing and makes nothing.
     ``seeded``: it draws from the random number generator, whose state must be replayed when it runs again.
+    ``module``: the name of the innermost module whose forward, or its backward, it belongs to.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Call:
     is_view: bool
     seeded: bool
     backward: bool
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
 
 def compile_halves(step: CapturedStep, schedule: Schedule) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
-    a tangent (`planned_module.turning_schedule`).
+    a tangent (`turn.turning_problem`).
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.

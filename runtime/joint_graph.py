@@ -25,48 +25,100 @@ from rematplan.runtime.captured_step import (
 )
 
 # Calls whose result is their argument once autograd no longer looks.
+MODULE = "rematplan.module"
+"""The key under which a node's annotations name the module that it belongs to."""
+
+COPY = torch.ops.aten.copy_.default
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def read_joint_graph(module: fx.GraphModule, names: Mapping[str, str], name: str) -> CapturedStep:
-    """The step that a joint graph states. ``names``: of parameters and buffers, by what the tracer calls them.
+    """The step that a joint graph of a module states. ``names``: of parameters and buffers, by what the tracer calls
+    them.
 
     Raises:
         ModelError: no output depends on what is trained, or the model changes an input in place.
     """
-    return _Reader(module, names).read(name)
+    return without_dead_calls(with_phases(_with_own_outputs(_Reader(module, _OfModule(names)).read(name))))
+
+
+def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
+    """The step that a joint graph states that knows nothing of modules, as a partitioner gets it.
+
+    All inputs are a batch, all outputs (the first ``early``) and gradients (the rest) go by their position.
+
+    Raises:
+        ModelError: shapes are symbolic, or an op changes its arguments.
+    """
+    return without_dead_calls(with_phases(_Reader(module, _Flat(module, early)).read(name)))
+
+
+class _OfModule:
+    """Inputs and outputs as the tracer of a module describes them."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        del at
+        kind, target = _describe_input(node.meta["desc"])
+        return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        del at
+        found = _describe_output(description)
+        if found is None:
+            return None
+        kind, target = found
+        return kind, self.names.get(target, target) if kind in ("gradient", "buffer") else target
+
+
+class _Flat:
+    """Inputs and outputs by their position. Inputs that are given new content count as buffers."""
+
+    def __init__(self, module: fx.GraphModule, early: int) -> None:
+        self.early = early
+        self.renewed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=COPY)}
+        described = module.graph.find_nodes(op="output")[0].meta.get("desc") or ()
+        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == "InputMutationAOTOutput"}
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        if "tangents" in node.name:
+            return "tangent", str(at)
+        return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        del description
+        return ("output", str(at)) if at < self.early else ("input gradient", str(at - self.early))
 
 
 class _Reader:
     """Reads one joint fx graph into a `CapturedStep`."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[str, str]) -> None:
-        self.module, self.names = (
-            module,
-            names,
-        )  # names: of parameters and buffers, by what the tracer calls them
+    def __init__(self, module: fx.GraphModule, describe: _OfModule | _Flat) -> None:
+        self.module, self.describe = module, describe
         self.values: dict[str, Value] = {}
         self.calls: list[Call] = []
         self.inputs: list[StepInput] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.item: dict[tuple[str, int], str] = {}  # (call, position) → value name
         self.alias: dict[str, str] = {}  # fx name → value name
+        self.renewed: list[StepOutput] = []  # inputs' new content, where the graph copies it into them
         self.storages: dict[int, str] = {}  # address of a fake's storage → its name
 
     def read(self, name: str) -> CapturedStep:
         graph = self.module.graph
-        for node in graph.nodes:
+        for at, node in enumerate(graph.nodes):
             if node.op == "placeholder":
-                self._placeholder(node)
+                self._placeholder(node, at)
             elif node.op == "get_attr":
                 self._constant(node)
             elif node.op == "call_function":
                 self._call(node)
         outputs = self._outputs(graph.find_nodes(op="output")[0])
-        step = CapturedStep(
+        return CapturedStep(
             name, tuple(self.inputs), outputs, tuple(self.calls), dict(self.values), dict(self.constants)
         )
-        return without_dead_calls(with_phases(_with_own_outputs(step)))
 
     def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
         # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
@@ -74,11 +126,12 @@ class _Reader:
         self.values[name] = value = Value(name, storage, call, fake)
         return value
 
-    def _placeholder(self, node: fx.Node) -> None:
+    def _placeholder(self, node: fx.Node, at: int) -> None:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            raise ModelError("a size is symbolic; plans are for fixed shapes: compile with dynamic=False")
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            return
-        kind, target = _describe_input(node.meta["desc"])
-        target = self.names.get(target, target) if kind in ("parameter", "buffer") else target
+            raise ModelError(f"input {node.name} is no tensor")
+        kind, target = self.describe.input(node, at)
         self._value(node.name, node.meta["val"], None)
         self.inputs.append(StepInput(kind, target, node.name))
 
@@ -98,6 +151,11 @@ class _Reader:
         if node.target in SAME:
             self.alias[node.name] = self._refs(node.args[0]).value
             return
+        if node.target is COPY and self._renews(node):
+            return
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise ModelError(f"{node.target} changes its arguments, and so cannot be planned")
         args, kwargs = self._refs(node.args), self._refs(node.kwargs)
         read = {self.values[r.value].storage for r in refs((args, kwargs))}
         val = node.meta["val"]
@@ -130,8 +188,18 @@ class _Reader:
                 is_view=is_view,
                 seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
                 backward=False,
+                module=_module_of(node),
             )
         )
+
+    def _renews(self, node: fx.Node) -> bool:
+        """Whether a copy gives an input new content, which then is an output of the step."""
+        targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
+        place, value = (self._refs(a).value for a in node.args[:2])
+        if place in targets:
+            self.renewed.append(StepOutput("buffer", targets[place], value))
+            self.alias[node.name] = value
+        return place in targets
 
     def _refs(self, args: Any) -> Any:
         if isinstance(args, fx.Node):
@@ -145,15 +213,23 @@ class _Reader:
     def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
         outputs = []
         results: Any = node.args[0]
-        for result, description in zip(results, node.meta["desc"], strict=True):
-            found = _describe_output(description)
+        descriptions = node.meta.get("desc") or [None] * len(results)
+        for at, (result, description) in enumerate(zip(results, descriptions, strict=True)):
+            found = self.describe.output(at, description)
             if isinstance(result, fx.Node) and found:
-                kind, target = found
-                target = self.names.get(target, target) if kind in ("gradient", "buffer") else target
-                outputs.append(StepOutput(kind, target, self.alias.get(result.name, result.name)))
+                outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
             raise ModelError("nothing that the model gives depends on a trainable parameter")
-        return tuple(outputs)
+        return (*outputs, *self.renewed)
+
+
+def _module_of(node: fx.Node) -> str:
+    """The module that a node belongs to, from our own annotation or from TorchDynamo's."""
+    own = (node.meta.get("custom") or {}).get(MODULE)
+    if own is not None:
+        return str(own)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return re.sub(r"^L\['\w+'\]\.?", "", str(stack[-1][0])) if stack else ""
 
 
 def _draws(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ way it is called (shapes, types, modes, autocast), when it is first called so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rematplan.ir import ModelError, TrainingGraph
+from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import Schedule, before_turn, runs_of, with_frees
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import compile_halves, named_tensors
+from rematplan.runtime.executor import compile_halves
 from rematplan.runtime.planned_function import CompiledPlan
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
-"""Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan's
-schedule must run all outputs before anything that needs a tangent."""
+"""Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan
+is a schedule of its `turn.turning_problem`."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +109,30 @@ class _Runner:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         wanted = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
         if not (torch.is_grad_enabled() and wanted):
-            return self.model(*args, **kwargs)
-        way = self._way(leaves, spec, tensors)
-        flat = iter(way.compiled(named_tensors(self.model), tensors))
+            return self.model.forward(*args, **kwargs)  # the hooks of a call are the planned module's to run
+        named, modes = _state(self.model)
+        way = self._way(leaves, spec, tensors, named, modes)
+        flat = iter(way.compiled(named, tensors))
         return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._way(leaves, spec, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._way(
+            leaves, spec, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], *_state(self.model)
+        )
 
-    def _way(self, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[torch.Tensor]) -> _Way:
-        key = self._key(leaves, spec)
+    def _way(
+        self,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        tensors: list[torch.Tensor],
+        named: Mapping[str, torch.Tensor],
+        modes: tuple[bool, ...],
+    ) -> _Way:
+        casts = tuple(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST
+        )
+        key = (tuple(map(_describe, leaves)), spec, tuple(map(_describe, named.values())), modes, casts)
         if key not in self.ways:
             if self.ways and not self.dynamic:
                 raise ModelError(
@@ -131,26 +143,42 @@ class _Runner:
         self.last = self.ways[key]
         return self.last
 
-    def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        described = tuple(_describe(leaf) for leaf in leaves)
-        state = tuple(_describe(t) for t in (*self.model.parameters(), *self.model.buffers()))
-        modes = tuple(m.training for m in self.model.modules())
-        casts = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-        )
-        return described, spec, state, modes, casts
-
     def _compile(self, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[torch.Tensor]) -> _Way:
         flat = _Flat(self.model, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        step = capture(flat, batch, type(self.model).__name__)
+        step = capture(flat, batch, type(self.model).__name__, self.model)
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, compile_halves(step, plan.schedule))
         return _Way(plan, compiled, flat.outputs, tuple(flat.constants))
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[bool, ...]]:
+    """Parameters and buffers by name, each once, by the name that ``named_parameters`` gives them; and the modules'
+    modes. In one pass: it is made at every call."""
+    named: dict[str, torch.Tensor] = {}
+    modes: list[bool] = []
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        modes.append(module.training)
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    named[prefix + name] = tensor
+        children = reversed(module._modules.items())
+        waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+    return named, tuple(modes)
 
 
 def _describe(leaf: Any) -> Any:
@@ -174,7 +202,7 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        flat, self.outputs = pytree.tree_flatten(self.model(*args, **kwargs))
+        flat, self.outputs = pytree.tree_flatten(self.model.forward(*args, **kwargs))
         self.constants = [_TENSOR if isinstance(o, torch.Tensor) else o for o in flat]
         taken = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         results = []
@@ -184,13 +212,3 @@ class _Flat(nn.Module):
                 results.append(output.clone() if output._is_view() or id(output) in taken else output)
                 taken.add(id(output))
         return tuple(results)
-
-
-def turning_schedule(step: CapturedStep, graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """The schedule with all outputs and new buffers resident at the turn from forward to backward, where they leave.
-
-    What of them a plan would make later is made before the turn; what it would drop and make again is held.
-    """
-    early = [step.values[o.value].storage for o in step.outputs if o.kind in ("output", "buffer")]
-    runs, turn = before_turn(graph, runs_of(schedule), early, step.after_turn)
-    return with_frees(graph, runs, turn, early)

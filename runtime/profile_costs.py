@@ -173,13 +173,16 @@ class _Arguments:
         return pool.repeat(-(-n // len(pool)))[:n].clone().to(device)
 
 
+def device_name(device: torch.device) -> str:
+    """The device as people name it; of a CPU, with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
+
+
 def _machine(device: torch.device) -> str:
     """What the timings hold for: the device, PyTorch and the number of threads."""
-    if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
-    else:
-        what = f"{_cpu_name()}-{torch.get_num_threads()}-threads"
-    parts = (what, torch.__version__, f"v{_CACHE_VERSION}")
+    parts = (device_name(device), torch.__version__, f"v{_CACHE_VERSION}")
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.source import Source, add_model, load
+from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import UsageError
 from rematplan.ir.formats import write_whole
 from rematplan.planner.plan import Plan
@@ -57,6 +57,7 @@ class TradeOff:
 def add(parser: argparse.ArgumentParser) -> None:
     """Model or problem, strategies, budgets, files."""
     add_model(parser, problem_file=True)
+    add_costs(parser)
     parser.add_argument(
         "--strategy",
         action="append",

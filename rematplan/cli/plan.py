@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
-from rematplan.cli.source import Source, add_model, load
+from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import TrainingGraph, save_problem
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan, save_plan
@@ -26,17 +27,18 @@ from rematplan.tables import pairs_table, plan_table, split_for_people, split_ta
 def add(parser: argparse.ArgumentParser) -> None:
     """Model or problem, budget, strategy, files."""
     add_model(parser, problem_file=True)
+    add_costs(parser)
     add_budget(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
     parser.add_argument("--problem-out", type=Path, metavar="PROBLEM.json", help="write the planning problem")
     add_strategy_options(parser)
 
 
-def add_budget(parser: argparse.ArgumentParser) -> None:
+def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Budget and strategy."""
     parser.add_argument(
         "--budget",
-        required=True,
+        required=required,
         metavar="SIZE",
         help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, bytes, "
         "or min for the least the strategy can reach",
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     plan = plan_for(source.graph, base, args, out)
     seconds = time.perf_counter() - start
     if args.output:
-        save_plan(plan, args.output)
+        save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
     out.show(*source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base))
     if parse_budget(args.budget).kind == "min":
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))

@@ -62,6 +62,10 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
     parser.add_argument(
         "--dropout", metavar="FORM", help="dropouts of an ONNX file: as-is (default), on or off"
     )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """What ops cost."""
     parser.add_argument(
         "--inverses",
         action="store_true",
@@ -79,7 +83,7 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
         "--costs",
         metavar="KIND",
         help="profile: time and workspace of each op, measured on this machine and kept (default); "
-        "roofline: from a device model, without workspace",
+        "roofline: from a device model, without workspace; FILE.json: measured elsewhere by `rematplan profile`",
     )
     parser.add_argument(
         "--device-model",
@@ -109,29 +113,42 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
-    from rematplan import api  # here, so that problem files are planned without waiting for torch
-
-    if args.device_model is not None and args.costs == PROFILE:
-        raise UsageError("--device-model goes with --costs roofline, not with profile")
+    if args.device_model is not None and args.costs not in (None, ROOFLINE):
+        raise UsageError("--device-model goes with --costs roofline, not with measured costs")
     costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
     strategy = getattr(args, "strategy", None) or ()
     reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
+    loaded = load_model(
+        args, out, weightless=costs != PROFILE and not runs, inverses=args.inverses or reversible
+    )
+    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    if reversible and not source.graph.inverses:
+        why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
+        raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
+    return source
+
+
+def load_model(
+    args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
+) -> LoadedStep:
+    """The captured step of the MODEL that the arguments name; ``weightless`` and ``inverses`` as for `api.load_step`.
+
+    Raises:
+        RematplanError: the model cannot be read.
+    """
+    from rematplan import api  # here, so that problem files are planned without waiting for torch
+
     with out.progress("capturing the training step"), zoo_errors():
-        loaded = api.load_step(
+        return api.load_step(
             args.model,
             sizes=api.Sizes(**given_sizes(args)),
             dims=dimensions(args.dim or ()),
             loss=args.loss,
             bn=args.bn or "as-is",
             dropout=args.dropout or "as-is",
-            weightless=costs == ROOFLINE and not runs,
-            inverses=args.inverses or reversible,
+            weightless=weightless,
+            inverses=inverses,
         )
-    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
-    if reversible and not source.graph.inverses:
-        why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
-        raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
-    return source
 
 
 def price(

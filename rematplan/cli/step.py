@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.source import add_model, load
-from rematplan.planner.plan import Plan
+from rematplan.cli.source import add_costs, add_model, load
+from rematplan.ir import UsageError
+from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.tables import plan_table, split_table, step_table
 
@@ -22,9 +24,13 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, budget, strategy, steps."""
+    """Model, budget and strategy or a plan file, steps."""
     add_model(parser, problem_file=False)
-    add_budget(parser)
+    add_costs(parser)
+    add_budget(parser, required=False)
+    parser.add_argument(
+        "--plan", type=Path, metavar="PLAN.json", help="run this plan of the same model, in place of planning"
+    )
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")
     parser.add_argument(
         "--verify",
@@ -37,12 +43,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Plan, run, measure; exit status 1 if the verification finds a difference."""
-    parse_budget(args.budget)
+    if (args.budget is None) == (args.plan is None):
+        raise UsageError("state either a --budget or a --plan file")
+    if args.budget is not None:
+        parse_budget(args.budget)
     one_strategy(args)
     source = load(args, out, runs=True)
     assert source.loaded is not None
     base = no_recompute(source.graph)
-    plan = plan_for(source.graph, base, args, out)
+    plan = load_plan(args.plan, source.graph) if args.plan else plan_for(source.graph, base, args, out)
     out.show(*source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base))
     report = run_plan(source.loaded, plan, out, args.steps, args.verify)
     out.data(plan_document(source, plan, base) | step_document(report))

@@ -1,27 +1,86 @@
-"""One of two processes of `test_distributed`: trains a model plainly and as planned, both under DDP, and compares.
+"""One of two processes of `test_distributed`: trains a model plainly and as planned, both in parallel, and compares.
 
-usage: distributed_worker.py RANK RENDEZVOUS_FILE
+usage: distributed_worker.py HOW RANK RENDEZVOUS_FILE
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 from rematplan.models import build
 
 STEPS = 20
+SETTINGS = {"budget": "92%", "strategy": "approx_dp", "costs": "roofline"}
 
 
-def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-    parallel = DistributedDataParallel(model, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def resnet(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
+    """A network that is planned whole."""
+    x = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(0)
+    model = build("resnet18", image=64, width=8, classes=10)
+    return (rematplan.plan_module(model, (x,), **SETTINGS) if planned else model), x
+
+
+def units(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
+    """A network of which each unit is planned."""
+    x = torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Block(), Block(), Block()) for _ in range(3)), nn.Linear(32, 10))
+    for at in range(3) if planned else ():
+        model[at] = rematplan.plan_module(model[at], (x.clone().requires_grad_(),), **SETTINGS)
+    return model, x
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """A copy of the weights in each process."""
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """A part of the weights in each process, gathered before the forward."""
+    return fully_shard(model)
+
+
+def sharded_units(model: nn.Module) -> nn.Module:
+    """The same unit by unit; each gathers its weights again before its backward."""
+    for unit in model[:-1]:  # type: ignore[index]
+        fully_shard(unit, reshard_after_forward=True)
+    return fully_shard(model)
+
+
+HOW: dict[
+    str, tuple[Callable[[bool, int], tuple[nn.Module, torch.Tensor]], Callable[[nn.Module], nn.Module]]
+] = {
+    "data_parallel": (resnet, data_parallel),
+    "sharded": (resnet, sharded),
+    "sharded_units": (units, sharded_units),
+}
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[float]:
+    """Losses of some steps of gradient descent."""
+    y = torch.arange(len(x)) % 10
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(parallel(x), y)
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -29,24 +88,18 @@ def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
 
 
 def main() -> None:
-    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+    """Train both; say so if they end equal."""
+    how, rank, rendezvous = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    x = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(rank))
-    y = torch.arange(8)
-    torch.manual_seed(0)
-    plain = build("resnet18", image=64, width=8, classes=10)
-    torch.manual_seed(0)
-    planned = rematplan.plan_module(
-        build("resnet18", image=64, width=8, classes=10),
-        (x,),
-        budget="85%",
-        strategy="approx_dp",
-        costs="roofline",
-    )
-    assert planned.plan.estimate.reruns > 0
-    assert train(plain, x, y) == train(planned, x, y)
-    assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
+    make, parallel = HOW[how]
+    (plain, x), (planned, _) = make(False, rank), make(True, rank)
+    plans = [m.plan for m in planned.modules() if hasattr(m, "plans")]
+    assert plans
+    assert all(plan.estimate.reruns > 0 for plan in plans)
+    assert train(parallel(plain), x) == train(parallel(planned), x)
+    local = [[getattr(t, "_local_tensor", t) for t in m.state_dict().values()] for m in (plain, planned)]
+    assert all(map(torch.equal, *local))
     distributed.destroy_process_group()
     print("equal")
 

@@ -1,16 +1,19 @@
-"""A planned module under DistributedDataParallel, over gloo between two processes."""
+"""Planned modules under DistributedDataParallel and FSDP2, over gloo between two processes."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
-def test_twenty_steps_in_two_processes_have_equal_losses_and_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["data_parallel", "sharded", "sharded_units"])
+def test_twenty_steps_in_two_processes_have_equal_losses_and_weights(how: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(tmp_path / "rendezvous")],
+            [sys.executable, str(WORKER), how, str(rank), str(tmp_path / "rendezvous")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -268,3 +268,15 @@ def test_a_copy_has_its_own_weights_and_the_same_plans() -> None:
     assert same_grads(twin, plain)
     assert len(twin.plans) == 1
     assert grads(planned) == {}
+
+
+def test_hooks_of_the_module_run_once_a_call() -> None:
+    planned, _ = planned_and_plain()
+    seen: list[str] = []
+    planned.register_forward_pre_hook(lambda _m, _a: seen.append("before"))
+    planned.register_forward_hook(lambda _m, _a, _o: seen.append("after"))
+    planned(images())
+    planned(images(3))  # a plan is made on the way
+    with torch.no_grad():
+        planned(images())
+    assert seen == ["before", "after"] * 3

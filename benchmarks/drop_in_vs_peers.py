@@ -1,0 +1,217 @@
+"""`plan_module` against what PyTorch itself offers for memory, in turn in one process.
+
+usage: python benchmarks/drop_in_vs_peers.py [NAME ...] [--rounds 5] [--time-limit 20]
+
+For each peer the measured peak (everything held: parameters, buffers, batch, activations, gradients, workspaces) and
+the least step time as a ratio to eager's; and beside it a plan whose budget is that peak. Also a plan without a limit.
+
+Peers: `torch.utils.checkpoint` per block; `checkpoint_sequential` over a network's sequence of blocks, √n segments;
+selective checkpointing per block that saves products, convolutions and attention; `activation_memory_budget`, by the
+min-cut partitioner without a compiler behind it. Checkpointing runs batch norm twice and so updates its statistics
+twice; the plans do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, show_bytes
+from rematplan.models import build, example_inputs
+from rematplan.models.resnet import Residual
+from rematplan.models.transformer import Block
+from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+
+CPU = torch.device("cpu")
+ATEN = torch.ops.aten
+DEAR = {
+    ATEN.mm.default,
+    ATEN.bmm.default,
+    ATEN.addmm.default,
+    ATEN.convolution.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""What selective checkpointing saves."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network of the zoo and its sizes. ``block``: the class of the modules that are checkpointed. ``sequence``: the
+    name of its sequence of blocks, if it has one."""
+
+    name: str
+    network: str
+    sizes: Mapping[str, int]
+    block: type[nn.Module]
+    sequence: str | None = None
+
+
+CASES = {
+    c.name: c
+    for c in (
+        Case("unet", "unet", {"batch": 2, "image": 192, "width": 32}, nn.Sequential),
+        Case("resnet50", "resnet50", {"batch": 8, "image": 224}, Residual, "stages"),
+        Case(
+            "gpt6",
+            "gpt12",
+            {"batch": 2, "tokens": 512, "depth": 6, "width": 768, "vocabulary": 8192},
+            Block,
+            "blocks",
+        ),
+        Case(
+            "gpt24",
+            "gpt24",
+            {"batch": 4, "tokens": 256, "depth": 24, "width": 128, "vocabulary": 1024},
+            Block,
+            "blocks",
+        ),
+        Case("vit_s", "vit_s", {"batch": 4, "image": 224}, Block, "blocks"),
+    )
+}
+
+
+def network(case: Case) -> nn.Module:
+    """The network, its weights from a fixed seed."""
+    torch.manual_seed(0)
+    return build(case.network, **{k: v for k, v in case.sizes.items() if k != "batch"})
+
+
+def checkpointed(case: Case, **options: Any) -> nn.Module:
+    """The network with every block under `torch.utils.checkpoint`."""
+    model = network(case)
+    for block in [m for m in model.modules() if isinstance(m, case.block)]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+    return model
+
+
+def saving(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Save what is dear, recompute the rest."""
+    return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(case: Case) -> nn.Module:
+    """Every block under selective checkpointing."""
+    return checkpointed(case, context_fn=partial(create_selective_checkpoint_contexts, saving))
+
+
+def in_sequence(case: Case) -> nn.Module:
+    """The sequence of blocks under `checkpoint_sequential`."""
+    model = network(case)
+    sequence = getattr(model, case.sequence or "")
+    segments = max(2, round(math.sqrt(len(sequence))))
+    blocks = list(sequence)
+    sequence.forward = lambda x: checkpoint_sequential(blocks, segments, x, use_reentrant=False)
+    return model
+
+
+def partitioned(case: Case, budget: float) -> nn.Module:
+    """The network split by PyTorch's min-cut partitioner under its activation memory budget."""
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
+    model = network(case)
+    compiled = torch.compile(model, backend=backend)
+    with functorch_config.patch(activation_memory_budget=budget):
+        compiled(
+            *example_inputs(case.network, **case.sizes)
+        ).sum().backward()  # compiled while the budget holds
+    model.zero_grad()
+    return compiled  # type: ignore[no-any-return]
+
+
+def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
+    """All that there are for a network, eager first."""
+    yield "eager", network(case)
+    yield "checkpoint", checkpointed(case)
+    if case.sequence:
+        yield "sequential", in_sequence(case)
+    yield "selective", selective(case)
+    for budget in (0.8, 0.5, 0.3):
+        yield f"budget {budget}", partitioned(case, budget)
+
+
+def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """A step: forward, a mean square as the loss, backward."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(*inputs).pow(2).mean().backward()
+
+    return step
+
+
+def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """The step's peak, bytes, everything it holds counted."""
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+    step = stepper(model, inputs)
+    step()
+    model.zero_grad(set_to_none=True)
+    return held + peak_above_entry(step, CPU)[0]
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """A block in which a budget that cannot be kept is printed and not raised."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        print(f"  at {name}'s peak: {error}", flush=True)
+
+
+def run(case: Case, rounds: int, time_limit: float) -> None:
+    """Measure and print one network."""
+    inputs = example_inputs(case.network, **case.sizes)
+    models = dict(peers(case))
+    peaks = {name: measured(model, inputs) for name, model in models.items()}
+    ours: dict[str, nn.Module] = {}
+    for name, peak in [("no limit", 2**62), *peaks.items()]:
+        with told(name):
+            ours[name] = rematplan.plan_module(network(case), inputs, budget=peak, time_limit=time_limit)
+    steps = {name: stepper(m, inputs) for name, m in models.items()}
+    steps |= {f"plan at {name}": stepper(m, inputs) for name, m in ours.items()}
+    our_peaks = {name: measured(m, inputs) for name, m in ours.items()}
+    seconds = seconds_in_turn(steps, CPU, rounds)
+    eager = seconds["eager"]
+    sizes = ", ".join(f"{k} {v}" for k, v in case.sizes.items())
+    print(f"{case.network}, {sizes}: eager {show_bytes(peaks['eager'])}, {eager:.3f} s", flush=True)
+    for name in ("no limit", *peaks):
+        theirs = f"{show_bytes(peaks[name]):>11} × {seconds[name] / eager:.3f}" if name in peaks else " " * 19
+        if name in ours:
+            time = seconds[f"plan at {name}"]
+            text = f"{show_bytes(our_peaks[name]):>11} × {time / eager:.3f}"
+            extra = seconds.get(name, 0.0) - eager
+            text += f"   extra time ÷ theirs {(time - eager) / extra:5.2f}" if extra > 0.01 * eager else ""
+            print(f"  {name:11} {theirs}   planned {text}", flush=True)
+
+
+def main() -> None:
+    """Each network in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    args = parser.parse_args()
+    for name in args.names:
+        run(CASES[name], args.rounds, args.time_limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""``rematplan profile``: what a step's ops cost on this machine, as a file for planning on another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rematplan.cli.arguments import check_outputs
+from rematplan.cli.output import Output
+from rematplan.cli.source import add_model, load_model
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model, file."""
+    add_model(parser, problem_file=False)
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="PROFILE.json", help="the file to write"
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Measure every distinct op, write the file; plan with it by ``--costs PROFILE.json``."""
+    check_outputs(args.output)
+    step = load_model(args, out).step
+    from rematplan.runtime.profile_costs import profile_costs
+    from rematplan.runtime.profile_file import profile_of, save_profile
+
+    with out.progress("measuring ops") as progress:
+        profile = profile_of(step, profile_costs(step, progress))
+    save_profile(profile, args.output)
+    out.show(f"{args.output}: {len(profile.calls)} distinct ops of {step.name}, measured on {profile.device}")
+    out.data(
+        {"model": step.name, "file": str(args.output), "ops": len(profile.calls), "device": profile.device}
+    )
+    return 0

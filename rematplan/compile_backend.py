@@ -1,0 +1,111 @@
+"""A backend of `torch.compile` that splits the joint graph into forward and backward as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.ir import UsageError
+from rematplan.planner.plan import Plan
+from rematplan.runtime.constraints import Name
+from rematplan.runtime.joint_graph import read_flat_joint_graph
+from rematplan.runtime.plan_graphs import plan_graphs
+from rematplan.step_planner import StepPlanner
+
+COMPILERS = ("eager", "inductor")
+
+
+class PlanningBackend:
+    """What `backend` returns: a backend that plans each graph it is given. ``plans``: those made so far."""
+
+    def __init__(self, planner: StepPlanner, compiler: str) -> None:
+        self.planner, self.compiler = planner, compiler
+        self.plans: list[Plan] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph of forward ops; its backward, where it has one, follows the plan."""
+        if self.compiler == "eager":
+            compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
+        else:
+            # A cached result would skip the partitioner, and with it the plan.
+            with (
+                inductor_config.patch(custom_partitioner_fn=_Partitioner(self)),
+                functorch_config.patch(enable_autograd_cache=False),
+            ):
+                compiled = compile_fx(module, list(inputs))
+        return compiled  # type: ignore[no-any-return]
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """A joint graph in two; see `torch._functorch.partitioners.default_partition`."""
+        del inputs
+        step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
+        with unset_fake_temporarily(), _disable_current_modes():
+            plan = self.planner.planned(step)
+        graphs = plan_graphs(step, plan.schedule)
+        self.plans.append(plan)
+        results: Any = joint.graph.find_nodes(op="output")[0].args[0]
+        _fill(graphs.forward, results[:num_fwd_outputs])
+        _fill(graphs.backward, results[num_fwd_outputs:])
+        return graphs.forward, graphs.backward
+
+
+def _fill(module: fx.GraphModule, results: Sequence[Any]) -> None:
+    """Put what is no tensor among a graph's outputs where the joint graph has it."""
+    output = module.graph.find_nodes(op="output")[0]
+    given = iter(output.args[0])
+    output.args = ((*(next(given) if isinstance(r, fx.Node) else r for r in results), *given),)
+    module.recompile()
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, backend: PlanningBackend) -> None:
+        self.backend = backend
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **more: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.backend.partition(gm, joint_inputs, **more)
+
+    def uuid(self) -> Any | None:
+        return "rematplan"  # Inductor's cache knows the planned graphs by their content
+
+
+def backend(
+    *,
+    budget: str | int,
+    strategy: str = "auto",
+    time_limit: float = 30.0,
+    options: Mapping[str, object] | None = None,
+    costs: str = "profile",
+    keep: Iterable[Name] = (),
+    never_rerun: Iterable[Name] = (),
+    compiler: str = "eager",
+) -> PlanningBackend:
+    """A backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
+
+    Arguments as for `plan_module`. The budget holds for each graph that is compiled, so for the whole model where
+    nothing breaks it in several. ``compiler``: ``eager`` runs the planned graphs as they are; ``inductor`` hands them
+    to Inductor, which fuses and reorders, so that the plan's peak and overhead are estimates there.
+
+    Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of
+    PyTorch's own error.
+
+    Raises:
+        UsageError: a malformed budget, an unknown strategy, option, compiler or kind of costs.
+    """
+    planner = StepPlanner(budget, strategy, time_limit, options or {}, costs, tuple(keep), tuple(never_rerun))
+    if compiler not in COMPILERS:
+        raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
+    return PlanningBackend(planner, compiler)

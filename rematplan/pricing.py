@@ -1,0 +1,55 @@
+"""What a captured step's calls cost: measured here, measured elsewhere and read from a file, or modelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rematplan.ir import TrainingGraph, UsageError
+from rematplan.planner.inversion_error import with_anchors
+from rematplan.planner.strategy import Progress, silent
+from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.profile_file import read_profile
+from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.step_problem import training_graph
+
+COSTS = ("roofline", "profile")
+
+
+def check_costs(costs: str) -> None:
+    """Refuse what is no kind of costs.
+
+    Raises:
+        UsageError: the message lists the kinds.
+    """
+    if costs not in COSTS and Path(costs).suffix != ".json":
+        raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, and profile files (NAME.json)")
+
+
+def priced(
+    step: CapturedStep,
+    costs: str,
+    device: str = DEFAULT_DEVICE_MODEL,
+    progress: Progress = silent,
+    max_inversion_error: float | None = None,
+) -> TrainingGraph:
+    """The planning problem of a captured step.
+
+    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile``
+    measures time and workspace of each distinct op on the present device; the path of a profile file
+    (``rematplan profile``) takes them from there. ``max_inversion_error``: the largest relative error that a tensor may
+    have when an inverse brings it back (`with_anchors`); by default what fits its type.
+
+    Raises:
+        UsageError: unknown costs or device model, a profile that lacks an op of the step, or an error that is not
+            positive.
+    """
+    check_costs(costs)
+    if costs == "profile":
+        known = profile_costs(step, progress)
+    elif costs == "roofline":
+        known = roofline_costs(step, device_model(device))
+    else:
+        known = read_profile(Path(costs)).costs(step)
+    return with_anchors(training_graph(step, known), max_inversion_error)

@@ -1,0 +1,124 @@
+"""Laws of the backend of torch.compile: the same bits as eager mode, the plan's own graphs, errors that say what."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.runtime.measure import peak_above_entry
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, tied weights; outputs that are views, of inputs too, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.last = nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = functional.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        y = self.last(torch.tanh(self.norm(self.first(x))))
+        return {"y": functional.dropout(y, 0.5, self.training), "view": x[:, :2], "n": 3}
+
+
+def compiled_and_plain(**options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    backend = rematplan.backend(**{"budget": "75%", "strategy": "approx_dp", "costs": "roofline"} | options)
+    return torch.compile(model, backend=backend), model, backend, plain
+
+
+def loss_of(out: dict[str, Any]) -> Tensor:
+    return out["y"].pow(2).mean() + out["view"].sin().sum() * out["n"]
+
+
+def steps(model: Any, x: Tensor, n: int = 3) -> list[Tensor]:
+    torch.manual_seed(3)
+    found = []
+    for _ in range(n):
+        given = x.clone().requires_grad_()
+        loss = loss_of(model(given))
+        loss.backward()
+        found += [loss.detach(), given.grad]
+    return [*found, torch.get_rng_state()]
+
+
+def test_bits_are_those_of_eager_mode() -> None:
+    compiled, model, backend, plain = compiled_and_plain()
+    x = torch.randn(512, 64)
+    assert all(map(torch.equal, steps(compiled, x), steps(plain, x)))
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    (plan,) = backend.plans
+    assert plan.estimate.reruns > 0
+    assert plan.estimate.peak <= plan.budget
+
+
+def test_evaluation_needs_no_plan() -> None:
+    compiled, _, backend, plain = compiled_and_plain()
+    x = torch.randn(8, 64)
+    compiled.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(x)["y"], plain.eval()(x)["y"])
+    assert backend.plans == []
+
+
+def test_the_peak_is_the_plan_s() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+    x, tangent = torch.randn(4096, 64), torch.ones(4096, 64)
+    backend = rematplan.backend(budget="75%", strategy="approx_dp")
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).backward(tangent)
+    model.zero_grad()
+    held = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
+    peak, _ = peak_above_entry(lambda: compiled(x).backward(tangent), torch.device("cpu"))
+    assert held + peak <= backend.plans[0].budget * 1.02  # the compiled code's own small objects
+
+
+def test_inductor_gets_the_same_plan() -> None:
+    compiled, model, backend, plain = compiled_and_plain(compiler="inductor", budget="90%")
+    model.eval()  # Inductor draws other random numbers than eager mode
+    plain.eval()
+    x = torch.randn(512, 64)
+    for a, b in zip(steps(compiled, x), steps(plain, x), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) if a.is_floating_point() else torch.equal(a, b)
+    assert len(backend.plans) == 1
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(UsageError, match="unknown compiler"):
+        rematplan.backend(budget="1GiB", compiler="gcc")
+    with pytest.raises(UsageError, match="not understood"):
+        rematplan.backend(budget="lots")
+    compiled, *_ = compiled_and_plain(budget=1000)
+    with pytest.raises(Exception, match="smallest peak") as caught:
+        compiled(torch.randn(8, 64))
+    assert isinstance(caught.value.inner_exception, InfeasibleBudget)
+    torch._dynamo.reset()
+    backend = rematplan.backend(budget="100%", strategy="store_all", costs="roofline")
+    with pytest.raises(Exception, match="dynamic=False"):
+        torch.compile(Net(), backend=backend, dynamic=True)(torch.randn(8, 64))

@@ -1,0 +1,168 @@
+"""Laws of a user's constraints and of plans and costs that travel as files."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, ProblemError, UsageError
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.registry import STRATEGIES
+
+
+class Block(nn.Module):
+    """A residual block whose parts have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.down(torch.sigmoid(self.up(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+
+X = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+OPTIONS: dict[str, dict[str, Any]] = {"auto": {"time_limit": 1.0}, "anneal": {"moves": 8000}}
+
+
+def planned(strategy: str = "approx_dp", **more: Any) -> nn.Module:
+    settings = {"budget": "85%", "costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
+    return rematplan.plan_module(model(), (X,), strategy=strategy, **settings)
+
+
+def reruns(module: nn.Module, what: str) -> int:
+    """How often ops whose name begins so run beyond their first."""
+    runs = [name for name in runs_of(module.plan.schedule) if name.startswith(what)]
+    return len(runs) - len(set(runs))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_honours_them(strategy: str) -> None:
+    stores_all = strategy in ("store_all", "reversible")  # there is nothing to invert here
+    free = planned(strategy, budget="100%" if stores_all else "80%")
+    bound = planned(strategy, budget="100%" if stores_all else "95%", never_rerun=["aten.addmm"])
+    assert reruns(free, "addmm") > 0 or stores_all
+    assert reruns(bound, "addmm") == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["aten.sigmoid", "aten::sigmoid", "aten.sigmoid.default", torch.ops.aten.sigmoid]
+)
+def test_ops_by_any_name(name: Any) -> None:
+    assert reruns(planned(budget="70%"), "sigmoid") > 0
+    assert reruns(planned(never_rerun=[name]), "sigmoid") == 0
+    assert reruns(planned(keep=[name]), "sigmoid") == 0
+
+
+def test_a_module_never_runs_again() -> None:
+    one = rematplan.plan_module(
+        model(), (X,), budget="88%", strategy="approx_dp", costs="roofline", never_rerun=["2", "4.up"]
+    )
+    again = [n for n in runs_of(one.plan.schedule) if runs_of(one.plan.schedule).count(n) > 1]
+    assert again
+    calls = one._rematplan.last.compiled.step.call
+    assert not [n for n in again if calls[n].module == "2" or calls[n].module.startswith(("2.", "4.up"))]
+
+
+def test_a_module_s_result_is_kept_and_the_module_may_be_named_by_itself() -> None:
+    net = model()
+    one = rematplan.plan_module(
+        net, (X,), budget="88%", strategy="approx_dp", costs="roofline", keep=[net[2].norm, "3"]
+    )
+    step = one._rematplan.last.compiled.step
+    runs = runs_of(one.plan.schedule)
+    kept = [c.name for c in step.calls if c.module in ("2.norm", "3") and not c.backward and not c.is_view]
+    assert any(runs.count(n) == 1 for n in kept)
+    made_by_norm = [c.name for c in step.calls if c.module == "2.norm" and not c.backward and not c.is_view]
+    assert made_by_norm
+    assert all(runs.count(n) == 1 for n in made_by_norm)
+
+
+def test_they_are_in_the_bound_and_in_what_is_refused() -> None:
+    free = planned("auto", budget="80%", options={"time_limit": 3.0})
+    bound = planned("auto", budget="80%", options={"time_limit": 3.0}, never_rerun=["aten.sigmoid"])
+    assert bound.plan.lower_bound >= free.plan.lower_bound
+    with pytest.raises(InfeasibleBudget):
+        planned(
+            budget="70%", never_rerun=["aten.addmm", "aten.sigmoid", "aten.native_layer_norm", "aten.add"]
+        )
+
+
+def test_unknown_names_are_said() -> None:
+    with pytest.raises(UsageError, match="neither a module nor an op"):
+        planned(keep=["6"])
+    with pytest.raises(UsageError, match=r"near it: .*aten\.sigmoid"):
+        planned(never_rerun=["aten.sigmoidal"])
+    with pytest.raises(UsageError, match="no part of the model"):
+        planned(keep=[nn.Linear(1, 1)])
+    with pytest.raises(UsageError, match="are lists"):
+        planned(keep="0.up")
+
+
+def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
+    first = planned(keep=["1"])
+    rematplan.save_plan(first.plan, tmp_path / "plan.json")
+    again = rematplan.plan_module(model(), (X,), plan=tmp_path / "plan.json", costs="roofline", keep=["1"])
+    assert again.plan.schedule == first.plan.schedule
+    plain = model()
+    for one in (again, plain):
+        one(X).pow(2).mean().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(again.parameters(), plain.parameters(), strict=True)
+    )
+    other = copy.deepcopy(plain)
+    other[3].norm = nn.Identity()
+    with pytest.raises(ProblemError, match="another graph"):
+        rematplan.plan_module(other, (X,), plan=tmp_path / "plan.json", costs="roofline", keep=["1"])
+    with pytest.raises(UsageError, match="state a budget"):
+        rematplan.plan_module(model(), (X,), costs="roofline")
+
+
+def test_costs_travel_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rematplan.cli.program import run
+
+    sizes = ["--batch", "4", "--image", "64", "--width", "8"]
+    file = tmp_path / "costs.json"
+    assert run(["profile", "resnet18", *sizes, "-o", str(file), "--quiet"]) == 0
+    plan = ["plan", "resnet18", *sizes, "--budget", "95%", "--strategy", "approx_dp", "--json"]
+    documents = []
+    for costs in ([], ["--costs", str(file)]):
+        assert run([*plan, *costs]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0]["cost"] == documents[1]["cost"]
+    assert documents[0]["peak"] == documents[1]["peak"]
+    assert run([*plan, "--batch", "8", "--costs", str(file)]) == 2
+    assert "lacks" in capsys.readouterr().err
+    for content in (
+        "{}",
+        '{"format": "rematplan.profile/1"}',
+        "[",
+        '{"format": "rematplan.profile/1", "device": "", "calls": {"a": [-1, 0, []]}}',
+    ):
+        file.write_text(content)
+        assert run([*plan, "--costs", str(file)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_plan_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rematplan.cli.program import run
+
+    net = ["resnet18", "--batch", "4", "--image", "64", "--width", "8"]
+    file = str(tmp_path / "plan.json")
+    assert run(["plan", *net, "--budget", "95%", "--strategy", "approx_dp", "-o", file, "--quiet"]) == 0
+    assert run(["step", *net, "--plan", file, "--verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verification"]["bit_equal"]
+    assert run(["step", "resnet34", *net[1:], "--plan", file]) == 2
+    assert "another graph" in capsys.readouterr().err
+    assert run(["step", *net]) == 2
+    assert "--budget or a --plan" in capsys.readouterr().err
