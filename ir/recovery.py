@@ -9,7 +9,7 @@ forward holds y alone, and F(x) needs x. Neither is F(x), which depends on x: to
 recomputation of everything.
 
 Only tensors count that the backward half reads, or that bring back one that counts, or whose own way is computed from
-one that counts and makes what the backward half reads.
+one that counts and makes what the backward half reads; and what is spared has to outweigh what is held for it.
 
 An inverse that serves no recovery is of no use to any plan. Whether a plan may run an inverse is another question,
 which the simulator answers: where what it reads is resident.
@@ -69,8 +69,9 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
             and any(not wanted.isdisjoint(step.writes) for step in r.steps[:-1])
         }
         if not more:
-            return {t: r for t, r in found.items() if t in serving}
+            break
         serving |= _serving(found, more)
+    return _gainful(look, {t: r for t, r in found.items() if t in serving}, wanted)
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
@@ -88,6 +89,33 @@ def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
     """For each tensor that the forward half reads, the position of the last op that does."""
     forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
     return {t: i for i, op in forward for t in op.reads}
+
+
+def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
+    """Those that spare more bytes than have to be held for them: to keep a norm's output in place of its input, the one
+    as large as the other, is nothing. Tensors that come back one from the other are weighed together."""
+    size, inputs = look.graph.size, look.inputs
+    group = {t: t for t in found}
+
+    def root(t: str) -> str:
+        while group[t] != t:
+            group[t] = group[group[t]]
+            t = group[t]
+        return t
+
+    for t, recovery in found.items():
+        for h in recovery.held:
+            if h in found:
+                group[root(t)] = root(h)
+    spared: dict[str, set[str]] = {}
+    held: dict[str, set[str]] = {}
+    for t, recovery in found.items():
+        made = {w for step in recovery.steps for w in step.writes}
+        spared.setdefault(root(t), set()).update(wanted & made)
+        kept = (h for h in recovery.held if h not in inputs and h not in found)
+        held.setdefault(root(t), set()).update(h for h in kept if h not in wanted and h not in look.outputs)
+    good = {g for g in spared if sum(size[t] for t in spared[g]) > sum(size[t] for t in held[g])}
+    return {t: r for t, r in found.items() if root(t) in good}
 
 
 class _Look:

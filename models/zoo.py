@@ -29,6 +29,7 @@ from rematplan.models.unet import LEVELS, UNet
 from rematplan.models.vgg import STRIDE as VGG_STRIDE
 from rematplan.models.vgg import VGG
 from rematplan.models.vit import PATCH, ViT
+from rematplan.models.zoo_reversible import ENTRIES as REVERSIBLE
 
 IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
 """Sizes of a network for ImageNet, where it has no others."""
@@ -211,6 +212,7 @@ _ENTRIES = (
         {"batch": 2, "depth": 12, "width": 8},
         rows,
     ),
+    *REVERSIBLE,
 )
 
 ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})

@@ -1,0 +1,99 @@
+"""RevCol, tiny: Cai et al., «Reversible column networks», ICLR 2023, arXiv:2212.11696.
+
+Columns of four levels. Level l of a column is F(level l − 1 of the same column, level l + 1 of the one before) +
+γ · (level l of the one before): a coupling of many streams, invertible level by level, since F reads none of what is
+recovered later.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+COLUMNS = 4
+BLOCKS = (2, 2, 4, 2)
+"""ConvNeXt blocks of each level."""
+STRIDE = 32
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Layer norm over the channels of (N, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same shape."""
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    """Depthwise 3×3, norm, two products with GELU between them, added to the input: an ordinary residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.function = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, groups=width),
+            ChannelNorm(width),
+            nn.Conv2d(width, 4 * width, 1),
+            nn.GELU(),
+            nn.Conv2d(4 * width, width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same shape."""
+        return cast(Tensor, x + self.function(x))
+
+
+class Level(nn.Module):
+    """One level of a column. ``below``, ``above``: widths of its neighbours; ``above`` is 0 where there is none."""
+
+    def __init__(self, width: int, below: int, above: int, blocks: int) -> None:
+        super().__init__()
+        self.down = (
+            nn.Sequential(ChannelNorm(below), nn.Conv2d(below, width, 2, stride=2))
+            if below != width
+            else None
+        )
+        self.up = nn.Sequential(ChannelNorm(above), nn.Conv2d(above, width, 1)) if above else None
+        self.blocks = nn.Sequential(*(ConvNeXt(width) for _ in range(blocks)))
+
+    def forward(self, below: Tensor, above: Tensor | None) -> Tensor:
+        """The fused neighbours, transformed."""
+        x = below if self.down is None else self.down(below)
+        if self.up is not None and above is not None:
+            x = x + functional.interpolate(self.up(above), scale_factor=2.0, mode="nearest")
+        return cast(Tensor, self.blocks(x))
+
+
+class RevCol(nn.Module):
+    """Images (N, 3, H, W) to class scores (N, ``classes``); H and W are multiples of 32. ``width``: of level 0."""
+
+    def __init__(self, width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        widths = [width << level for level in range(len(BLOCKS))]
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 4, stride=4), ChannelNorm(width))
+        self.columns, self.scales = nn.ModuleList(), nn.ModuleList()
+        for column in range(COLUMNS):
+            above = [*widths[1:], 0] if column else [0] * len(widths)
+            below = [width, *widths[:-1]]
+            rows = zip(widths, below, above, BLOCKS, strict=True)
+            self.columns.append(nn.ModuleList(Level(*row) for row in rows))
+            if column:
+                self.scales.append(nn.ParameterList(torch.full((n, 1, 1), 0.5) for n in widths))
+        self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        stem = self.stem(x)
+        before: list[Tensor] = []
+        for i, column in enumerate(self.columns):
+            levels: list[Tensor] = []
+            for at, level in enumerate(cast(nn.ModuleList, column)):
+                above = before[at + 1] if before and at + 1 < len(before) else None
+                y = level(levels[-1] if levels else stem, above)
+                if before:
+                    y = y + cast(nn.ParameterList, self.scales[i - 1])[at] * before[at]
+                levels.append(y)
+            before = levels
+        return cast(Tensor, self.head(self.norm(before[-1].mean((2, 3)))))

@@ -1,0 +1,91 @@
+"""RevNet for CIFAR: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv:1707.04585; and a hybrid of it with ResNet.
+
+Three stages of additive couplings of the two halves of the channels, each function two pre-activated convolutions.
+Between stages the image is pooled and projected to more channels, which cannot be inverted. (The paper appends zeros to
+the channels. Batch norm and ReLU have a kink where all of these lie, and a zero that comes back as 1e-9 is beyond it.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.models.coupling import Coupling
+
+BLOCKS = {38: 3, 110: 9}
+"""Couplings of a stage by depth: 4 convolutions each, 3 stages, the stem and the last product."""
+WIDTHS = {38: (2, 4, 7), 110: (2, 4, 8)}
+"""Channels of the stages in sixteenths of ``width`` ÷ 2; 32 of them make 32, 64 and 112 or 128 channels."""
+STRIDE = 4
+"""Image side ÷ side of the last features."""
+
+
+def residual(channels: int) -> nn.Sequential:
+    """Batch norm, ReLU, 3×3 convolution, twice."""
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        layers += [nn.BatchNorm2d(channels), nn.ReLU(), conv]
+    return nn.Sequential(*layers)
+
+
+class HalvesBlock(nn.Module):
+    """A coupling of the halves of the channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.coupling = Coupling(residual(channels // 2), residual(channels // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same shape."""
+        a, b = x.chunk(2, 1)
+        return torch.cat(self.coupling(a, b), 1)
+
+
+class OrdinaryBlock(nn.Module):
+    """An ordinary residual block with as many convolutions: not invertible."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.functions = nn.ModuleList(residual(channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same shape."""
+        for function in self.functions:
+            x = x + function(x)
+        return x
+
+
+class RevNet(nn.Module):
+    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first stage, even.
+
+    ``reversible``: how many of the three stages are; the others are ordinary residual ones.
+    """
+
+    def __init__(self, depth: int = 38, width: int = 32, classes: int = 10, reversible: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        widths = [2 * max(1, width * w // 4) for w in WIDTHS[depth]]
+        widths[0] = width
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                *((HalvesBlock if i < reversible else OrdinaryBlock)(n) for _ in range(BLOCKS[depth]))
+            )
+            for i, n in enumerate(widths)
+        )
+        self.projections = nn.ModuleList(
+            nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(a, b, 1, bias=False))
+            for a, b in itertools.pairwise(widths)
+        )
+        self.norm, self.head = nn.BatchNorm2d(widths[-1]), nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        x = self.stem(x)
+        for i, stage in enumerate(self.stages):
+            x = stage(self.projections[i - 1](x) if i else x)
+        return cast(Tensor, self.head(functional.relu(self.norm(x)).mean((2, 3))))

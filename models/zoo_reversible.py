@@ -1,0 +1,77 @@
+"""The zoo's rows of reversible networks. Nothing in them says that they are."""
+
+from __future__ import annotations
+
+from rematplan.models.entry import ZooEntry, tokens
+from rematplan.models.revcol import STRIDE as COLUMN_STRIDE
+from rematplan.models.revcol import RevCol
+from rematplan.models.revnet import STRIDE as REVNET_STRIDE
+from rematplan.models.revnet import RevNet
+from rematplan.models.revvit import RevBERT, RevSwin, RevViT
+from rematplan.models.swin import STRIDE as SWIN_STRIDE
+from rematplan.models.vit import PATCH
+
+CIFAR = {"batch": 128, "image": 32, "width": 32, "classes": 10}
+TINY_CIFAR = {"batch": 2, "image": 8, "width": 4}
+IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
+TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
+
+
+def _revnet(name: str, summary: str, depth: int, reversible: int) -> ZooEntry:
+    return ZooEntry(
+        name,
+        summary,
+        "classes",
+        lambda s: RevNet(depth, s["width"], s["classes"], reversible),
+        CIFAR,
+        TINY_CIFAR,
+        multiple={"image": REVNET_STRIDE, "width": 4},
+        least={"image": REVNET_STRIDE, "width": 4},
+        stride=REVNET_STRIDE,
+    )
+
+
+ENTRIES = (
+    _revnet("revnet38", "RevNet-38 for CIFAR (Gomez et al. 2017)", 38, 3),
+    _revnet("revnet110", "RevNet-110 for CIFAR (Gomez et al. 2017)", 110, 3),
+    _revnet("hybrid38", "RevNet-38 whose last stage is an ordinary ResNet's", 38, 2),
+    ZooEntry(
+        "revvit_s",
+        "Reversible Vision Transformer, small (Mangalam et al. 2022)",
+        "classes",
+        lambda s: RevViT(s["image"], s["depth"], s["width"], s["classes"]),
+        IMAGENET | {"depth": 12, "width": 384},
+        TINY | {"image": 32, "depth": 3},
+        multiple={"image": PATCH},
+        least={"image": PATCH},
+    ),
+    ZooEntry(
+        "revswin_t",
+        "Swin Transformer, tiny, on two reversible streams",
+        "classes",
+        lambda s: RevSwin(s["image"], s["width"], s["classes"]),
+        IMAGENET | {"width": 96},
+        TINY,
+        multiple={"image": SWIN_STRIDE},
+        least={"image": SWIN_STRIDE},
+    ),
+    ZooEntry(
+        "revbert",
+        "an encoder like RoBERTa's on two reversible streams",
+        "tokens",
+        lambda s: RevBERT(s["depth"], s["width"], s["vocabulary"], s["tokens"]),
+        {"batch": 8, "tokens": 512, "depth": 12, "width": 768, "vocabulary": 50265},
+        {"batch": 2, "tokens": 6, "depth": 3, "width": 8, "vocabulary": 20},
+        tokens,
+    ),
+    ZooEntry(
+        "revcol_t",
+        "RevCol, tiny, four columns (Cai et al. 2023)",
+        "classes",
+        lambda s: RevCol(s["width"], s["classes"]),
+        IMAGENET,
+        TINY,
+        multiple={"image": COLUMN_STRIDE},
+        least={"image": COLUMN_STRIDE},
+    ),
+)
