@@ -35,12 +35,15 @@ class Evidence:
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
         self.written = {o for node in draft.nodes for o in node.outputs}
+        self.tells = any(o.kind for o in draft.origins.values())
 
     def is_weight(self, array: Array) -> bool:
         """Whether a float initialiser may be trained, as far as its origin decides."""
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"
+        if self.tells and FACTORY.match(array.name):  # its weights have a kind
+            return False
         if origin.folded_from:
             return self._folded_from_weight(origin)
         generated = bool(GENERATED.match(array.name))

@@ -49,9 +49,16 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
         readers = evidence.used.readers.get(name)
         if array is None or not readers or not _looks_spread(array, evidence):
             continue
-        spread = spread_of(array.load(), bool(EXPANDED.match(name)))
-        if spread is not None:
-            made[name] = _nodes(edit, array, spread, readers[0][0].version)
+        version = readers[0][0].version
+        whole = _repeated(edit, array)
+        spread = None if whole else spread_of(array.load(), bool(EXPANDED.match(name)))
+        if whole:
+            del edit.initialisers[name]
+            chain = _Chain(edit, name, version, whole)
+            chain.add("Expand", np.asarray(array.shape, np.int64))
+            made[name] = chain.named(name)
+        elif spread is not None:
+            made[name] = _nodes(edit, array, spread, version)
     waiting = dict(made)
     nodes: list[Node] = []
     for node in edit.nodes:
@@ -68,6 +75,20 @@ def _looks_spread(array: Array, evidence: Evidence) -> bool:
         return False
     made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
     return bool(made) and not roles.in_weight_input(array.name, evidence.used) and evidence.is_weight(array)
+
+
+def _repeated(edit: Edit, array: Array) -> str:
+    """A weight of which the tensor is copies only (a first step's linear layer of zeros leaves its bias), or ''."""
+    for name in edit.origins.get(array.name, Origin()).folded_from:
+        weight = edit.float_weight(name)
+        if weight is None or edit.origins.get(name, Origin()).kind != "PARAMETER":
+            continue
+        at = len(array.shape) - len(weight.shape)
+        if at >= 0 and weight.dtype == array.dtype and array.shape[at:] == weight.shape:
+            values = array.load()
+            if np.array_equal(np.broadcast_to(weight.load(), values.shape), values):
+                return name
+    return ""
 
 
 # ------------------------------------------------------------------ what the values say

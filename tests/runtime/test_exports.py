@@ -93,7 +93,22 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x))
 
 
+class Cells(nn.Module):
+    """An LSTM's cell step by step from zeros, of which dynamo computes the first linear layer beforehand."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h, c = x.new_zeros(x.shape[0], 4), x.new_zeros(x.shape[0], 4)
+        for t in range(3):
+            h, c = self.cell(x[:, t], (h, c))
+        return self.head(h)
+
+
 NETS = {
+    "cells": (Cells, lambda: torch.randn(2, 3, 6)),
     "encoder": (Encoder, lambda: torch.randn(2, 5, 8)),
     "convolutional": (Convolutional, lambda: torch.randn(2, 3, 16, 16)),
     "language": (Language, lambda: torch.randint(0, 20, (2, 8))),
@@ -108,6 +123,7 @@ EXPORTS = {
     "script-17": {"dynamo": False, "opset_version": 17},
 }
 CASES = [
+    *(("cells", e) for e in ("dynamo", "script-17")),
     *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
     *(("language", e) for e in ("dynamo", "dynamo-20", "dynamo-23", "dynamo-batch", "script-17")),
     *(("copies", e) for e in ("dynamo", "script-13")),
