@@ -17,6 +17,7 @@ from ortools.math_opt.python import mathopt
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import choose_cuts, heaviest_chain, precedence, working_set
+from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.plan import Plan
 
@@ -27,6 +28,9 @@ strongest."""
 MARGIN = 0.01
 """Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5
 variables."""
+
+ROUNDING = 1e-9
+"""Subtracted from a priced cut: its sums are of floats."""
 
 TINY = 1e-5
 """Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE`
@@ -73,6 +77,7 @@ class BoundSearch:
         self.best = Bound(math.inf if budget < min_peak_bound(graph).bytes else self._floor())
         self._stopped = False
         self._vast = len(graph.ops) > VAST
+        self.turn = self._cuts(1, 0.05)[0] if self.chain else -1
         self._relaxed: set[tuple[int, ...]] = set()
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
@@ -82,7 +87,9 @@ class BoundSearch:
         ``enough``: asked after each program with the bound so far; True ends the search.
         """
         began = time.monotonic()
-        pending = self._programs() if self.graph.base_cost else []
+        self._price_cuts(lambda: self._stopped or enough(self.best.overhead))
+        priced = self._vast and not self.graph.inverses  # the programs would take minutes to add a little
+        pending = self._programs() if self.graph.base_cost and not priced else []
         first = VAST_FIRST if self._vast else FIRST
         while pending:
             cuts = pending.pop(0)
@@ -92,6 +99,26 @@ class BoundSearch:
             if not self._solve(cuts, time.monotonic() + min(time_limit - spent, max(first, spent))):
                 pending.append(cuts)
         return self.best
+
+    def _price_cuts(self, enough: Callable[[], bool]) -> None:
+        """The bounds of single cuts, each in milliseconds."""
+        for cut in self._cuts(*CUTS[1] if self._vast else CUTS[-1]):
+            if not enough() and not self.best.unreachable:
+                self.price(cut)
+
+    def price(self, cut: int) -> None:
+        """Take in the bound of the cut at a needed op, quickly; with inverses there is none."""
+        if not self.graph.base_cost or self.graph.inverses:
+            return
+        found = flow_bound(self.graph, self.order, cut, self.budget)
+        if found == math.inf:
+            self.best = Bound(math.inf)
+        else:
+            self._raise(found - ROUNDING)
+
+    def _raise(self, overhead: float) -> None:
+        """Take a proven floor in."""
+        self.best = Bound(max(self.best.overhead, self._rounded_up(overhead)))
 
     def _programs(self) -> list[tuple[int, ...]]:
         """The sets of cuts to try, without those that make too large a program."""
@@ -149,7 +176,7 @@ class BoundSearch:
         dual = result.termination.objective_bounds.dual_bound
         if math.isfinite(dual):
             found = (dual + program.rows.constant - MARGIN) * COST_UNIT - 1
-            self.best = Bound(max(self.best.overhead, self._rounded_up(found)))
+            self._raise(found)
         solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL
         return solved and (integer or not small)
 

@@ -33,15 +33,13 @@ def compiled(loop: Loop, *, fastmath: bool = False, nogil: bool = False) -> Loop
 
 @cache
 def _sources() -> str:
-    """A digest of this folder's sources."""
-    digest = sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """A digest of this folder's files with kernels."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return sha256(b"".join(text for text in texts if b"planner.kernel import" in text)).hexdigest()
 
 
 def _stamp(made: object) -> None:
-    """Have cached machine code taken for stale when any source of this folder has changed.
+    """Have cached machine code taken for stale when any file of this folder with kernels has changed.
 
     numba looks at the kernel's own file only, but the code holds that of the kernels which it calls. Where numba
     keeps its stamp elsewhere some day, its own rule stands.

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
 from rematplan.planner.bounds import CLOSED, Bound, BoundSearch, min_peak_bound
+from rematplan.planner.cut_start import cut_start
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
@@ -49,6 +50,9 @@ VAST_BLOCKS: tuple[tuple[Strategy, ...], ...] = (
 coarse anyway."""
 
 PLAIN = 0.4  # share of the time for planning without the inverses, where there are any
+NEAR = 0.005
+"""A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
+
 STARTS = 0.3  # share of the progress bar that the members get
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 
@@ -83,12 +87,13 @@ class Auto(Strategy):
         """See `Strategy.plan`."""
         if graph.inverses:
             return self._with_inverses(graph, budget, progress)
-        known = self._known_or_starts(graph, progress)
+        bound = BoundSearch(graph, budget)
+        known = self._known_or_starts(graph, bound, progress)
 
         def report(fraction: float, text: str) -> None:
             progress(STARTS + (1 - STARTS) * fraction, text)
 
-        return self._improve(graph, budget, known, report)
+        return self._improve(bound, known, report)
 
     def _with_inverses(self, graph: TrainingGraph, budget: int, progress: Progress) -> Plan:
         """Plan without the inverses for a part of the time; what that finds starts the search with them."""
@@ -100,7 +105,9 @@ class Auto(Strategy):
         known.extend(p for p in more if p not in known)
         rest = replace(self, time_limit=(1 - PLAIN) * self.time_limit)
         return rest._improve(
-            graph, budget, known, lambda fraction, text: progress(PLAIN + (1 - PLAIN) * fraction, text)
+            BoundSearch(graph, budget),
+            known,
+            lambda fraction, text: progress(PLAIN + (1 - PLAIN) * fraction, text),
         )
 
     def curve(
@@ -118,8 +125,6 @@ class Auto(Strategy):
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
 
-            if not graph.inverses:
-                self._known_or_starts(graph, report)
             began = time.monotonic()
             try:
                 found.append(share.plan(graph, budget, report))
@@ -128,14 +133,33 @@ class Auto(Strategy):
             left = max(0.0, left - (time.monotonic() - began))
         return pareto([*found, *(p for p in self._known(graph) if p not in found)])
 
-    def _known_or_starts(self, graph: TrainingGraph, progress: Progress) -> list[Plan]:
-        """What is known of the problem: found before, by `Anneal` too, or else the members' plans."""
+    def _known_or_starts(self, graph: TrainingGraph, bound: BoundSearch, progress: Progress) -> list[Plan]:
+        """What was found for the problem before, by `Anneal` too, and the members' plans, asked for once."""
         known = self._known(graph)
-        if not known:
+        known.extend(p for p in annealed(graph, self.keep_order) if p not in known)
+        cut = self._cut_plan(graph, bound)
+        if cut is not None:
+            known.append(cut)
+
+        def members() -> int:
             starts = _starts(graph, lambda fraction, text: progress(STARTS * fraction, text))
             known.extend(p for p in starts if not self.keep_order or self._in_order(graph, p))
-        known.extend(p for p in annealed(graph, self.keep_order) if p not in known)
+            return len(known)
+
+        if len(graph.ops) <= VAST or cut is None or cut.estimate.overhead > bound.best.overhead + NEAR:
+            remember(graph, ("auto, members", self.keep_order), members)
         return known
+
+    def _cut_plan(self, graph: TrainingGraph, bound: BoundSearch) -> Plan | None:
+        """The plan that the loss cut suggests for the budget."""
+        if not graph.has_phases or not graph.base_cost or bound.turn < 0 or bound.best.unreachable:
+            return None
+        bound.price(bound.turn)
+        runs = cut_start(graph, bound.order, bound.turn, bound.budget)
+        if runs is None:
+            return None
+        plan = plan_from_runs(graph, runs, "loss_cut")
+        return plan if not self.keep_order or self._in_order(graph, plan) else None
 
     def _known(self, graph: TrainingGraph) -> list[Plan]:
         return remember(graph, ("auto", self.keep_order), list)
@@ -143,10 +167,10 @@ class Auto(Strategy):
     def _in_order(self, graph: TrainingGraph, plan: Plan) -> bool:
         return Annealer(graph, keep_order=True).accepts(runs_of(plan.schedule))
 
-    def _improve(self, graph: TrainingGraph, budget: int, known: list[Plan], progress: Progress) -> Plan:
+    def _improve(self, bound: BoundSearch, known: list[Plan], progress: Progress) -> Plan:
+        graph, budget = bound.graph, bound.budget
         fitting = [p for p in known if p.estimate.peak <= budget]
         best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
-        bound = BoundSearch(graph, budget)
         smallest = min(known, key=lambda p: p.estimate.peak, default=None)
         if not bound.closed(best):
             exact = None if graph.ordered or self.keep_order else exhaustive(graph, budget)

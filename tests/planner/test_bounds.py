@@ -8,10 +8,13 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ortools.math_opt.python import mathopt
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.bounds import lower_bound, min_peak_bound
 from rematplan.planner.bounds_cuts import precedence
+from rematplan.planner.bounds_flow import flow_bound
+from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -86,6 +89,39 @@ def least_peak(graph):
 def test_bound_is_at_most_the_optimum(graph, slack):
     budget = least_peak(graph) + slack
     assert lower_bound(graph, budget, 5).overhead <= optimum(graph, budget) + 1e-12
+
+
+@LAWS
+@given(graphs(), st.integers(0, 6))
+def test_priced_cuts_are_at_most_the_optimum_and_the_one_cut_relaxation(graph, slack):
+    budget = least_peak(graph) + slack
+    best, order = optimum(graph, budget), precedence(graph)
+    for cut in range(len(graph.ops)):
+        if order.needed >> cut & 1 and graph.base_cost:
+            priced = flow_bound(graph, order, cut, budget)
+            assert priced <= best + 1e-9
+            assert priced <= one_cut(graph, order, cut, budget) + 1e-6
+
+
+def one_cut(graph, order, cut, budget):
+    """Overhead of the one-cut program's linear relaxation, solved by HiGHS."""
+    program = CutProgram(graph, order, (cut,), budget, 0)
+    if program.rows.impossible:
+        return math.inf
+    model = mathopt.Model.from_model_proto(program.rows.proto(integer=False))
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS)
+    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+        return math.inf
+    return (result.objective_value() + program.rows.constant) * COST_UNIT - 1
+
+
+def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
+    graph = chain(12)
+    order, turn = precedence(graph), 12
+    for budget in (6, 8, 10):
+        exact = one_cut(graph, order, turn, budget)
+        assert exact > 0
+        assert flow_bound(graph, order, turn, budget) == pytest.approx(exact, abs=1e-6)
 
 
 @LAWS
