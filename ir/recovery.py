@@ -123,6 +123,7 @@ class _Look:
         self.graph = graph
         self.inputs = set(graph.inputs)
         self.outputs = set(graph.outputs)
+        self.once = set(graph.never_rerun)
         self.last_read = last_forward_read(graph)
         self.makers: dict[str, list[Op]] = {}
         for inverse in graph.inverses:
@@ -179,8 +180,9 @@ class _Way:
     def _recipes(self, tensor: str) -> Iterable[Op]:
         """Ways to a tensor that is not held: its op, if it has run and the target does not depend on it; inverses."""
         producer = self.look.graph.producer[tensor]
-        if producer <= self.moment and not self.before >> producer & 1:
-            yield self.look.graph.ops[producer]
+        op = self.look.graph.ops[producer]
+        if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.look.once:
+            yield op
         yield from self.look.makers.get(tensor, ())
 
     def _wanted(self) -> dict[str, Op]:

@@ -25,7 +25,7 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
 from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_exact_inverses, with_inverses
+from rematplan.runtime.inverses import is_exact, with_exact_inverses, with_inverses
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_batch import rebatched
@@ -151,7 +151,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
         notes.append(f"{len(found.refused) - len(notes)} more are not brought back for such reasons")
     if blind:
         notes.append("without weights no scale is known, and nothing is brought back through one")
-    inexact = any(not call.target.exact for call in found.step.inverses)  # type: ignore[attr-defined]
+    inexact = not all(map(is_exact, found.step.inverses))
     return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact)
 
 

@@ -67,7 +67,7 @@ class StepPlanner:
     def opened(self, step: CapturedStep) -> CapturedStep:
         """The step with its inverses: all if they are wanted, else those that only move numbers."""
         if self.inverses or self.strategy == Reversible.name:
-            return with_inverses(step, self.named).step
+            return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
     def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:

@@ -21,6 +21,8 @@ from rematplan.runtime.layout import Band, band, bands_tile
 from rematplan.runtime.parting import Parted, part
 from rematplan.runtime.step_problem import CallCost, training_graph
 
+aten = torch.ops.aten
+
 WAYS = 4
 """Inverses of one storage at most."""
 ROUNDS = 3
@@ -42,11 +44,41 @@ def with_exact_inverses(step: CapturedStep) -> CapturedStep:
     return _with_inverses(step, {}, exact=True).step
 
 
-def with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
+def with_inverses(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], renormalise: bool = False
+) -> Invertible:
     """The step with all inverses that are found, its halves parted (`parting`) where that serves one.
 
     ``named``: parameters and buffers by name, whose present values say which scales are too near zero.
+    ``renormalise``: give every batch norm a further recipe that leaves the running statistics alone, for steps in which
+    what makes an output may run only once.
     """
+    found = _found(step, named)
+    twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
+    return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
+
+
+def is_exact(call: Call) -> bool:
+    """Whether an inverse brings back the very bits of what was, if it reads them."""
+    return not isinstance(call.target, Inverse) or call.target.exact
+
+
+def _renormalisations(step: CapturedStep) -> Iterator[Call]:
+    """The same kernels without running statistics, so the same bits."""
+    for call in step.calls:
+        if call.target is aten._native_batch_norm_legit_functional.default and not call.backward:
+            x, weight, bias, _mean, _variance, training, momentum, eps = call.args
+            if training and not call.kwargs:
+                yield replace(
+                    call,
+                    name=f"{call.name}_again",
+                    target=aten._native_batch_norm_legit.no_stats,
+                    args=(x, weight, bias, training, momentum, eps),
+                    results=call.results[:3],
+                )
+
+
+def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
     leave: set[str] = set()
     while True:
         parted = _parted(step, leave)

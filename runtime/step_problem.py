@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,7 +51,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         state = torch.get_rng_state() if step.device.type == "cpu" else torch.cuda.get_rng_state(step.device)
         sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) + 1) * state.numel()
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
-    inverses = tuple(_op(step, c, costs[c.name]) for c in step.inverses)
+    inverses = tuple(replace(_op(step, c, costs[c.name]), phase=None) for c in step.inverses)
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
     used |= dict.fromkeys([RNG_STATES] if seeded else [])
     return TrainingGraph(
@@ -74,7 +74,7 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
         writes=step.writes(call),
         cost=cost.time,
         workspace=cost.workspace,
-        phase=None if inverse else "backward" if call.backward else "forward",
+        phase="backward" if call.backward else "forward",
         gain=inverse.gain if inverse else 1.0,
         noise=inverse.noise if inverse else _grain(step, call),
     )
