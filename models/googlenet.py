@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 STAGES = (
     ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
@@ -56,6 +57,19 @@ class Inception(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
+class LocalResponseNorm(nn.Module):
+    """Each value divided by a power of its neighbours' squares (Krizhevsky et al. 2012), the paper's constants.
+
+    PyTorch's own squeezes on the way, which an export writes as a branch on the shape.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normed features."""
+        squares = functional.pad(x.square().unsqueeze(1), (0, 0, 0, 0, 2, 2))
+        means = functional.avg_pool3d(squares, (5, 1, 1), stride=1)[:, 0]
+        return x / (1.0 + 1e-4 * means).pow(0.75)
+
+
 def halve() -> nn.MaxPool2d:
     """The pooling between stages, which rounds up."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)
@@ -73,10 +87,10 @@ class GoogLeNet(nn.Module):
         layers: list[nn.Module] = [
             conv(3, scaled(64), 7, 2),
             halve(),
-            nn.LocalResponseNorm(5),
+            LocalResponseNorm(),
             conv(scaled(64), scaled(64), 1),
             conv(scaled(64), scaled(192), 3),
-            nn.LocalResponseNorm(5),
+            LocalResponseNorm(),
         ]
         inside = scaled(192)
         for stage in STAGES:

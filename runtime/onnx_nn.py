@@ -254,7 +254,7 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ dropout
 
 
-@ROWS.add("Dropout", 12, 13, 22, known=(1, 2))
+@ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Torch's own dropout in training mode, nothing otherwise. The second output is the mask."""
     p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
@@ -269,7 +269,7 @@ def dropout_at_inference(node: Node, x: Tensor) -> Any:
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 
-@ROWS.add("Dropout", 1, 6)
+@ROWS.add("Dropout", 1, 6, random=True)
 def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
     """Training form unless ``is_test``."""
     if integer(node, "is_test", 0):

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
+from torch import nn
 
 from rematplan.api import LoadedStep, Sizes, load_step, problem, run_step
 from rematplan.ir import LatticeTooLarge, TrainingGraph, UsageError
-from rematplan.models import ZOO
+from rematplan.models import ZOO, export_onnx
+from rematplan.models.transformer import DropPath
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.training_step import PlannedStep, verify
@@ -51,6 +54,16 @@ def test_least_peak_plan_is_bit_equal(network: str, name: str) -> None:
         outcome = verify(PlannedStep(loaded.module, loaded.step, plan.schedule), loaded.batch, seed=3)
         assert outcome.bit_equal, outcome.differences
         assert outcome.compared > len(list(loaded.module.parameters()))
+
+
+def test_a_file_draws_anew_which_samples_leave_a_branch_out(tmp_path: Path) -> None:
+    branch = nn.Sequential(nn.Linear(4, 4), DropPath(0.5))  # a dropout of a constant
+    export_onnx(branch, (torch.randn(32, 4),), tmp_path / "m.onnx")
+    loaded = load_step(tmp_path / "m.onnx", dims={"batch": 32}, loss="mse")
+    plan = no_recompute(problem(loaded))
+    assert sum(call.seeded for call in loaded.step.calls) == 1
+    assert verify(PlannedStep(loaded.module, loaded.step, plan.schedule), loaded.batch).bit_equal
+    assert loaded.module(*loaded.batch) != loaded.module(*loaded.batch)
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt12", "bert", "diffusion_unet", "lstm"])
