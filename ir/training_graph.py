@@ -133,6 +133,9 @@ def check(graph: TrainingGraph) -> None:
                 raise ProblemError(f"{kind} {t!r} is not among the tensors")
     for op in (*graph.ops, *graph.inverses):
         _check_op(op, sizes)
+    most = max((o.workspace for o in (*graph.ops, *graph.inverses)), default=0)
+    if sum(t.bytes for t in graph.tensors) + most > MAX_BYTES:  # a peak is a number of 64 bits
+        raise ProblemError(f"sizes and a workspace sum to more than 2^63 − 1 bytes in problem {graph.name!r}")
     if sum(o.cost for o in (*graph.ops, *graph.inverses)) > MAX_COST:
         raise ProblemError(f"the ops' costs sum to more than {MAX_COST:g} in problem {graph.name!r}")
     written = _check_order(graph)

@@ -178,6 +178,7 @@ REFUSED = {
         lambda d: [t.update(bytes=2**62) for t in d["tensors"]],
         "sizes sum to more than 2\\^63",
     ),
+    "workspace huge with the tensors": (put("ops", 0, "workspace", 2**63 - 1), "and a workspace sum to more"),
     "workspace negative": (put("ops", 0, "workspace", -5), "op 'f': workspace is -5"),
     "workspace a bool": (put("ops", 0, "workspace", False), "op 'f': workspace is 'False'"),
     "workspace a fraction": (put("ops", 0, "workspace", 0.5), "op 'f': workspace is '0.5'"),
