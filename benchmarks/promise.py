@@ -1,0 +1,177 @@
+"""The promise in bytes: `plan_module` at shares of eager mode's own measured peak, zoo and Hugging Face models.
+
+usage: python benchmarks/promise.py [NAME ...] [--time-limit 10]
+
+At 90, 70, 50 and 30 % of what eager mode was measured to hold: the measured peak of the planned step as a share of the
+budget (never above 1), the overhead, and whether outputs, gradients, buffers and the random state after the step are
+equal to eager mode's, bit by bit; or the smallest peak that is reachable, as the typed error says it while planning.
+Exit status 1 if a promise is broken. Sizes are small; the Hugging Face models need `transformers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, show_bytes
+from rematplan.models import ZOO, build, example_inputs
+from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.training_step import same_bits
+
+SHARES = (0.9, 0.7, 0.5, 0.3)
+BATCH = 16
+"""Of each network, so that it is not its parameters that fill the memory."""
+
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def of_zoo(name: str) -> Made:
+    """A network of the zoo, small."""
+    sizes = {**ZOO[name].tiny, "batch": BATCH}
+    torch.manual_seed(0)
+    return build(name, **{k: v for k, v in sizes.items() if k != "batch"}), example_inputs(name, **sizes), {}
+
+
+def of_hugging_face(kind: str, **config: Any) -> Callable[[], Made]:
+    """A model of `transformers` from a configuration, with random weights."""
+
+    def make() -> Made:
+        import transformers
+
+        torch.manual_seed(0)
+        prefix = kind.removesuffix("Model").removesuffix("Encoder")
+        model = getattr(transformers, kind)(getattr(transformers, f"{prefix}Config")(**config))
+        return model.train(), *_inputs(config)
+
+    return make
+
+
+def _inputs(config: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "image_size" in config:
+        return (), {"pixel_values": torch.randn(2, 3, config["image_size"], config["image_size"])}
+    return (), {"input_ids": torch.randint(0, 100, (4, 64))}
+
+
+SMALL = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+HUGGING_FACE: Mapping[str, Callable[[], Made]] = {
+    "hf_gpt2": of_hugging_face("GPT2Model", vocab_size=500, n_embd=64, n_layer=3, n_head=4),
+    "hf_bert": of_hugging_face("BertModel", **SMALL),
+    "hf_roberta": of_hugging_face("RobertaModel", **SMALL),
+    "hf_llama": of_hugging_face("LlamaModel", **SMALL),
+    "hf_t5": of_hugging_face(
+        "T5EncoderModel", vocab_size=500, d_model=64, d_ff=128, num_layers=3, num_heads=4, d_kv=16
+    ),
+    "hf_vit": of_hugging_face(
+        "ViTModel", image_size=64, **{k: v for k, v in SMALL.items() if k != "vocab_size"}
+    ),
+    "hf_swin": of_hugging_face(
+        "SwinModel", image_size=64, embed_dim=24, depths=[1, 1], num_heads=[2, 4], window_size=4
+    ),
+    "hf_segformer": of_hugging_face(
+        "SegformerModel", image_size=64, hidden_sizes=[16, 32, 40, 64], decoder_hidden_size=64
+    ),
+}
+
+
+def step_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], list[torch.Tensor]]:
+    """A step that returns the differentiable outputs; their gradients are made before, as the budget counts them."""
+    with torch.random.fork_rng():
+        outputs = [
+            t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+    generator = torch.Generator().manual_seed(1)
+    tangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs]
+    del outputs
+
+    def step() -> list[torch.Tensor]:
+        out = [
+            t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        torch.autograd.backward(out, tangents)
+        return [t.detach() for t in out]
+
+    step.tangents = tangents  # type: ignore[attr-defined]
+    return step
+
+
+def results(model: nn.Module, made: Made) -> tuple[int, dict[str, torch.Tensor]]:
+    """The peak, bytes, of all that a step holds, and all that it leaves."""
+    step = step_of(model, *made[1:])
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    torch.manual_seed(7)
+    model.zero_grad(set_to_none=True)
+    outputs = step()
+    left = {f"output {k}": t for k, t in enumerate(outputs)} | {"random state": torch.get_rng_state()}
+    left |= {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    left |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    held = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:]), *step.tangents]  # type: ignore[attr-defined]
+    fixed = sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in held
+            if isinstance(t, torch.Tensor)
+        }.values()
+    )
+    model.zero_grad(set_to_none=True)
+    return fixed + peak_above_entry(step, torch.device("cpu"))[0], left
+
+
+def check(name: str, make: Callable[[], Made], time_limit: float) -> Iterator[bool]:
+    """Whether each promise to one network is kept."""
+    made = make()
+    eager_peak, expected = results(copy.deepcopy(made[0]), made)
+    print(f"{name}: eager mode holds {show_bytes(eager_peak)}", flush=True)
+    for share in SHARES:
+        budget = int(share * eager_peak)
+        try:
+            planned = rematplan.plan_module(
+                copy.deepcopy(made[0]), *made[1:], budget=budget, time_limit=time_limit
+            )
+        except InfeasibleBudget as error:
+            print(f"  {share:.0%}: refused, smallest {error.smallest / eager_peak:.1%}", flush=True)
+            yield error.smallest > budget
+            continue
+        peak, found = results(planned, made)
+        wrong = [k for k in expected if k not in found or not same_bits(expected[k], found[k])]
+        overhead = planned.plan.estimate.overhead
+        print(
+            f"  {share:.0%}: measured ÷ budget {peak / budget:.4f}, overhead {overhead:.2%}, "
+            + (f"{len(wrong)} of {len(expected)} differ: {wrong[:3]}" if wrong else "bit-equal"),
+            flush=True,
+        )
+        yield peak <= budget and not wrong
+
+
+def main() -> int:
+    """Each network in turn."""
+    every = {**{name: lambda name=name: of_zoo(name) for name in ZOO}, **HUGGING_FACE}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(every), metavar="NAME")
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    args = parser.parse_args()
+    kept = [ok for name in args.names for ok in check(name, every[name], args.time_limit)]
+    print(f"{sum(kept)} of {len(kept)} promises kept")
+    return 0 if all(kept) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
