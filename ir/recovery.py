@@ -173,9 +173,9 @@ class _Way:
         if look.graph.size[tensor] <= self.limit:
             return True
         made = look.graph.producer[tensor]
-        return made <= self.moment and (
-            look.last_read.get(tensor, -1) > self.moment or tensor in look.outputs
-        )
+        # What no forward op reads is there for the backward half, or for its owner.
+        last = look.last_read.get(tensor, len(look.graph.ops))
+        return made <= self.moment and (last > self.moment or tensor in look.outputs)
 
     def _recipes(self, tensor: str) -> Iterable[Op]:
         """Ways to a tensor that is not held: its op, if it has run and the target does not depend on it; inverses."""

@@ -100,5 +100,10 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
             anchors.add(target)
         else:
             error[target] = here[target]
-    kept = tuple(r for r in graph.inverses if not r.noise or anchors.isdisjoint(r.writes))
+    kept = tuple(
+        r
+        for r in graph.inverses
+        if not r.noise
+        or (anchors.isdisjoint(r.writes) and r.noise <= (own_limit(r) if limit is None else limit))
+    )
     return replace(graph, inverses=kept)

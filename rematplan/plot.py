@@ -17,8 +17,8 @@ from rematplan.ir.formats import write_whole
 from rematplan.planner.plan import Plan
 
 # Okabe and Ito's palette: told apart by colour-blind readers too. Markers differ as well, for grey prints.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _UNDERLAY = "auto"
 """Drawn broad and pale beneath the others, since it runs along the best of them."""
 
@@ -55,7 +55,7 @@ def trade_off_png(
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    unit, scale = _unit(base.estimate.peak)
+    unit, scale = unit_of(base.estimate.peak)
     strategies = [name for name, plans in curves.items() if plans and name != base.strategy]
     for i, name in enumerate(strategies):
         _staircase(axes, name, curves[name], base.estimate.peak, scale, i)
@@ -109,9 +109,9 @@ def _staircase(axes: Axes, name: str, plans: Sequence[Plan], base_peak: int, sca
         ys,
         drawstyle="steps-post",
         label=name,
-        color="#BBBBBB" if under else _COLOURS[i % len(_COLOURS)],
+        color="#BBBBBB" if under else COLOURS[i % len(COLOURS)],
         linewidth=8 if under else max(1.2, 4 - 0.8 * i),  # later lines finer, so that none hides another
-        marker="o" if under else _MARKERS[i % len(_MARKERS)],
+        marker="o" if under else MARKERS[i % len(MARKERS)],
         markersize=6 if under else max(3.5, 7 - i),
         markerfacecolor="#555555" if under else None,
         markeredgecolor="#555555" if under else None,
@@ -156,7 +156,8 @@ def _mark_smallest(axes: Axes, plans: Sequence[Plan], base: Plan, scale: int) ->
     )
 
 
-def _unit(n: int) -> tuple[str, int]:
+def unit_of(n: int) -> tuple[str, int]:
+    """The unit in which a number of bytes is shown, and its size."""
     return next(
         (unit, size)
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

@@ -18,6 +18,7 @@ from rematplan.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
     from rematplan.api import StepReport
+    from rematplan.cli.compare import Rival
     from rematplan.models import ZooEntry
 
 LABELS = {
@@ -176,6 +177,38 @@ def step_table(name: str, report: StepReport) -> Table:
     if report.verification is not None:
         rows["verification"] = str(report.verification)
     return pairs_table(f"Step of {name}, strategy {report.plan.strategy}", rows)
+
+
+def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
+    """Peak, extra time and error of each way to run a step."""
+    columns = ("predicted\npeak", "measured\npeak", "extra time\npredicted", "step time\nagainst eager")
+    errors = ("error brought\nback, predicted", "gradient error\nmeasured")
+    table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
+    for r in rivals:
+        report, over = r.report, r.plan.estimate.peak > budget
+        measured = ("–", "–")
+        if report:
+            share = f"× {report.seconds / report.eager_seconds:.3f}"
+            measured = (show_bytes(report.measured_peak), share)
+        table.add_row(
+            r.name,
+            show_bytes(r.plan.estimate.peak),
+            measured[0],
+            f"{100 * r.extra:.2f} %",
+            measured[1],
+            _error(r.error),
+            "–" if r.gradient_error is None else _error(r.gradient_error),
+            style="dim" if over else None,
+        )
+    if rivals and (first := rivals[0].report):
+        table.add_section()
+        peak = show_bytes(first.eager_peak)
+        table.add_row("eager autograd", "–", peak, "–", "× 1.000", "–", "–")
+    return table
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
 
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from rematplan.cli import curve, demo, export, models, plan, profile, step
+from rematplan.cli import compare, curve, demo, export, models, plan, profile, step
 from rematplan.cli.arguments import Parser
 from rematplan.cli.output import Output
 from rematplan.ir import RematplanError
@@ -33,6 +33,7 @@ COMMANDS = (
     Command("export", "write a network as an ONNX file in training form", export.add, export.run),
     Command("plan", "plan a training step within a memory budget", plan.add, plan.run),
     Command("curve", "show the memory/overhead trade-off", curve.add, curve.run),
+    Command("compare", "keep, recompute or invert: peak, time and gradient error", compare.add, compare.run),
     Command("profile", "measure a training step's ops, for plans made elsewhere", profile.add, profile.run),
     Command("step", "run a planned training step and measure it", step.add, step.run),
     Command("demo", "plan and run U-Net and ResNet-50, from ONNX files", demo.add, demo.run),

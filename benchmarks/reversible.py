@@ -1,0 +1,190 @@
+"""Inversion measured: memory against depth, errors against their prediction, and the strategies side by side.
+
+    python benchmarks/reversible.py [--quick]
+
+Networks are chains of additive couplings of two-layer functions (GELU), 128 features a half, on the CPU. Peaks are the
+allocator's, above what is held at entry and without the gradients, which every step holds at its end. Errors: of what
+inverses bring back, relative (L2), the worst on the way, each compared with the true tensor; of the gradients, all of
+them as one vector, against plain autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rematplan.ir import show_bytes
+from rematplan.planner.inversion_error import worst_error
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.pricing import priced
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.executor import bind_inputs, named_tensors
+from rematplan.runtime.inverses import is_exact, with_inverses
+from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.training_step import PlannedStep, eager_step
+
+WIDTH, ROWS = 128, 256
+
+
+class Chain(nn.Module):
+    """``depth`` couplings; ``gamma``: what scales the stream that is added to."""
+
+    def __init__(self, depth: int, gamma: float = 1.0) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.functions = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(2 * depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of what comes out."""
+        a, b = x.chunk(2, -1)
+        for f, g in zip(self.functions[::2], self.functions[1::2], strict=True):
+            a = self.gamma * a + f(b) if self.gamma != 1 else a + f(b)
+            b = self.gamma * b + g(a) if self.gamma != 1 else b + g(a)
+        return torch.cat([a, b], -1).square().mean()
+
+
+class Recorder:
+    """An inverse that notes how far from the truth its results are."""
+
+    def __init__(self, call: Call, truth: Tensor, errors: list[float]) -> None:
+        self.call, self.truth, self.errors = call, truth, errors
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Run it."""
+        found: Tensor = self.call.target(*tensors)
+        self.errors.append(relative(found, self.truth))
+        return found
+
+    def __str__(self) -> str:
+        return f"recorded.{self.call.name}"
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    """Relative distance, L2, of one tensor from another."""
+    return float((found.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-300))
+
+
+def inverted(model: nn.Module, x: Tensor, limit: float | None = 1e9) -> tuple[CapturedStep, Any, Plan]:
+    """The step with its inverses, its problem, and the plan that keeps the least; without anchors unless asked."""
+    step = with_inverses(capture(model, (x,), "couplings"), named_tensors(model)).step
+    graph = priced(step, "roofline", max_inversion_error=limit)
+    return step, graph, Reversible().curve(graph, ())[-1]
+
+
+def true_values(model: nn.Module, step: CapturedStep, x: Tensor) -> dict[str, Tensor]:
+    """Every forward value of a step."""
+    inputs = bind_inputs(step, named_tensors(model), (x,))
+    values = dict(zip((i.value for i in step.inputs), inputs, strict=True))
+    with torch.no_grad():
+        for call in step.calls:
+            if not call.backward:
+                args = substitute(call.args, values.__getitem__)
+                found = call.target(*args, **substitute(call.kwargs, values.__getitem__))
+                for name, tensor in zip(call.results, (found,) if call.single else found, strict=True):
+                    values |= {name: tensor} if name else {}
+    return values
+
+
+def errors_of(model: nn.Module, step: CapturedStep, plan: Plan, x: Tensor) -> tuple[float, float]:
+    """The worst error brought back, and the gradients'."""
+    truth, errors = true_values(model, step, x), [0.0]
+    recorded = tuple(
+        c if is_exact(c) else replace(c, target=Recorder(c, truth[c.results[0] or ""], errors))
+        for c in step.inverses
+    )
+    model.zero_grad()
+    eager_step(model, (x,))
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    PlannedStep(model, replace(step, inverses=recorded), plan.schedule)(x)
+    found = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    return max(errors), relative(found, expected)
+
+
+def memory(depths: tuple[int, ...]) -> None:
+    """Activation memory against depth."""
+    print("\nActivations at the peak, measured (predicted), by depth")
+    for depth in depths:
+        torch.manual_seed(0)
+        model, x = Chain(depth), torch.randn(ROWS, 2 * WIDTH)
+        step, graph, plan = inverted(model, x)
+        gradients = sum(p.nbytes for p in model.parameters())
+        held: list[str] = []
+        for one in (no_recompute(graph), plan):
+            planned = PlannedStep(model, step, one.schedule)
+            peak = _peak(model, lambda planned=planned, x=x: planned(x)) - gradients
+            outputs = sum(graph.size[t] for t in graph.outputs)
+            predicted = one.estimate.peak - graph.input_bytes - outputs
+            held.append(f"{show_bytes(peak)} ({show_bytes(predicted)})")
+        print(f"  {depth:4d} blocks: store all {held[0]:>26}   reversible {held[1]:>26}   "
+              f"extra time predicted {100 * plan.estimate.overhead:.1f} %")  # fmt: skip
+
+
+def _peak(model: nn.Module, run: Callable[[], Any]) -> int:
+    model.zero_grad(set_to_none=True)
+    run()
+    model.zero_grad(set_to_none=True)
+    return peak_above_entry(run, torch.device("cpu"))[0]
+
+
+def errors(depths: tuple[int, ...]) -> None:
+    """Errors against their prediction."""
+    print("\nError of what is brought back: predicted, measured, their ratio; error of the gradients")
+    for dtype, gamma in (
+        (torch.float64, 1.0),
+        (torch.float32, 1.0),
+        (torch.bfloat16, 1.0),
+        (torch.float32, 0.9),
+    ):
+        for depth in depths:
+            torch.manual_seed(0)
+            model, x = Chain(depth, gamma).to(dtype), torch.randn(ROWS, 2 * WIDTH).to(dtype)
+            step, graph, plan = inverted(model, x)
+            predicted = worst_error(graph, plan.schedule)
+            measured, gradients = errors_of(model, step, plan, x)
+            name = f"{str(dtype).removeprefix('torch.')}{'' if gamma == 1 else f', γ = {gamma}'}"
+            print(f"  {name:18} {depth:3d} blocks: {predicted:.1e} {measured:.1e} {predicted / measured:5.2f}   "
+                  f"gradients {gradients:.1e}")  # fmt: skip
+
+
+def anchors() -> None:
+    """What anchors do to a long chain in bfloat16."""
+    print(
+        "\nAnchors, 96 blocks in bfloat16: limit, tensors kept as anchors, error measured, gradients, activations"
+    )
+    torch.manual_seed(0)
+    model, x = Chain(96).bfloat16(), torch.randn(ROWS, 2 * WIDTH).bfloat16()
+    for limit in (1e9, None, 5e-3):
+        step, graph, plan = inverted(model, x, limit)
+        measured, gradients = errors_of(model, step, plan, x)
+        kept = len(
+            {t for i in step.inverses for t in step.writes(i)} - {t for i in graph.inverses for t in i.writes}
+        )
+        held = plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
+        said = "none" if limit == 1e9 else "default" if limit is None else f"{limit:g}"
+        print(f"  {said:8} {kept:4d}   {measured:.1e}   {gradients:.1e}   {show_bytes(held)}")
+
+
+def main() -> None:
+    """All of it; ``--quick``: smaller depths."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    memory((4, 16, 64) if quick else (4, 16, 64, 256))
+    errors((6, 24) if quick else (6, 12, 24, 48, 96))
+    anchors()
+
+
+if __name__ == "__main__":
+    main()

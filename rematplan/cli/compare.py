@@ -1,0 +1,174 @@
+"""``rematplan compare``: keep, recompute or invert? Peak, extra time and gradient error, a row a strategy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rematplan.budgets import least_plan, parse_budget
+from rematplan.cli.arguments import check_outputs, positive, positive_number
+from rematplan.cli.output import Output
+from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
+from rematplan.ir import InfeasibleBudget
+from rematplan.planner.inversion_error import inverses_run, worst_error
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.planner.strategy import Progress, Strategy
+from rematplan.tables import comparison_table
+
+if TYPE_CHECKING:
+    from rematplan.api import StepReport
+
+HALF = 50
+"""Percent of the no-recompute peak: the budget for networks without inverses."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A way to run the step. ``extra``: predicted time beyond that of the step without recomputation, as a share of
+    it. ``error``: predicted, of what inverses bring back. ``report``: None if it was not run."""
+
+    name: str
+    source: Source
+    plan: Plan
+    extra: float
+    error: float
+    report: StepReport | None = None
+
+    @property
+    def gradient_error(self) -> float | None:
+        """Measured: the largest relative difference from plain autograd, 0 where all is bit-equal."""
+        checked = self.report.verification if self.report else None
+        return checked.error if checked else None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model, budget, files."""
+    add_model(parser, problem_file=False)
+    add_costs(parser)
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="what all of them get (sizes as for plan); default the least that inverting all needs, or half of the "
+        "no-recompute peak where nothing can be inverted",
+    )
+    parser.add_argument(
+        "--time-limit", type=positive_number, default=20.0, metavar="S", help="seconds for each auto"
+    )
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")
+    parser.add_argument("--no-run", action="store_true", help="predict only")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw peak against time and error")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan, run, show; exit status 1 if a step was not what it was planned to be."""
+    check_outputs(args.png)
+    wanted = parse_budget(args.budget) if args.budget else None
+    costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    plain, inverted = (
+        price(
+            load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=inverses),
+            out,
+            costs,
+            args.device_model,
+            args.max_inversion_error,
+        )
+        for inverses in (False, True)
+    )
+    base = no_recompute(plain.graph)
+    least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
+    default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
+    budget = wanted.bytes(base.estimate.peak, lambda: least) if wanted else default
+    with out.progress(f"planning {plain.graph.name}") as progress:
+        rivals = list(_rivals(plain, inverted, budget, args.time_limit, progress))
+    if not args.no_run:
+        rivals = _run(rivals, args.steps, out)
+    out.show(
+        *dict.fromkeys((*plain.notes, *inverted.notes)), comparison_table(plain.graph.name, budget, rivals)
+    )
+    if args.png:
+        from rematplan.plot_comparison import save_comparison  # matplotlib is slow to load
+
+        save_comparison(args.png, f"{plain.graph.name}: keep, recompute or invert", rivals)
+    out.data(_document(plain, budget, rivals) | {"files": {"png": args.png and str(args.png)}})
+    checks = [r.report.verification for r in rivals if r.report]
+    return int(not all(c.passed for c in checks if c))
+
+
+def _rivals(
+    plain: Source, inverted: Source, budget: int, time_limit: float, progress: Progress
+) -> Iterator[Rival]:
+    base = plain.graph.base_cost
+
+    def rival(name: str, source: Source, plan: Plan) -> Rival:
+        extra = plan.estimate.cost / base - 1 if base else 0.0
+        return Rival(name, source, plan, extra, worst_error(source.graph, plan.schedule))
+
+    auto = Auto(time_limit=time_limit)
+    progress(0.0, "without inverses")
+    yield rival("store all", plain, no_recompute(plain.graph))
+    yield rival("√n checkpointing", plain, _within(ChenSqrt(), plain, budget, progress))
+    without = rival("auto without inverses", plain, _within(auto, plain, budget, progress))
+    yield without
+    if not any(inverse.noise for inverse in inverted.graph.inverses):
+        return
+    progress(0.5, "with inverses")
+    yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
+    both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress))
+    # The better of the two is the plan of someone who may invert.
+    best = min((both, without), key=lambda r: (max(r.plan.estimate.peak, budget), r.plan.estimate.cost))
+    yield replace(best, name=both.name)
+
+
+def _within(strategy: Strategy, source: Source, budget: int, progress: Progress) -> Plan:
+    """The strategy's plan within the budget, or else the least that it reaches."""
+    try:
+        return strategy.plan(source.graph, budget, progress)
+    except InfeasibleBudget:
+        return least_plan(strategy, source.graph, progress)
+
+
+def _run(rivals: list[Rival], steps: int, out: Output) -> list[Rival]:
+    from rematplan import api
+
+    done = []
+    with out.progress("running") as progress:
+        for k, rival in enumerate(rivals):
+            progress(k / len(rivals), rival.name)
+            assert rival.source.loaded is not None
+            report = api.run_step(rival.source.loaded, rival.plan, steps=steps, check=True)
+            done.append(replace(rival, report=report))
+    return done
+
+
+def _document(plain: Source, budget: int, rivals: list[Rival]) -> dict[str, Any]:
+    rows = []
+    for r in rivals:
+        e = r.plan.estimate
+        row: dict[str, Any] = {
+            "strategy": r.name,
+            "peak": e.peak,
+            "within_budget": e.peak <= budget,
+            "extra_time": r.extra,
+            "ops_recomputed": e.reruns,
+            "inversions": inverses_run(r.source.graph, runs_of(r.plan.schedule)),
+            "inversion_error": r.error,
+            "gradient_error": r.gradient_error,
+        }
+        if r.report:
+            row |= {
+                "measured_peak": r.report.measured_peak,
+                "seconds": r.report.seconds,
+                "eager_peak": r.report.eager_peak,
+                "eager_seconds": r.report.eager_seconds,
+                "passed": r.report.verification.passed if r.report.verification else None,
+            }
+        rows.append(row)
+    return {"problem": plain.graph.name, "budget": budget, "strategies": rows}
