@@ -18,6 +18,7 @@ from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, StepOutput, refs
 from rematplan.runtime.inverse_kernels import Inverse
 from rematplan.runtime.segments import Segment, gradient_segments
+from rematplan.runtime.unused_outputs import Unused, unused_by
 
 Generator = Callable[[], Any]
 
@@ -81,9 +82,12 @@ def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
     return Executable(source, _defined(step, source, writer.scope)["step"])
 
 
-def compile_halves(step: CapturedStep, schedule: Schedule) -> Halves:
+def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str] = ()) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
     a tangent (`turn.turning_problem`).
+
+    ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
+    what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
@@ -91,6 +95,7 @@ def compile_halves(step: CapturedStep, schedule: Schedule) -> Halves:
     _check_order_of_draws(step, schedule)
     writer = _Writer(step, schedule)
     segments = gradient_segments(step, schedule)
+    writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
     own = _renewed_buffers(step)
@@ -151,6 +156,7 @@ class _Writer:
         self.dead: list[str] = []  # values freed since the last call
         self.variable: dict[str, str] = {}
         self.states: set[str] = set()
+        self.unused = Unused()
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
 
     def write(self) -> str:
@@ -195,9 +201,10 @@ class _Writer:
     def _handing_over(self, head: str, values: Sequence[str], drop: bool = False) -> str:
         """The lines so far as a function that returns ``values`` and all else that is held; ``drop``: it does not
         hold on to the values' storages."""
-        given = self._tuple(self._use(v) for v in values)
+        zero = self.unused.zero if drop else ()
+        given = self._tuple("None" if v in zero else self._use(v) for v in values)
         for value in values if drop else ():
-            self.alive.pop(self.step.values[value].storage)
+            self.alive.pop(self.step.values[value].storage, None)
         self.lines.append(f"return {given}, [{', '.join(self._held())}]")
         return self._function(head)
 
@@ -207,8 +214,10 @@ class _Writer:
     def _steps(self, start: int, end: int) -> None:
         for at in range(start, end):
             one = self.schedule[at]
+            if at in self.unused.skipped:
+                continue
             if isinstance(one, Free):
-                if one.tensor not in self.alive:
+                if one.tensor not in self.alive and not self.unused.zero:
                     raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
                 self._free(one.tensor)
             else:
@@ -236,7 +245,8 @@ class _Writer:
         for storage in self.step.writes(call):
             self._free(storage)
         self._drop_dead()
-        expression = self._expression(call)
+        same = dict(self.unused.same).get(call.name)
+        expression = self._use(same) if same else self._expression(call)
         if call.seeded and call.name in self.rerun:
             self._replayed(call, expression)
         else:
@@ -287,6 +297,11 @@ class _Writer:
             if top.name in self.alive.get(top.storage, ()):
                 stack.pop()
                 continue
+            if top.name in self.unused.zero:
+                self.lines.append(f"{self._name(top.name)} = {self._zeros(top.fake)}")
+                self._bring_to_life(top.name)
+                stack.pop()
+                continue
             call = self.step.call[top.call or ""]
             if not call.is_view:
                 raise ProblemError(f"{self.step.name}: {top.name!r} is read, but its storage is not resident")
@@ -304,6 +319,10 @@ class _Writer:
                     self._bring_to_life(result)
             stack.pop()
         return self._name(value)
+
+    def _zeros(self, like: torch.Tensor) -> str:
+        layout = f"{tuple(like.shape)}, {tuple(like.stride())}, dtype={like.dtype}"
+        return f"torch.empty_strided({layout}, device={str(like.device)!r}).zero_()"
 
     def _expression(self, call: Call) -> str:
         arguments = [self._literal(a) for a in call.args]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
-from rematplan.runtime.executor import Halves
+from rematplan.runtime.executor import Backward, compile_halves
 
 
 class CompiledPlan:
@@ -26,8 +27,10 @@ class CompiledPlan:
     buffers' new content.
     """
 
-    def __init__(self, step: CapturedStep, halves: Halves) -> None:
-        self.step, self.halves = step, halves
+    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+        self.step, self.schedule = step, schedule
+        self.halves = halves = compile_halves(step, schedule)
+        self.variants: dict[frozenset[str], tuple[Backward, ...]] = {frozenset(): halves.backward}
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         tangents = {i.target for i in step.inputs if i.kind == "tangent"}
@@ -37,6 +40,12 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
+
+    def backward(self, missing: frozenset[str]) -> tuple[Backward, ...]:
+        """The segments of the backward half for tangents (values) that are missing; compiled when first met."""
+        if missing not in self.variants:
+            self.variants[missing] = compile_halves(self.step, self.schedule, missing).backward
+        return self.variants[missing]
 
     def __call__(
         self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
@@ -69,6 +78,7 @@ class _Call:
     inputs: Sequence[torch.Tensor]
     held: list[Any] | None = None
     versions: Sequence[int] = ()
+    missing: frozenset[str] = frozenset()
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward half; the outputs. From here on only what the plan holds is held."""
@@ -85,7 +95,7 @@ class _Call:
                     outputs.append(value)
         return tuple(outputs)
 
-    def backward(self, k: int, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run a segment of the backward half; the gradients that it gives."""
         name = self.plan.step.name
         held, self.held = self.held, None
@@ -99,7 +109,7 @@ class _Call:
                 f"{name}: a parameter, buffer or input was changed in place between forward and backward"
             )
         with _plain(self.plan.step):
-            gradients, self.held = self.plan.halves.backward[k].function(held, *tangents)
+            gradients, self.held = self.plan.backward(self.missing)[k].function(held, *tangents)
         if k == len(self.plan.wanting) - 1:
             self.held, self.inputs = None, ()
         return gradients
@@ -112,19 +122,20 @@ class _First(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
         del inputs
         ctx.call, ctx.link = call, link.device
+        ctx.set_materialize_grads(False)  # what the loss does not use stays None
         results = call.forward()
         ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step = ctx.call.plan.step
-        tangents = [
-            _laid_out(gradients[int(i.target)], step.values[i.value].fake)
-            for i in step.inputs
-            if i.kind == "tangent"
-        ]
+        wanted = [i for i in step.inputs if i.kind == "tangent"]
+        ctx.call.missing = frozenset(i.value for i in wanted if gradients[int(i.target)] is None)
+        if len(ctx.call.missing) == len(wanted):
+            return (None,) * len(ctx.needs_input_grad)
+        tangents = [_laid_out(gradients[int(i.target)], step.values[i.value].fake) for i in wanted]
         del gradients
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
@@ -136,11 +147,14 @@ class _Later(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         del inputs
         ctx.call, ctx.k = call, k
+        ctx.set_materialize_grads(False)
         return torch.empty_like(link)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, link: torch.Tensor) -> Any:
+    def backward(ctx: Any, link: torch.Tensor | None) -> Any:
+        if link is None:
+            return (None,) * len(ctx.needs_input_grad)
         return None, None, link, *ctx.call.backward(ctx.k)
 
 
@@ -151,9 +165,9 @@ def _plain(step: CapturedStep) -> Iterator[None]:
         yield
 
 
-def _laid_out(tangent: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+def _laid_out(tangent: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor | None:
     """The tangent with the strides it was captured with; an expanded one (``y.sum().backward()``) becomes dense."""
-    if tangent.stride() == fake.stride():
+    if tangent is None or tangent.stride() == fake.stride():
         return tangent
     return torch.empty_strided(fake.shape, fake.stride(), dtype=tangent.dtype, device=tangent.device).copy_(
         tangent

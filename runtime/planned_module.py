@@ -19,7 +19,6 @@ from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import compile_halves
 from rematplan.runtime.planned_function import CompiledPlan
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
@@ -151,7 +150,7 @@ class _Runner:
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
-        compiled = CompiledPlan(step, compile_halves(step, plan.schedule))
+        compiled = CompiledPlan(step, plan.schedule)
         return _Way(plan, compiled, flat.outputs, tuple(flat.constants))
 
 
