@@ -58,12 +58,17 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Compress",
             "CumProd",
             "RotaryEmbedding",
+            "Col2Im",
+            "DFT",
+            "ReverseSequence",
         ],
         frozenset({0}),
     ),
     "BatchNormalization": frozenset({0, 1, 2}),
+    "DequantizeLinear": frozenset({1}),
     "ScatterElements": frozenset({0, 2}),
     "ScatterND": frozenset({0, 2}),
+    "TensorScatter": frozenset({0, 1}),
     "Where": frozenset({1, 2}),
     **dict.fromkeys(
         [
@@ -84,6 +89,8 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
             "Not",
             "OneHot",
             "Or",
+            "DynamicQuantizeLinear",
+            "MatMulInteger",
             "Range",
             "Shape",
             "Size",
@@ -101,6 +108,7 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
 # The inputs where layers keep their weights: a generated tensor that arrives here was a weight once.
 WEIGHT_INPUTS: dict[str, frozenset[int]] = {
     "BatchNormalization": frozenset({1, 2}),
+    "CausalConvWithState": frozenset({1, 2}),
     "Conv": frozenset({1, 2}),
     "ConvTranspose": frozenset({1, 2}),
     "GRU": frozenset({1, 2, 3}),

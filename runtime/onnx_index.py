@@ -64,6 +64,32 @@ def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     return gather_nd(node, x, indices)
 
 
+@ROWS.add("ReverseSequence", 10, 28)
+def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
+    """The first so many steps of each sample in the other order."""
+    time, batch = integer(node, "time_axis", 0), integer(node, "batch_axis", 1)
+    steps = torch.arange(x.shape[time], device=x.device).unsqueeze(1)
+    ends = lengths.to(torch.int64).unsqueeze(0)
+    places = torch.where(steps < ends, ends - 1 - steps, steps)  # (steps, samples)
+    places = places if time < batch else places.t()
+    places = places.reshape(*places.shape, *[1] * (x.dim() - 2)).expand(x.shape)
+    return torch.gather(x, time, places)
+
+
+@ROWS.add("TensorScatter", 24)
+def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
+    """A cache with new steps written into each sample from its own place on, past the end or round it."""
+    axis = integer(node, "axis", -2) % cache.dim()
+    places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
+    if starts is not None:
+        places = places + starts.reshape(-1, 1)
+    if text(node, "mode", "linear") == "circular":
+        places = places % cache.shape[axis]
+    shape = [n if at in (0, axis) else 1 for at, n in enumerate(update.shape)]
+    shape[0] = places.shape[0]
+    return cache.scatter(axis, places.reshape(shape).expand(update.shape), update)
+
+
 SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 

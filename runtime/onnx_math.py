@@ -129,6 +129,12 @@ def swish(node: Node, x: Tensor) -> Tensor:
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
+@ROWS.add("SwiGLU", 28)
+def swiglu(node: Node, a: Tensor, b: Tensor) -> Tensor:
+    """``a σ(alpha a) b``."""
+    return swish(node, a) * b
+
+
 @ROWS.add("PRelu", 7, 9, 16)
 def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
     """A slope below zero, broadcast to the input."""

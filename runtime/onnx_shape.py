@@ -296,6 +296,19 @@ def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
     return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
 
 
+@ROWS.add("CenterCropPad", 18, known=(1,))
+def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
+    """The middle of each axis, or zeros around it; of an odd difference the smaller half lies before."""
+    axes = ints(node, "axes") or tuple(range(x.dim()))
+    pairs = [0] * (2 * x.dim())
+    for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
+        more = wanted - x.shape[axis]
+        before = more // 2 if more >= 0 else -(-more // 2)
+        at = 2 * (x.dim() - 1 - axis % x.dim())
+        pairs[at : at + 2] = before, more - before
+    return F.pad(x, pairs) if any(pairs) else x
+
+
 @ROWS.add("Trilu", 14, known=(1,))
 def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
     """One triangle of the last two axes."""

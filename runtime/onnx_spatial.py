@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.graph import Node
-from rematplan.runtime.onnx_rows import Known, Rows, integer, known_ints, refuse, text
+from rematplan.runtime.onnx_rows import Known, Rows, integer, ints, known_ints, refuse, text
 
 ROWS = Rows()
 
@@ -79,3 +81,29 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
         x = torch.cat([torch.ones_like(x.narrow(at, 0, 1)), x.narrow(at, 0, x.shape[at] - 1)], at)
     y = torch.cumprod(x, at, dtype=x.dtype)
     return y.flip(at) if integer(node, "reverse", 0) else y
+
+
+@ROWS.add("Col2Im", 18, known=(1, 2))
+def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
+    """Columns of blocks laid back where they came from, overlapping ones added; any number of axes."""
+    sizes, kernel = known_ints(image) or (), known_ints(block) or ()
+    rank = len(sizes)
+    dilations, strides = (ints(node, k) or (1,) * rank for k in ("dilations", "strides"))
+    pads = ints(node, "pads") or (0,) * (2 * rank)
+    padded = [n + pads[a] + pads[rank + a] for a, n in enumerate(sizes)]
+    places = torch.zeros(
+        (1,) * (2 * rank), dtype=torch.int64, device=x.device
+    )  # by kernel axes, then by blocks
+    for a in range(rank):
+        blocks = (padded[a] - dilations[a] * (kernel[a] - 1) - 1) // strides[a] + 1
+        along = torch.arange(kernel[a], device=x.device).unsqueeze(1) * dilations[a]
+        along = along + torch.arange(blocks, device=x.device) * strides[a]
+        shape = [1] * (2 * rank)
+        shape[a], shape[rank + a] = along.shape
+        places = places * padded[a] + along.reshape(shape)
+    columns = x.reshape(x.shape[0], x.shape[1] // math.prod(kernel), -1)
+    whole = columns.new_zeros(*columns.shape[:2], math.prod(padded)).index_add(2, places.reshape(-1), columns)
+    whole = whole.reshape(*columns.shape[:2], *padded)
+    for a, n in enumerate(sizes):
+        whole = whole.narrow(2 + a, pads[a], n)
+    return whole

@@ -14,12 +14,15 @@ from rematplan.runtime import (
     onnx_math,
     onnx_nn,
     onnx_pool,
+    onnx_quantise,
     onnx_recurrent,
     onnx_reduce,
     onnx_resize,
     onnx_sequence,
     onnx_shape,
+    onnx_signal,
     onnx_spatial,
+    onnx_stateful,
     onnx_text,
 )
 from rematplan.runtime.onnx_rows import Row
@@ -32,12 +35,15 @@ THEMES = (
     onnx_math,
     onnx_nn,
     onnx_pool,
+    onnx_quantise,
     onnx_recurrent,
     onnx_reduce,
     onnx_resize,
     onnx_sequence,
+    onnx_signal,
     onnx_shape,
     onnx_spatial,
+    onnx_stateful,
     onnx_text,
 )
 
