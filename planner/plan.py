@@ -45,7 +45,9 @@ class Plan:
 
     def __str__(self) -> str:
         e = self.estimate
-        bound = "no bound" if self.lower_bound is None else f"bound {100 * self.lower_bound:.2f} %"
+        bound = "no bound"
+        if self.lower_bound is not None and self.gap is not None:
+            bound = f"bound {100 * self.lower_bound:.2f} %, gap {100 * self.gap:.2f} points"
         budget = "no budget" if self.budget is None else f"budget {show_bytes(self.budget)}"
         return (
             f"{self.strategy} plan of {self.problem}: {budget}, peak {show_bytes(e.peak)}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -34,6 +34,7 @@ class PlanningBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph of forward ops; its backward, where it has one, follows the plan."""
+        compiled: Any
         if self.compiler == "eager":
             compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
         else:
@@ -43,7 +44,7 @@ class PlanningBackend:
                 functorch_config.patch(enable_autograd_cache=False),
             ):
                 compiled = compile_fx(module, list(inputs))
-        return compiled  # type: ignore[no-any-return]
+        return cast(Callable[..., Any], compiled)
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
