@@ -28,6 +28,9 @@ BUFFER = re.compile(
     r"(inv_freq|freqs\w*|cos\w*|sin\w*|\w*mask|\w*_ids|running_\w+|\w*relative_position_index)$"
 )
 
+# Of these, names that no weight has: they count also where a file says nothing of kinds.
+SURELY_BUFFER = re.compile(r"(inv_freq|(cos|sin)(_cached)?|running_\w+|\w*relative_position_index)$")
+
 
 class Evidence:
     """What a file says of its float initialisers."""
@@ -46,6 +49,8 @@ class Evidence:
             return False
         if origin.folded_from:
             return self._folded_from_weight(origin)
+        if not self.tells and (SURELY_BUFFER.match(array.name.rpartition(".")[2]) or _is_sinusoidal(array)):
+            return False
         generated = bool(GENERATED.match(array.name))
         if not array.shape:
             return self.torch and not generated
@@ -75,3 +80,21 @@ def _is_mask(array: Array) -> bool:
         return False
     values = np.asarray(array.load(), np.float32)
     return not bool(np.all(np.abs(values) < LARGE))
+
+
+def _is_sinusoidal(array: Array) -> bool:
+    """Whether the tensor is a table of positions as sines beside cosines, side by side or half beside half."""
+    width = array.shape[-1] if array.shape else 0
+    rows = math.prod(array.shape[:-1])
+    if width < 4 or width % 2 or rows < 2 or rows * width > MAX_MASK:
+        return False
+    first = np.asarray(array.load().reshape(rows, width)[:2], np.float64)
+    if not _on_circle(first):  # what nearly all weights end at
+        return False
+    return _on_circle(np.asarray(array.load().reshape(rows, width), np.float64))
+
+
+def _on_circle(rows: np.ndarray) -> bool:
+    half = rows.shape[1] // 2
+    pairs = ((rows[:, 0::2], rows[:, 1::2]), (rows[:, :half], rows[:, half:]))
+    return any(bool(np.allclose(a * a + b * b, 1.0, atol=1e-2)) for a, b in pairs)

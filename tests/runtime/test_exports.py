@@ -211,3 +211,29 @@ def test_batch_norm_that_dynamo_folds_away_is_said(tmp_path):
             net.train(), (torch.randn(2, 3, 8, 8),), tmp_path / "n.onnx", dynamo=True, verbose=False
         )
     assert any("looks like a folded inference export" in n for n in load_onnx(tmp_path / "n.onnx").notes)
+
+
+class Positions(nn.Module):
+    """A table of sines beside cosines, kept as a buffer, which a TorchScript file does not say."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(6).unsqueeze(1) / 10 ** torch.linspace(0, 3, 4)
+        self.register_buffer("pe", torch.stack([angles.sin(), angles.cos()], 2).flatten(1))
+        self.linear, self.learned = nn.Linear(8, 8), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x):
+        return self.linear(x + self.pe + self.learned)
+
+
+@pytest.mark.parametrize("training", [torch.onnx.TrainingMode.EVAL, torch.onnx.TrainingMode.TRAINING])
+def test_a_table_of_sines_is_no_weight(tmp_path, training):
+    net, path = Positions(), tmp_path / "n.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            net, (torch.randn(2, 6, 8),), path, dynamo=False, training=training, do_constant_folding=False
+        )
+    roles = {w.name: w.role for w in load_onnx(path).weights}
+    assert roles["pe"] == "constant"
+    assert roles["learned"] == "parameter"
