@@ -139,6 +139,28 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@loop
+def fifty_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(50):
+        adam.zero_grad()
+        loss_of(model(images())).backward()
+        adam.step()
+
+
+@loop
+def scaled_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**40
+    )  # infinite at first: steps are skipped, the scale falls
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(images())) * 1e30).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_loop_ends_in_equal_bits(name: str) -> None:
     planned, plain = planned_and_plain()
