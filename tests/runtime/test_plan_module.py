@@ -151,14 +151,14 @@ def fifty_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @loop
 def scaled_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**40
-    )  # infinite at first: steps are skipped, the scale falls
+    # Infinite at first, so that a step is skipped.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
     for _ in range(3):
         optimizer.zero_grad()
-        scaler.scale(loss_of(model(images())) * 1e30).backward()
+        scaler.scale(loss_of(model(images())) * 8).backward()
         scaler.step(optimizer)
         scaler.update()
+    assert scaler.get_scale() == 1.0
 
 
 @pytest.mark.parametrize("name", LOOPS)
