@@ -91,13 +91,17 @@ class BoundSearch:
         priced = self._vast and not self.graph.inverses  # the programs would take minutes to add a little
         pending = self._programs() if self.graph.base_cost and not priced else []
         first = VAST_FIRST if self._vast else FIRST
+        longest = 0.0
         while pending:
             cuts = pending.pop(0)
             spent = time.monotonic() - began
-            if self._stopped or spent >= time_limit or self.best.unreachable or enough(self.best.overhead):
+            if self._stopped or spent + longest / 2 >= time_limit or self.best.unreachable:
+                break
+            if enough(self.best.overhead):
                 break
             if not self._solve(cuts, time.monotonic() + min(time_limit - spent, max(first, spent))):
                 pending.append(cuts)
+            longest = max(longest, time.monotonic() - began - spent)
         return self.best
 
     def _price_cuts(self, enough: Callable[[], bool]) -> None:

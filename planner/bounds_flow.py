@@ -21,10 +21,12 @@ from ortools.graph.python import max_flow
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import Precedence, working_set
 
-SCALE = 2.0**44
+SCALE = 2.0**40
 """The base cost in units of a capacity; capacities are whole numbers, rounded down."""
-UNCUT = 2**57
-"""The capacity of an arc that no minimum cut holds."""
+NEVER = 2.0
+"""Cost, in base costs, of running again what may run only once: no schedule does."""
+LARGEST = 2.0**62
+"""All capacities together, so that they can be summed in 64 bits."""
 STEPS = 40
 """Most prices tried at a cut; a dozen do."""
 
@@ -46,22 +48,26 @@ class Minimum:
 def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
     """The floor of the overhead that the cut at a needed op proves; infinite if nothing fits there.
 
-    For problems without inverses: with them the minimum is no cut of a network.
+    For problems without inverses: with them the minimum is no cut of a network. -1, which says nothing, where numbers
+    are too large for the arithmetic.
     """
     room = budget - graph.input_bytes - working_set(graph, cut)
     if room < 0:
         return math.inf
     network = CutNetwork(graph, order, cut)
-    low = network.minimum(0.0)
+    low, high = network.minimum(0.0), network.fewest_bytes()
+    if low is None or high is None:
+        return -1.0
     value = low.floor
-    if low.held <= room:
-        return value / graph.base_cost - 1
-    high = network.minimum(graph.base_cost)  # a byte as dear as the whole step: the fewest bytes
-    if high.held > room:
+    if low.held > room and high.held > room:
         return math.inf
     for _ in range(STEPS):
+        if low.held <= high.held or low.held <= room:
+            break
         price = (high.cost - low.cost) / (low.held - high.held)
         middle = network.minimum(price)
+        if middle is None:
+            break
         value = max(value, middle.floor - price * room)
         if middle.held >= low.held or middle.held <= high.held:
             break
@@ -81,9 +87,11 @@ class CutNetwork:
         self.scale = SCALE / graph.base_cost
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
-        earlier = order.before[cut]
-        side = {}  # op -> its node
-        priced = []  # of the ops with a node: what y = 1 costs; another run if it has run by the cut
+        earlier, once = order.before[cut], set(graph.never_rerun)
+        side: dict[int, int] = {}  # op -> its node
+        priced: list[
+            float
+        ] = []  # of the ops with a node: what y = 1 costs; another run if it has run by the cut
         self.ops = []
         for v in needed:
             if v == cut or order.before[v] >> cut & 1:
@@ -91,7 +99,8 @@ class CutNetwork:
             else:
                 side[v] = 2 + len(priced)
                 rise = 1 + slope * v / len(graph.ops)
-                priced.append(rise * graph.ops[v].cost if earlier >> v & 1 else 0.0)
+                dear = NEVER * graph.base_cost if graph.ops[v].name in once else 0.0
+                priced.append(rise * graph.ops[v].cost + dear if earlier >> v & 1 else 0.0)
                 self.ops.append(v)
         self._lay(graph, side, set(graph.ops[cut].reads), priced)
 
@@ -119,19 +128,31 @@ class CutNetwork:
         self.cost = np.array([*priced, *[0.0] * len(tails)])
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
-    def minimum(self, price: float) -> Minimum:
-        """The minimum cut at a price."""
+    def minimum(self, price: float) -> Minimum | None:
+        """The minimum cut at a price; None if its capacities are too large to be summed."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
-        whole = np.where(self.bytes < 0, UNCUT, np.minimum(capacity, UNCUT)).astype(np.int64)
+        return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
+
+    def fewest_bytes(self) -> Minimum | None:
+        """The cut that holds least, whatever it costs; its floor means nothing. None as for `minimum`."""
+        capacity = np.maximum(self.bytes, 0).astype(np.float64)
+        return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
+
+    def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
+        """The minimum cut; ``uncut``, more than it can hold in all, stands for no limit."""
+        if uncut * max(1, len(capacity)) > LARGEST:
+            return None
+        whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(self.tails, self.heads, whole)
-        flow.solve(0, 1)
+        if flow.solve(0, 1) != flow.OPTIMAL:
+            return None
         chosen = np.zeros(2 + max(self.tails.max(initial=1), self.heads.max(initial=1)), dtype=np.bool_)
         chosen[flow.get_source_side_min_cut()] = True
         again = np.flatnonzero(chosen[2 : 2 + len(self.ops)])
         across = chosen[self.tails] & ~chosen[self.heads] & (self.bytes >= 0)
         return Minimum(
-            floor=self.constant + flow.optimal_flow() / self.scale,
+            floor=self.constant + flow.optimal_flow() / scale,
             cost=self.constant + float(self.cost[across].sum()),
             held=float(self.bytes[across].sum()),
             again=tuple(self.ops[k] for k in again),

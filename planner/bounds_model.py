@@ -38,12 +38,14 @@ class Rows:
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
     constant: float = 0.0
     impossible: bool = False
 
-    def variable(self, cost: float) -> int:
-        """A new binary variable."""
+    def variable(self, cost: float, integer: bool = True) -> int:
+        """A new variable, binary or between 0 and 1."""
         self.cost.append(cost)
+        self.integers.append(integer)
         return len(self.cost) - 1
 
     def at_least(self, terms: Iterable[Term], floor: float) -> None:
@@ -61,7 +63,7 @@ class Rows:
         model.variables.ids.extend(range(n))
         model.variables.lower_bounds.extend([0.0] * n)
         model.variables.upper_bounds.extend([1.0] * n)
-        model.variables.integers.extend([integer] * n)
+        model.variables.integers.extend([integer and kind for kind in self.integers])
         priced = [j for j in range(n) if self.cost[j]]
         model.objective.linear_coefficients.ids.extend(priced)
         model.objective.linear_coefficients.values.extend([self.cost[j] for j in priced])

@@ -35,7 +35,10 @@ def cut_start(graph: TrainingGraph, order: Precedence, cut: int, budget: int) ->
     low, high, price = 0.0, 0.0, FIRST_PRICE * unit
     best: tuple[float, list[int]] | None = None
     for _ in range(PRICES):
-        runs = _lower(graph, cut, network.minimum(price).again)
+        found = network.minimum(price)
+        if found is None:
+            break
+        runs = _lower(graph, cut, found.again)
         peak, cost = price_runs(graph, runs)
         if peak <= budget:
             high = price

@@ -175,6 +175,8 @@ class Search:
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
+        elif not annealer.feasible and not self._satisfied():
+            self.descend(effort, min(effort.total, effort.spent() + length), anew=True)
 
     def _stage(self, mode: int, hot: float, length: float, effort: Effort) -> None:
         """Cool the present sequence down from ``hot`` with moves of one kind."""
@@ -189,24 +191,26 @@ class Search:
             self._take(self.annealer)
             self._report(effort)
 
-    def descend(self, effort: Effort, until: float) -> None:
-        """Lower the smallest peak step by step, down to the budget or until ``until`` is spent.
+    def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
+        """Lower the smallest peak, or with ``anew`` the base order's, step by step, down to the budget or until
+        ``until`` is spent.
 
         Each step asks for a peak a little below the smallest, cools at one temperature until a sequence has it,
         and then lowers its cost, without which runs of no use would pile up; a step that fails halves the next.
         """
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
         price = 0.0  # kept from step to step: at a low price a start falls apart before it is dear enough
-        while self.least.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
-            peak = self.least.estimate.peak
+        at = self._offer(self.base) if anew else self.least
+        while at.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
+            peak = at.estimate.peak
             aim = max(self.budget, peak - max(1, int(stride * (peak - self.graph.input_bytes))))
-            annealer.load(runs_of(self.least.schedule), aim, price)
+            annealer.load(runs_of(at.schedule), aim, price)
             tried = 0
             while tried < patience and not annealer.feasible and effort.spent() < until:
                 tried += self._cool(effort, patience - tried, until, (DESCENT, DESCENT), UNTIL_FEASIBLE)
             if annealer.feasible:
                 self._cheapen(effort, until)
-                self._offer(annealer.best())
+                at = self._offer(annealer.best())
             else:
                 stride /= 2
                 patience *= 2
@@ -236,15 +240,16 @@ class Search:
         ):
             self._offer(annealer.best())
 
-    def _offer(self, runs: Sequence[str]) -> None:
+    def _offer(self, runs: Sequence[str]) -> Plan:
         """Price a sequence with the simulator; keep it if it is the best plan, or the one of the smallest
-        peak."""
+        peak. Returns its plan."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan
         fits = plan.estimate.peak <= self.budget
         if fits and (self.best is None or plan.estimate.cost < self.best.estimate.cost):
             self.best = plan
+        return plan
 
     def _report(self, effort: Effort) -> None:
         best = self.best

@@ -50,6 +50,7 @@ VAST_BLOCKS: tuple[tuple[Strategy, ...], ...] = (
 coarse anyway."""
 
 PLAIN = 0.4  # share of the time for planning without the inverses, where there are any
+LEAST = 0.4  # share of the time for the search, however long the members take
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -72,8 +73,8 @@ class Auto(Strategy):
     Inverses are used where they help: a part of the time goes into a plan without them, which the rest improves.
 
     What was found for a problem is remembered as long as the problem lives: a plan for a smaller budget serves a
-    larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, the block
-    strategies apart.
+    larger one. Options as for `Anneal`; ``time_limit`` counts from the start of planning, members
+    included, but however long they take, the search has its share.
     """
 
     time_limit: float = 30.0
@@ -87,13 +88,16 @@ class Auto(Strategy):
         """See `Strategy.plan`."""
         if graph.inverses:
             return self._with_inverses(graph, budget, progress)
+        compile_kernels()
+        began = time.monotonic()
         bound = BoundSearch(graph, budget)
         known = self._known_or_starts(graph, bound, progress)
+        left = max(LEAST * self.time_limit, self.time_limit - (time.monotonic() - began))
 
         def report(fraction: float, text: str) -> None:
             progress(STARTS + (1 - STARTS) * fraction, text)
 
-        return self._improve(bound, known, report)
+        return replace(self, time_limit=left)._improve(bound, known, report)
 
     def _with_inverses(self, graph: TrainingGraph, budget: int, progress: Progress) -> Plan:
         """Plan without the inverses for a part of the time; what that finds starts the search with them."""

@@ -17,12 +17,13 @@ from rematplan.cli.source import PROFILE, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.tradeoff import rows_at
 
 STEPS = 3
-DRAWN = [name for name in STRATEGIES if name not in (Anneal.name, Reversible.name)]
+DRAWN = [name for name in STRATEGIES if name not in (Anneal.name, ILP.name, Reversible.name)]
 """The curves of the demo; `auto` anneals too, and neither network is reversible."""
 TIME_LIMIT = 20.0
 """Seconds of annealing for a curve, so that the whole demo stays within a few minutes."""

@@ -32,7 +32,11 @@ def model() -> nn.Module:
 
 
 X = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-OPTIONS: dict[str, dict[str, Any]] = {"auto": {"time_limit": 1.0}, "anneal": {"moves": 8000}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "auto": {"time_limit": 1.0},
+    "anneal": {"moves": 8000},
+    "ilp": {"time_limit": 1.0},
+}
 
 
 def planned(strategy: str = "approx_dp", **more: Any) -> nn.Module:

@@ -1,0 +1,168 @@
+"""ILP: the whole schedule as an integer program, recomputation at any point and more than once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.bounds import CLOSED, BoundSearch
+from rematplan.planner.cut_start import cut_start
+from rematplan.planner.ilp_stages import StageProgram, add_violated, runs_at, solve_slice
+from rematplan.planner.ilp_steps import solve_steps
+from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.sequence_problem import without_inverses
+from rematplan.planner.sequence_search import Effort, Search
+from rematplan.planner.strategy import Progress, Strategy, pareto, silent
+
+TINY = 10  # recipes up to which every order is searched
+START = 0.3  # share of the time for annealing, which finds the order and the first incumbent
+SLICE = 0.15  # share of the time for the first slice; later ones are longer
+LARGEST = 1500  # ops beyond which no solver gets anywhere with the program: the start is returned
+
+
+@dataclass(frozen=True)
+class ILP(Strategy):
+    """Integer programs: up to 10 ops and inverses in every order (`ilp_steps`, CP-SAT), larger problems in the
+    order of an annealed plan, around it (`ilp_stages`, HiGHS).
+
+    The first is optimal among schedules of up to twice as many runs as recipes, and two more. The second gives no
+    guarantee: few upstream ops may run again in a stage, and inverses are not used. Anytime: Ctrl-C returns the best
+    plan so far, once the solver's slice has ended.
+
+    Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops a stage may run again.
+    """
+
+    time_limit: float = 30.0
+    upstream: int = 24
+
+    name: ClassVar[str] = "ilp"
+    summary: ClassVar[str] = "integer program of the whole schedule (after Checkmate, Jain et al. 2020)"
+
+    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+        """See `Strategy.plan`."""
+        best = _Best(graph, budget, progress)
+        best.offer([op.name for op in graph.ops])
+        try:
+            self._search(graph, budget, best)
+        except KeyboardInterrupt:
+            if best.plan is None:
+                raise
+        if best.plan is None:
+            raise InfeasibleBudget(self.name, budget, best.smallest)
+        floor = min(best.bound, best.plan.estimate.overhead)
+        closed = best.plan.estimate.overhead <= floor + CLOSED
+        return replace(
+            best.plan, budget=budget, lower_bound=floor, status="optimal" if closed else "feasible"
+        )
+
+    def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
+        recipes = len(graph.ops) + len(graph.inverses)
+        if recipes <= TINY and not graph.ordered:
+            found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
+            if found.runs is not None:
+                best.offer(found.runs)
+            return
+        began = time.monotonic()
+        graph = without_inverses(graph) if graph.inverses else graph
+        search = BoundSearch(graph, budget)
+        if search.turn >= 0 and graph.base_cost:
+            search.price(search.turn)
+            best.bound = search.best.overhead
+            start = cut_start(graph, search.order, search.turn, budget) if graph.has_phases else None
+            if start is not None:
+                best.offer(start)
+        if best.closed or search.best.unreachable:
+            return
+        self._anneal(graph, budget, best)
+        if best.plan is not None and len(graph.ops) <= LARGEST and graph.base_cost:
+            program = StageProgram(graph, budget, runs_of(best.plan.schedule), self.upstream)
+            self._solve(program, began, best)
+
+    def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
+        """A start, and an order of first runs, that fits."""
+        search = Search(graph, budget, enough=lambda overhead: overhead <= best.bound + CLOSED)
+        found = search.run(best.starts(), Effort(START * self.time_limit))
+        if found is not None:
+            best.offer(runs_of(found.schedule))
+        best.smallest = min(best.smallest, search.least.estimate.peak)
+
+    def _solve(self, program: StageProgram, began: float, best: _Best) -> None:
+        """Solve in slices, rows added where the simulator finds a schedule over the budget."""
+        hint = program.hint()
+        seconds = SLICE * self.time_limit
+        while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
+            best.report(1 - left / self.time_limit)
+            values, done = solve_slice(program, min(seconds, left), hint)
+            if values is None:
+                if done:
+                    return
+                seconds *= 2
+                continue
+            hint = dict(enumerate(values))
+            if best.offer(runs_at(program, values)):
+                if done:
+                    return
+                seconds *= 1.5
+            elif not add_violated(program, values):
+                return
+
+    def curve(
+        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+    ) -> tuple[Plan, ...]:
+        """See `Strategy.curve`. The time limit holds for the whole curve; a plan for a smaller budget serves a larger
+        one too."""
+        share = replace(self, time_limit=self.time_limit / max(1, len(budgets)))
+        plans: list[Plan] = []
+        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
+
+            def report(fraction: float, text: str, k: int = k) -> None:
+                progress((k + fraction) / len(budgets), text)
+
+            try:
+                plans.append(share.plan(graph, budget, report))
+            except InfeasibleBudget:
+                break
+        return pareto(plans)
+
+
+@dataclass
+class _Best:
+    """The best plan so far."""
+
+    graph: TrainingGraph
+    budget: int
+    progress: Progress
+    plan: Plan | None = None
+    bound: float = -1.0
+    smallest: int = field(default=2**63)
+
+    def offer(self, runs: Sequence[str]) -> bool:
+        """Price a sequence; keep it if it is the best that fits. Whether it fits."""
+        plan = plan_from_runs(self.graph, runs, ILP.name)
+        self.smallest = min(self.smallest, plan.estimate.peak)
+        fits = plan.estimate.peak <= self.budget
+        if fits and (self.plan is None or plan.estimate.cost < self.plan.estimate.cost):
+            self.plan = plan
+        return fits
+
+    def starts(self) -> list[list[str]]:
+        """The best plan's sequence, if there is one."""
+        return [] if self.plan is None else [runs_of(self.plan.schedule)]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best plan is proven optimal."""
+        return self.plan is not None and self.plan.estimate.overhead <= self.bound + CLOSED
+
+    def report(self, fraction: float) -> None:
+        """Tell incumbent and bound."""
+        text = "nothing fits yet"
+        if self.plan is not None:
+            text = f"overhead {100 * self.plan.estimate.overhead:.2f} %"
+        floor = f", bound {100 * self.bound:.2f} %" if math.isfinite(self.bound) and self.bound >= 0 else ""
+        self.progress(min(1.0, fraction), text + floor)
