@@ -9,7 +9,7 @@ forward holds y alone, and F(x) needs x. Neither is F(x), which depends on x: to
 recomputation of everything.
 
 Only tensors count that the backward half reads, or that bring back one that counts, or whose own way is computed from
-one that counts and makes what the backward half reads; and what is spared has to outweigh what is held for it.
+a recoverable one and makes what the backward half reads; and what is spared has to outweigh what is held for it.
 
 An inverse that serves no recovery is of no use to any plan. Whether a plan may run an inverse is another question,
 which the simulator answers: where what it reads is resident.
@@ -60,12 +60,12 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
     wanted = {t for op in graph.ops if op.phase == "backward" for t in op.reads}
     serving = _serving(found, wanted)
     while True:
-        # Beside a tensor that comes back, what is computed from it for its neighbour, and the neighbour with it.
+        # With a tensor that comes back what is computed from it for its neighbour, and the neighbour itself.
         more = {
             t
             for t, r in found.items()
             if t not in serving
-            and any(not serving.isdisjoint(step.reads) for step in r.steps[:-1])
+            and any(not found.keys().isdisjoint(step.reads) for step in r.steps[:-1])
             and any(not wanted.isdisjoint(step.writes) for step in r.steps[:-1])
         }
         if not more:

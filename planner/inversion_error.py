@@ -74,8 +74,8 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
     """The problem without the inverses by which a chain of them would become too wrong.
 
     The chains are followed from the end of the forward half backwards. Where the predicted error of a tensor exceeds
-    ``limit`` (a relative error; by default `own_limit` of each inverse), its inverses are taken away: a plan has to
-    keep it, or to compute it again, and the chain begins there anew at 0.
+    ``limit`` (a relative error; by default `own_limit` of the coarsest type on its way back), its inverses are taken
+    away: a plan has to keep it, or to compute it again, and the chain begins there anew at 0.
 
     Raises:
         UsageError: a limit that is not positive.
@@ -87,19 +87,22 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
     found = recoveries(graph)
     last_read = last_forward_read(graph)
     error: dict[str, float] = {}
+    grain: dict[str, float] = {}  # the coarsest limit of the types that a tensor's way back goes through
     anchors: set[str] = set()
     for target in sorted(found, key=lambda t: last_read[t], reverse=True):
-        here = dict(error)
+        here, coarse = dict(error), dict(grain)
         for recipe in found[target].steps:
             worst = max((here.get(t, 0.0) for t in recipe.reads), default=0.0)
             result = error_after(recipe, recipe.phase is None, worst)
             here.update(dict.fromkeys(recipe.writes, result))
-        inverse = found[target].inverse
-        most = own_limit(inverse) if limit is None else limit
-        if here[target] > most and inverse.noise:
+            type_ = own_limit(recipe) if recipe.phase is None else (recipe.noise / 2) ** (2 / 3)
+            type_ = max(type_, *(coarse.get(t, 0.0) for t in recipe.reads), 0.0)
+            coarse.update(dict.fromkeys(recipe.writes, type_))
+        most = coarse[target] if limit is None else limit
+        if here[target] > most and found[target].inverse.noise:
             anchors.add(target)
         else:
-            error[target] = here[target]
+            error[target], grain[target] = here[target], coarse[target]
     kept = tuple(
         r
         for r in graph.inverses
