@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import is_exact, with_exact_inverses, with_inverses
 from rematplan.runtime.loss import WithLoss, with_loss
+from rematplan.runtime.machine_memory import check_fits
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.onnx_batch import rebatched
 from rematplan.runtime.onnx_module import OnnxModule
@@ -203,6 +205,7 @@ def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
     """Reals are normal; integers 0 or 1, which index whatever they index; masks let everything through."""
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
+    check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     if dtype == torch.bool:

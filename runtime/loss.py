@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from rematplan.ir import ModelError, UsageError
+from rematplan.runtime.machine_memory import check_fits
 from rematplan.runtime.quiet import quiet
 
 
@@ -131,6 +132,8 @@ def with_loss(
         raise UsageError(f"loss {loss} does not fit an output of shape {tuple(output.shape)}; try --loss mse")
     targets: tuple[torch.Tensor, ...] = ()
     if chosen.target is not None:
+        if not any(isinstance(t, FakeTensor) for t in inputs):
+            check_fits(output.numel() * output.element_size(), "the targets of its loss")
         targets = (chosen.target(output, torch.Generator().manual_seed(seed)).to(output.device),)
     return WithLoss(model, chosen, len(inputs)), (*inputs, *targets)
 

@@ -7,7 +7,6 @@ graph runs, so that shape arithmetic is done at once and leaves nothing in a cap
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematplan.ir.errors import ModelError, show_bytes
+from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Graph, Node, Weight
 from rematplan.ir.onnx_roles import differentiated, trains_statistics
+from rematplan.runtime.machine_memory import check_fits
 from rematplan.runtime.onnx_init import first_readers, initialise
 from rematplan.runtime.onnx_rows import Row, refuse, stated
 from rematplan.runtime.onnx_shape import stated_sizes
@@ -350,11 +350,8 @@ def _made(weight: Weight, device: str, filled: bool) -> Tensor:
 
 
 def _check_memory(weights: Iterable[Weight]) -> None:
-    """Refuse weights that cannot fit, instead of being killed while filling them."""
     needed = sum(math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != TEXT)
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        raise ModelError(f"its weights take {show_bytes(needed)}, this machine has {show_bytes(present)}")
+    check_fits(needed, "its weights")
 
 
 def _width(dtype: str) -> str:

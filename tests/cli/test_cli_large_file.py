@@ -98,3 +98,23 @@ def test_text_has_no_training_step(tmp_path):
     for weightless in (False, True):
         with pytest.raises(ModelError, match="'t' is of type object"):
             rematplan.load_step(tmp_path / "text.onnx", weightless=weightless)
+
+
+@pytest.mark.parametrize(
+    ("shape", "repeats", "said"),
+    [((1 << 38, 4), (1, 1), "the graph input 'x'"), ((4, 4), (1 << 30, 1 << 10), "the targets of its loss")],
+)
+def test_what_no_machine_holds_is_refused_before_it_is_made(tmp_path, shape, repeats, said):
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Tile", ["h", "times"], ["y"])]
+    arrays = {"w": np.ones((4, 4), np.float32), "times": np.asarray(repeats)}
+    graph = helper.make_graph(
+        nodes,
+        "absurd",
+        [helper.make_tensor_value_info("x", F, shape)],
+        [helper.make_tensor_value_info("y", F, None)],
+        [numpy_helper.from_array(v, k) for k, v in arrays.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "absurd.onnx")
+    with pytest.raises(ModelError, match=rf"{said}.* take .* this machine has"):
+        rematplan.load_step(tmp_path / "absurd.onnx")
