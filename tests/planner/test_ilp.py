@@ -17,6 +17,7 @@ from rematplan.planner.ilp_stages import StageProgram, runs_at, solve_slice
 from rematplan.planner.plan import plan_from_runs, plan_to_json
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.ilp import ILP
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=30)
@@ -104,3 +105,10 @@ def test_an_interruption_returns_the_best_so_far(problems):
 
     budget = int(0.7 * peak_of_base(graph))
     assert ILP(time_limit=2).plan(graph, budget, interrupt).estimate.peak <= budget
+
+
+def test_auto_begins_with_what_the_programs_have_found(problems):
+    graph = problems.residual((1, 1))
+    budget = int(0.7 * peak_of_base(graph))
+    found = ILP(time_limit=2).plan(graph, budget)
+    assert Auto(time_limit=0.1).plan(graph, budget).estimate.cost <= found.estimate.cost
