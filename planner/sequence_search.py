@@ -162,7 +162,7 @@ class Search:
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
         starts."""
-        annealer = self.annealer
+        annealer, before, start = self.annealer, self.best, hot
         if k % 2 and self.best is not None:
             annealer.load(runs_of(self.best.schedule), self.budget)
             hot *= REHEAT
@@ -175,8 +175,10 @@ class Search:
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
-        elif not annealer.feasible and not self._satisfied():
-            self.descend(effort, min(effort.total, effort.spent() + length), anew=True)
+        elif hot == start and self.best is before:
+            until = min(effort.total, effort.spent() + length)
+            while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
+                self.descend(effort, until, anew=True)
 
     def _stage(self, mode: int, hot: float, length: float, effort: Effort) -> None:
         """Cool the present sequence down from ``hot`` with moves of one kind."""
@@ -192,8 +194,8 @@ class Search:
             self._report(effort)
 
     def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
-        """Lower the smallest peak, or with ``anew`` the base order's, step by step, down to the budget or until
-        ``until`` is spent.
+        """Lower the smallest peak, or with ``anew`` the base order's, step by step,
+        down to the budget or until ``until`` is spent.
 
         Each step asks for a peak a little below the smallest, cools at one temperature until a sequence has it,
         and then lowers its cost, without which runs of no use would pile up; a step that fails halves the next.
