@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["output", "gradient", "input gradient", "buffer"]
+OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed"]
 
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType({"parameter": "gradient", "batch": "input gradient"})
 """The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
@@ -68,7 +68,8 @@ class StepInput:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """An output of the step: one of the module's outputs (``target``: its position; the loss is 0), the gradient of a
-    parameter or of an input (its position in the batch), or a buffer's new content."""
+    parameter or of an input (its position in the batch), a buffer's new content, or (``renewed``) an input's that
+    somebody else copies into it."""
 
     kind: OutputKind
     target: str

@@ -24,11 +24,13 @@ from rematplan.runtime.captured_step import (
     refs,
 )
 
-# Calls whose result is their argument once autograd no longer looks.
 MODULE = "rematplan.module"
 """The key under which a node's annotations name the module that it belongs to."""
 
+MUTATED = "InputMutationAOTOutput"
 COPY = torch.ops.aten.copy_.default
+
+# Calls whose result is their argument once autograd no longer looks.
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
@@ -80,7 +82,7 @@ class _Flat:
         self.early = early
         self.renewed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=COPY)}
         described = module.graph.find_nodes(op="output")[0].meta.get("desc") or ()
-        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == "InputMutationAOTOutput"}
+        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == MUTATED}
 
     def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
         if "tangents" in node.name:
@@ -88,8 +90,9 @@ class _Flat:
         return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        del description
-        return ("output", str(at)) if at < self.early else ("input gradient", str(at - self.early))
+        if at >= self.early:
+            return "input gradient", str(at - self.early)
+        return ("renewed" if type(description).__name__ == MUTATED else "output"), str(at)
 
 
 class _Reader:
@@ -255,7 +258,7 @@ def _describe_output(description: Any) -> tuple[OutputKind, str] | None:
     kind = type(description).__name__
     if kind == "PlainAOTOutput":
         return "output", str(description.idx)
-    if kind == "InputMutationAOTOutput":
+    if kind == MUTATED:
         if not hasattr(description.mutated_input, "target"):
             raise ModelError(f"the model changes its input {description.mutated_input.idx} in place")
         return "buffer", description.mutated_input.target

@@ -60,7 +60,7 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
     backward.steps(schedule[turn:])
     gradients = [backward.use(o.value) for o in step.outputs if "gradient" in o.kind]
     saved = tuple(backward.taken)
-    outputs = [forward.use(o.value) for o in step.outputs if o.kind == "output"]
+    outputs = [forward.use(o.value) for o in step.outputs if o.kind in ("output", "renewed")]
     old = set(buffers.values())
     kept = [forward.own(v) if v in old else forward.use_saved(v) for v in saved]
     for o in step.outputs:

@@ -11,12 +11,11 @@ from rematplan.runtime.captured_step import CapturedStep
 def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
 
-    Whatever reads a tangent also reads all of them, and they are made once: so they are resident from the turn on,
-    as their owner holds them. No inverse brings them back.
+    Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
+    so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
+    and what makes them (batch norm, say) may run again.
     """
-    early = dict.fromkeys(
-        step.values[o.value].storage for o in step.outputs if o.kind in ("output", "buffer")
-    )
+    early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     late = step.after_turn
 
@@ -27,10 +26,11 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
             else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early))))
         )
 
-    made = [graph.ops[graph.producer[t]].name for t in early if t in graph.producer]
+    held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
     return replace(
         graph,
         ops=tuple(map(turned, sorted(graph.ops, key=lambda op: op.name in late))),
-        inverses=tuple(i for i in graph.inverses if not early.keys() & set(i.writes)),
+        inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made))),
     )

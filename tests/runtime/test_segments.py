@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.planner.schedule import Run
 from rematplan.runtime.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -137,3 +138,23 @@ def test_a_frozen_statistic_changed_between_forward_and_backward_is_said() -> No
         model[1].running_var.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
+
+
+def test_batch_norm_runs_again_and_its_statistics_are_renewed_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Tanh(), nn.GELU()) for _ in range(6))
+    )
+    plain, x = copy.deepcopy(model), torch.randn(8, 8, 16, 16)
+    planned = rematplan.plan_module(
+        model, (x,), budget="50%", strategy="anneal", costs="roofline", options={"moves": 6000}
+    )
+    runs = [step.op for step in planned.plan.schedule if isinstance(step, Run)]
+    assert any("batch_norm" in name and runs.count(name) > 1 for name in runs)
+    for one in (planned, plain):
+        for _ in range(2):
+            one(x).pow(2).mean().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(planned.parameters(), plain.parameters(), strict=True)
+    )
+    assert all(map(torch.equal, planned.state_dict().values(), plain.state_dict().values()))
