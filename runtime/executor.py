@@ -186,8 +186,7 @@ class _Writer:
         return "\n\n".join(functions)
 
     def _keep_old_buffers(self, turn: int) -> None:
-        """Copies of the buffers that get new content at the turn and are read after it. They take the place of the new
-        content, which the plan holds to the end and its caller does not."""
+        """Copies of the buffers that get new content at the turn and are read after it."""
         late = _read_from(self.step, self.schedule, turn) & _renewed_buffers(self.step)
         for i in self.step.inputs:
             storage = self.step.values[i.value].storage

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rematplan.ir import Op, TrainingGraph
+from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.captured_step import CapturedStep
+
+OLD_BUFFERS = "old_buffers"
+"""The tensor that stands for the copies of buffers as they were before the step."""
 
 
 def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
@@ -13,7 +16,8 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
-    and what makes them (batch norm, say) may run again.
+    and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
+    input.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -28,8 +32,15 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
-    return replace(
+    old = {OLD_BUFFERS: sum(step.storage_bytes[s] for s in early if s not in held)}
+    charged = replace(
         graph,
+        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in old.items())),
+        inputs=(*graph.inputs, *old),
+        fixed_split={**graph.fixed_split, **old},
+    )
+    return replace(
+        charged,
         ops=tuple(map(turned, sorted(graph.ops, key=lambda op: op.name in late))),
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made))),
