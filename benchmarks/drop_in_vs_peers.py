@@ -157,7 +157,10 @@ def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
         yield "sequential", in_sequence(case)
     yield "selective", selective(case)
     for budget in (0.8, 0.5, 0.3):
-        yield f"budget {budget}", partitioned(case, budget)
+        try:
+            yield f"budget {budget}", partitioned(case, budget)
+        except RuntimeError as error:  # it recomputes from batch norm's statistics after they were renewed
+            print(f"  budget {budget}: fails: {str(error).split(':')[0]}", flush=True)
 
 
 def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
