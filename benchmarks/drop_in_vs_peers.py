@@ -159,7 +159,7 @@ def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
     for budget in (0.8, 0.5, 0.3):
         try:
             yield f"budget {budget}", partitioned(case, budget)
-        except RuntimeError as error:  # it recomputes from batch norm's statistics after they were renewed
+        except RuntimeError as error:  # seen with batch norm in training mode
             print(f"  budget {budget}: fails: {str(error).split(':')[0]}", flush=True)
 
 
