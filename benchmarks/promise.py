@@ -89,8 +89,8 @@ HUGGING_FACE: Mapping[str, Callable[[], Made]] = {
 
 def step_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], list[torch.Tensor]]:
-    """A step that returns the differentiable outputs; their gradients are made before, as the budget counts them."""
+) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """A step that returns the differentiable outputs, and their gradients, made before, as the budget counts them."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         outputs = [
@@ -107,13 +107,12 @@ def step_of(
         torch.autograd.backward(out, tangents)
         return [t.detach() for t in out]
 
-    step.tangents = tangents  # type: ignore[attr-defined]
-    return step
+    return step, tangents
 
 
 def results(model: nn.Module, made: Made) -> tuple[int, dict[str, torch.Tensor]]:
     """The peak, bytes, of all that a step holds, and all that it leaves."""
-    step = step_of(model, *made[1:])
+    step, tangents = step_of(model, *made[1:])
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     torch.manual_seed(7)
     model.zero_grad(set_to_none=True)
@@ -124,7 +123,7 @@ def results(model: nn.Module, made: Made) -> tuple[int, dict[str, torch.Tensor]]
     with torch.no_grad():
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
-    held = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:]), *step.tangents]  # type: ignore[attr-defined]
+    held = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:]), *tangents]
     fixed = sum(
         {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -378,7 +378,30 @@ def load_rng(device: torch.device) -> Callable[[Any], None]:
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each once, as a captured step knows them."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return tensors_and_modes(module)[0]
+
+
+def tensors_and_modes(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[bool, ...]]:
+    """Parameters and buffers by name, each once, by the name that ``named_parameters`` gives them; and the modules'
+    modes. In one pass: it is made at every call."""
+    named: dict[str, torch.Tensor] = {}
+    modes: list[bool] = []
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        prefix, one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        modes.append(one.training)
+        for held in (one._parameters, one._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    named[prefix + name] = tensor
+        children = reversed(one._modules.items())
+        waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+    return named, tuple(modes)
 
 
 def bind_inputs(

@@ -19,6 +19,7 @@ from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.executor import tensors_and_modes
 from rematplan.runtime.planned_function import CompiledPlan
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
@@ -109,7 +110,7 @@ class _Runner:
         wanted = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
         if not (torch.is_grad_enabled() and wanted):
             return self.model.forward(*args, **kwargs)  # the hooks of a call are the planned module's to run
-        named, modes = _state(self.model)
+        named, modes = tensors_and_modes(self.model)
         way = self._way(leaves, spec, tensors, named, modes)
         flat = iter(way.compiled(named, tensors))
         return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
@@ -117,7 +118,10 @@ class _Runner:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._way(
-            leaves, spec, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], *_state(self.model)
+            leaves,
+            spec,
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
+            *tensors_and_modes(self.model),
         )
 
     def _way(
@@ -155,29 +159,6 @@ class _Runner:
 
 
 _AUTOCAST = ("cpu", "cuda")
-
-
-def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[bool, ...]]:
-    """Parameters and buffers by name, each once, by the name that ``named_parameters`` gives them; and the modules'
-    modes. In one pass: it is made at every call."""
-    named: dict[str, torch.Tensor] = {}
-    modes: list[bool] = []
-    seen: set[int] = set()
-    waiting = [("", model)]
-    while waiting:
-        prefix, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        modes.append(module.training)
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    named[prefix + name] = tensor
-        children = reversed(module._modules.items())
-        waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
-    return named, tuple(modes)
 
 
 def _describe(leaf: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed._functional_collectives import all_reduce
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ProblemError, UsageError
@@ -100,6 +101,34 @@ def test_they_are_in_the_bound_and_in_what_is_refused() -> None:
         planned(
             budget="70%", never_rerun=["aten.addmm", "aten.sigmoid", "aten.native_layer_norm", "aten.add"]
         )
+
+
+class Mixing(nn.Module):
+    """Layers that take a mean over all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = x * all_reduce(x.detach().mean(), "sum", distributed.group.WORLD) + x
+        return x
+
+
+def test_collectives_never_run_again() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        one = rematplan.plan_module(
+            Mixing(), (X,), budget="78%", strategy="anneal", costs="roofline", options={"moves": 5000}
+        )
+        assert one.plan.estimate.reruns > 0
+        assert "all_reduce" in one.source
+        assert reruns(one, "all_reduce") == reruns(one, "wait_tensor") == 0
+        one(X).sum().backward()
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_unknown_names_are_said() -> None:
