@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import ProblemError, TrainingGraph, show_bytes
 from rematplan.ir.formats import read_json, write_whole
+from rematplan.planner.lane_memory import checked_lanes
+from rematplan.planner.lanes import Lanes, lanes_from_json, lanes_to_json
 from rematplan.planner.schedule import Free, Run, Schedule, with_frees
 from rematplan.planner.simulator import Estimate, simulate
 
@@ -25,7 +27,7 @@ class Plan:
     ``budget``: bytes, or None for a plan that was made without one. ``lower_bound``: a proven floor of the overhead of
     *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` only when the gap is closed.
     ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``: the problem's
-    (`TrainingGraph.fingerprint`), where it was noted.
+    (`TrainingGraph.fingerprint`), where it was noted. ``lanes``: for a plan that runs on two (`planner.overlap`).
     """
 
     problem: str
@@ -37,6 +39,12 @@ class Plan:
     status: Status = "feasible"
     blocks: tuple[tuple[str, ...], ...] | None = None
     fingerprint: str = ""
+    lanes: Lanes | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes that it never exceeds, on two lanes if it has them."""
+        return self.lanes.peak if self.lanes else self.estimate.peak
 
     @property
     def gap(self) -> float | None:
@@ -78,7 +86,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "steps": [["run", s.op] if isinstance(s, Run) else ["free", s.tensor] for s in plan.schedule],
     } | {
         key: value
-        for key, value in (("blocks", plan.blocks), ("fingerprint", plan.fingerprint))
+        for key, value in (
+            ("blocks", plan.blocks),
+            ("fingerprint", plan.fingerprint),
+            ("lanes", plan.lanes and lanes_to_json(plan.lanes)),
+        )
         if value  # what a plan has not is left out
     }
 
@@ -110,11 +122,14 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             status="optimal" if data["status"] == "optimal" else "feasible",
             blocks=tuple(tuple(b) for b in data["blocks"]) if "blocks" in data else None,
             fingerprint=fingerprint,
+            lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None
-    if plan.budget is not None and plan.estimate.peak > plan.budget:
-        raise ProblemError(f"its peak, {plan.estimate.peak} bytes, is over its budget, {plan.budget} bytes")
+    if plan.lanes:
+        plan = replace(plan, lanes=checked_lanes(graph, plan.schedule, plan.lanes))
+    if plan.budget is not None and plan.peak > plan.budget:
+        raise ProblemError(f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes")
     return plan
 
 

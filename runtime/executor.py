@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,13 +11,11 @@ import torch
 from torch import nn
 
 from rematplan.ir import ProblemError
-from rematplan.planner.schedule import Free, Run, Schedule, runs_of
-from rematplan.runtime.captured_step import Call, CapturedStep, Ref, StepOutput, refs
-from rematplan.runtime.inverse_kernels import Inverse
-from rematplan.runtime.segments import Segment, gradient_segments
-from rematplan.runtime.unused_outputs import Unused, unused_by
-
-Generator = Callable[[], Any]
+from rematplan.planner.schedule import Schedule, runs_of
+from rematplan.runtime.captured_step import CapturedStep, StepOutput
+from rematplan.runtime.segments import gradient_segments
+from rematplan.runtime.step_writer import Writer, read_from, renewed_buffers
+from rematplan.runtime.unused_outputs import unused_by
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,10 @@ def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
         ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
             another order than the step does, which would draw other numbers.
     """
-    _check_order_of_draws(step, schedule)
-    writer = _Writer(step, schedule)
+    check_order_of_draws(step, schedule)
+    writer = Writer(step, schedule)
     source = writer.write()
-    return Executable(source, _defined(step, source, writer.scope)["step"])
+    return Executable(source, defined(step, source, writer.scope)["step"])
 
 
 def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str] = ()) -> Halves:
@@ -92,15 +87,15 @@ def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
-    _check_order_of_draws(step, schedule)
-    writer = _Writer(step, schedule)
+    check_order_of_draws(step, schedule)
+    writer = Writer(step, schedule)
     segments = gradient_segments(step, schedule)
     writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
-    scope = _defined(step, source, writer.scope)
-    own = _renewed_buffers(step)
+    scope = defined(step, source, writer.scope)
+    own = renewed_buffers(step)
     storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
-    read = [_read_from(step, schedule, s.start) - own for s in segments]
+    read = [read_from(step, schedule, s.start) - own for s in segments]
     late = tuple(at for at, storage in enumerate(storages) if storage in read[0])
     backward = tuple(
         Backward(
@@ -113,24 +108,19 @@ def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str
     return Halves(source, scope["forward"], backward, late)
 
 
-def _renewed_buffers(step: CapturedStep) -> set[str]:
-    """The storages of the buffers that the step gives new content."""
-    renewed = {o.target for o in step.outputs if o.kind == "buffer"}
-    return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
-
-
-def _read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
-    """The storages that a schedule reads from a position on."""
-    return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}
-
-
-def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
+def defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions of a generated source, by name."""
     found = dict(scope)
     exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
     return found
 
 
-def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
+def check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
+    """Refuse a schedule that would draw other random numbers.
+
+    Raises:
+        ProblemError: it runs random ops for the first time in another order than the step.
+    """
     seeded = [c.name for c in step.calls if c.seeded]
     wanted = set(seeded)
     first = [name for name in dict.fromkeys(runs_of(schedule)) if name in wanted]
@@ -138,242 +128,6 @@ def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
         raise ProblemError(
             f"{step.name}: the schedule's first runs of random ops stand in another order than the step's"
         )
-
-
-class _Writer:
-    """Writes the source of one schedule, line by line, following which values are alive.
-
-    A storage's views are made when first used and dropped with it, so that no view is evaluated twice. A call
-    that runs again drops what is left of its old results first: the simulator counts each storage once.
-    """
-
-    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
-        self.step, self.schedule = step, schedule
-        self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
-        self.targets: dict[Any, str] = {}
-        self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
-        self.dead: list[str] = []  # values freed since the last call
-        self.variable: dict[str, str] = {}
-        self.states: set[str] = set()
-        self.unused = Unused()
-        self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
-
-    def write(self) -> str:
-        """The whole schedule as ``step(*inputs)``."""
-        step = self.step
-        names = self._take([i.value for i in step.inputs])
-        self._steps(0, len(self.schedule))
-        self.lines.append(f"return {self._tuple(self._use(o.value) for o in step.outputs)}")
-        return self._function(f"step({names})")
-
-    def write_halves(self, segments: Sequence[Segment]) -> str:
-        """The schedule as ``forward(*inputs)`` and ``backward_0(held, *tangents)``, ``backward_1(held)``, ..."""
-        step = self.step
-        names = self._take([i.value for i in step.inputs if i.kind != "tangent"])
-        self._steps(0, segments[0].start)
-        self._keep_old_buffers(segments[0].start)
-        early = [o.value for o in step.outputs if o.kind in ("output", "buffer")]
-        functions = [self._handing_over(f"forward({names})", early)]
-        for k, segment in enumerate(segments):
-            held = self._tuple(self._held())
-            tangents = "" if k else self._take([i.value for i in step.inputs if i.kind == "tangent"])
-            self.lines += [f"{held} = held", "held.clear()"]
-            self._steps(segment.start, segment.end)
-            given = [o.value for o in segment.outputs]
-            head = f"backward_{k}(held{', ' if tangents else ''}{tangents})"
-            functions.append(self._handing_over(head, given, drop=True))
-        return "\n\n".join(functions)
-
-    def _keep_old_buffers(self, turn: int) -> None:
-        """Copies of the buffers that get new content at the turn and are read after it."""
-        late = _read_from(self.step, self.schedule, turn) & _renewed_buffers(self.step)
-        for i in self.step.inputs:
-            storage = self.step.values[i.value].storage
-            if storage in late:
-                self._free(storage)
-                self.dead.remove(i.value)
-                self._bring_to_life(i.value)
-                self.lines.append(f"{self._name(i.value)} = {self._name(i.value)}.clone()")
-        self._drop_dead()
-
-    def _handing_over(self, head: str, values: Sequence[str], drop: bool = False) -> str:
-        """The lines so far as a function that returns ``values`` and all else that is held; ``drop``: it does not
-        hold on to the values' storages."""
-        zero = self.unused.zero if drop else ()
-        given = self._tuple("None" if v in zero else self._use(v) for v in values)
-        for value in values if drop else ():
-            self.alive.pop(self.step.values[value].storage, None)
-        self.lines.append(f"return {given}, [{', '.join(self._held())}]")
-        return self._function(head)
-
-    def _held(self) -> list[str]:
-        return [self._name(v) for values in self.alive.values() for v in values] + sorted(self.states)
-
-    def _steps(self, start: int, end: int) -> None:
-        for at in range(start, end):
-            one = self.schedule[at]
-            if at in self.unused.skipped:
-                continue
-            if isinstance(one, Free):
-                if one.tensor not in self.alive and not self.unused.zero:
-                    raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
-                self._free(one.tensor)
-            else:
-                self._run(one, at)
-        self._drop_dead()
-
-    def _take(self, values: Sequence[str]) -> str:
-        for value in values:
-            self._bring_to_life(value)
-        return ", ".join(map(self._name, values))
-
-    def _function(self, head: str) -> str:
-        body = "".join(f"    {line}\n" for line in self.lines)
-        self.lines = []
-        return f"def {head}:\n{body}"
-
-    @staticmethod
-    def _tuple(names: Iterable[str]) -> str:
-        return f"({''.join(name + ', ' for name in names).rstrip()})"
-
-    def _run(self, run: Run, at: int) -> None:
-        call = self.step.call.get(run.op)
-        if call is None:
-            raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
-        for storage in self.step.writes(call):
-            self._free(storage)
-        self._drop_dead()
-        same = dict(self.unused.same).get(call.name)
-        expression = self._use(same) if same else self._expression(call)
-        if call.seeded and call.name in self.rerun:
-            self._replayed(call, expression)
-        else:
-            self.lines.append(f"{self._results(call)} = {expression}")
-        for result in call.results:
-            if result:
-                self._bring_to_life(result)
-
-    def _replayed(self, call: Call, expression: str) -> None:
-        state = f"rng_{self._name(call.name)}"
-        assign = f"{self._results(call)} = {expression}"
-        self.scope.update(save_rng=save_rng(self.step.device), load_rng=load_rng(self.step.device))
-        if state not in self.states:
-            self.states.add(state)
-            self.lines += [f"{state} = save_rng()", assign]
-        else:
-            self.lines += [
-                "rng_now = save_rng()",
-                f"load_rng({state})",
-                assign,
-                "load_rng(rng_now)",
-                "del rng_now",
-            ]
-
-    def _results(self, call: Call) -> str:
-        if call.single:
-            return self._name(call.results[0] or "_")
-        left = ", ".join(self._name(r) if r else "_" for r in call.results)
-        return left + ("," if len(call.results) == 1 else "")
-
-    def _free(self, storage: str) -> None:
-        self.dead += self.alive.pop(storage, ())
-
-    def _drop_dead(self) -> None:
-        if self.dead:
-            self.lines.append(f"del {', '.join(map(self._name, self.dead))}")
-            self.dead.clear()
-
-    def _bring_to_life(self, value: str) -> None:
-        self.alive.setdefault(self.step.values[value].storage, {})[value] = None
-
-    def _use(self, value: str) -> str:
-        """The variable of a value; a view that does not stand in one yet is made here (an explicit stack,
-        since chains of views may be long)."""
-        stack = [value]
-        while stack:
-            top = self.step.values[stack[-1]]
-            if top.name in self.alive.get(top.storage, ()):
-                stack.pop()
-                continue
-            if top.name in self.unused.zero:
-                self.lines.append(f"{self._name(top.name)} = {self._zeros(top.fake)}")
-                self._bring_to_life(top.name)
-                stack.pop()
-                continue
-            call = self.step.call[top.call or ""]
-            if not call.is_view:
-                raise ProblemError(f"{self.step.name}: {top.name!r} is read, but its storage is not resident")
-            missing = [
-                r.value
-                for r in refs((call.args, call.kwargs))
-                if r.value not in self.alive.get(self.step.values[r.value].storage, ())
-            ]
-            if missing:
-                stack += missing
-                continue
-            self.lines.append(f"{self._results(call)} = {self._expression(call)}")
-            for result in call.results:
-                if result:
-                    self._bring_to_life(result)
-            stack.pop()
-        return self._name(value)
-
-    def _zeros(self, like: torch.Tensor) -> str:
-        layout = f"{tuple(like.shape)}, {tuple(like.stride())}, dtype={like.dtype}"
-        return f"torch.empty_strided({layout}, device={str(like.device)!r}).zero_()"
-
-    def _expression(self, call: Call) -> str:
-        arguments = [self._literal(a) for a in call.args]
-        arguments += [f"{k}={self._literal(a)}" for k, a in call.kwargs.items()]
-        return f"{self._target(call.target)}({', '.join(arguments)})"
-
-    def _literal(self, value: Any) -> str:
-        if isinstance(value, Ref):
-            return self._use(value.value)
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return repr(value)
-        if isinstance(value, (list, tuple)):
-            body = ", ".join(self._literal(v) for v in value)
-            return f"[{body}]" if isinstance(value, list) else f"({body}{',' if len(value) == 1 else ''})"
-        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-            return str(value)
-        name = f"constant_{len(self.scope)}"
-        self.scope[name] = value
-        return name
-
-    def _target(self, target: Any) -> str:
-        if target not in self.targets:
-            text = target.__name__ if isinstance(target, Inverse) else str(target)
-            name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
-            name = f"{name}_{len(self.targets)}" if name in self.scope else name
-            self.targets[target] = name
-            self.scope[name] = target
-        return self.targets[target]
-
-    def _name(self, value: str) -> str:
-        if value not in self.variable:
-            name = "v_" + re.sub(r"\W", "_", value)
-            # Values' names are identifiers by construction; a collision after cleaning would be a silent
-            # wrong result.
-            if name in self.variable.values():
-                name += f"_{len(self.variable)}"
-            self.variable[value] = name
-        return self.variable[value]
-
-
-def save_rng(device: torch.device) -> Generator:
-    """A function that gives the state of the device's default generator."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.get_rng_state(device)
-    return torch.get_rng_state
-
-
-def load_rng(device: torch.device) -> Callable[[Any], None]:
-    """A function that sets the state of the device's default generator."""
-    if device.type == "cuda":
-        return lambda state: torch.cuda.set_rng_state(state, device)
-    return torch.set_rng_state
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

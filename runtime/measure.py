@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch._C import _autograd, _profiler
 
 T = TypeVar("T")
 
@@ -35,41 +33,52 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
         result = call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before, result
-    results: list[T] = []
     with _allocations() as sizes:
-        results.append(call())
-    return max(0, *accumulate(sizes)) if sizes else 0, results.pop()
+        result = call()
+    return max(0, *accumulate(sizes)) if sizes else 0, result
+
+
+class _Record:
+    """Allocator events of the threads that are being watched, each with the time after the first thread's start."""
+
+    def __init__(self) -> None:
+        self.first: Any = None
+        self.events: list[tuple[float, int]] = []
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """A block of the present thread. PyTorch's newer profiler sees one thread's memory only."""
+        settings = (False, True, False, False, False, _profiler._ExperimentalConfig())
+        _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(_profiler.ProfilerState.CPU, *settings))
+        try:
+            yield
+        finally:
+            found = [e for events in _autograd._disable_profiler_legacy() for e in events]
+            self.first = self.first or found[0]
+            memory = (e for e in found if str(e.kind()) == "memory_alloc")
+            self.events += [(self.first.cpu_elapsed_us(e), e.cpu_memory_usage()) for e in memory]
+
+
+_watching: list[_Record] = []
+
+
+def watched() -> AbstractContextManager[None]:
+    """For a block of a further thread that does a part of the work: what it allocates is seen, if that is measured."""
+    return _watching[-1].thread() if _watching else nullcontext()
 
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
     """CPU allocator events of the block in order, in bytes (negative: freed); filled at the end."""
-    events: list[int] = []
-    with _quiet_profiler():
-        recorder: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        recorder.__enter__()
+    sizes: list[int] = []
+    record = _Record()
+    _watching.append(record)
     try:
-        yield events
+        with record.thread():
+            yield sizes
     finally:
-        with _quiet_profiler():
-            recorder.__exit__(None, None, None)
-        found = [e for e in recorder.profiler.kineto_results.events() if e.name() == "[memory]"]
-        events += [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library writes a line of its own to standard error; keep it from the user."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
+        _watching.remove(record)
+        sizes += [size for _, size in sorted(record.events, key=lambda event: event[0])]
 
 
 def seconds_in_turn(

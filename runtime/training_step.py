@@ -10,21 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
+from rematplan.runtime.lanes import compile_lanes
 
 
 class PlannedStep:
-    """A training step of ``module`` that follows a schedule.
+    """A training step of ``module`` that follows a schedule, on two lanes if they are given.
 
     Calling it with a batch does what ``loss = module(*batch); loss.backward()`` does: gradients are added to
     ``.grad``, buffers get their new content, the loss is returned (detached).
     """
 
-    def __init__(self, module: nn.Module, step: CapturedStep, schedule: Schedule) -> None:
+    def __init__(
+        self, module: nn.Module, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None
+    ) -> None:
         self.module, self.step = module, step
-        self.executable = compile_step(step, schedule)
+        self.executable = compile_lanes(step, schedule, lanes) if lanes else compile_step(step, schedule)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """Run the step; the loss as a scalar."""

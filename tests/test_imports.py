@@ -23,7 +23,7 @@ class Wall:
 
 
 PLAN_TYPES = tuple(
-    f"rematplan.planner.{room}" for room in ("plan", "schedule", "simulator")
+    f"rematplan.planner.{room}" for room in ("lanes", "plan", "schedule", "simulator")
 )  # what the runtime may know of the planner: no strategy
 
 WALLS = {

@@ -2,6 +2,7 @@
 models."""
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.ir import ModelError, ProblemError, TrainingGraph
+from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import Run, runs_of, with_frees
 from rematplan.planner.strategies.registry import STRATEGIES
@@ -168,6 +170,25 @@ def test_recomputing_everything_before_every_backward_op_changes_no_bit(case: Lo
     module, batch, step, graph = case
     plan = plan_from_runs(graph, recompute_everything(graph), "everything")
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
+
+
+def test_two_lanes_change_no_bit_and_keep_their_peak(case: Loaded) -> None:
+    module, batch, step, graph = case
+    held = sum(graph.fixed_split[k] for k in graph.fixed_split if k not in ("rng_states", "tangent"))
+    everything = plan_from_runs(graph, recompute_everything(graph), "everything")
+    for plan in (everything, *some_plans(graph, "approx_dp")):
+        for more in (0, 2**40):
+            laned = on_two_lanes(graph, plan, plan.estimate.peak + more)
+            if laned is None:  # nothing comes back
+                assert not plan.estimate.reruns
+                continue
+            planned = PlannedStep(module, step, laned.schedule, laned.lanes)
+            for seed in range(2):
+                assert verify(planned, batch, seed).bit_equal
+            with untouched(module):
+                above, _ = peak_above_entry(lambda planned=planned: planned(*batch), step.device)
+            assert held + above <= laned.lanes.peak
+    assert threading.active_count() == 1
 
 
 def test_verify_finds_a_wrong_gradient_a_wrong_buffer_and_a_moved_generator() -> None:

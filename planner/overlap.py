@@ -1,0 +1,40 @@
+"""Put a plan on two lanes within a budget, and say whether that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.lane_memory import peak, widest
+from rematplan.planner.lane_time import Sharing, makespan
+from rematplan.planner.lanes import Laned, Lanes, place, waits_of
+from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of, with_frees
+from rematplan.planner.simulator import simulate
+
+PAYS = 0.02
+"""The share of a step's time that two lanes must be predicted to save to be worth their while."""
+USUAL = Sharing()
+
+
+def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
+    """The plan with lanes that hold at most ``budget`` bytes, whatever their speeds, and wait for each other as little
+    as that allows; None if nothing comes back after the fork, or the plan itself is over the budget."""
+    runs = tuple(runs_of(plan.schedule))
+    laned = Laned(graph, runs, place(graph, runs))
+    if not laned.where.recovery:
+        return None
+    schedule = with_frees(graph, runs)
+    estimate = simulate(graph, schedule)
+    if estimate.peak > budget or (needs := widest(laned, budget)) is None:
+        return None
+    where = laned.where
+    lanes = Lanes(
+        where.fork,
+        where.recovery,
+        waits_of(where, needs),
+        peak(laned, schedule, needs),
+        makespan(laned, needs, sharing),
+        sharing.speed,
+    )
+    return replace(plan, schedule=schedule, estimate=estimate, lanes=lanes)

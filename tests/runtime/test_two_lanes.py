@@ -1,0 +1,300 @@
+"""Laws of two lanes as they run: the bits of one lane, whoever is faster; nobody hangs, no thread stays."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.planner.lane_time import Sharing
+from rematplan.planner.overlap import on_two_lanes
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.runtime import lane_threads
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import Call, CapturedStep
+from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
+from rematplan.runtime.inverses import with_inverses
+from rematplan.runtime.lane_threads import Lane, two_lanes
+from rematplan.runtime.lanes import compile_lanes
+from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.training_step import PlannedStep, untouched, verify
+
+CPU = torch.device("cpu")
+
+
+class Couplings(nn.Module):
+    """A chain of blocks, each of one function, whose halves change places; with dropout and batch norm inside."""
+
+    def __init__(self, blocks: int, ordinary: bool = False) -> None:
+        super().__init__()
+        self.ordinary = ordinary
+        self.functions = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 16)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        for f in self.functions:
+            a, b = (a + f(a), b) if self.ordinary else (b, a + f(b))
+        return torch.cat([a, b], -1).square().mean()
+
+
+Case = tuple[nn.Module, tuple[Tensor, ...], CapturedStep, TrainingGraph, Plan]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def made(blocks: int, cache: Path, ordinary: bool = False) -> Case:
+    """The step and its leanest plan: by inversion, or by recomputation where nothing inverts."""
+    torch.manual_seed(blocks)
+    module, batch = Couplings(blocks, ordinary), (torch.randn(64, 32),)
+    step = with_inverses(capture(module, batch, "couplings"), named_tensors(module)).step
+    graph = training_graph(step, profile_costs(step, cache=cache))
+    return module, batch, step, graph, (ChenSqrt() if ordinary else Reversible()).curve(graph, ())[-1]
+
+
+def results(run: Any, module: nn.Module, step: CapturedStep, batch: tuple[Tensor, ...]) -> list[Tensor]:
+    torch.manual_seed(11)
+    return [*run(bind_inputs(step, named_tensors(module), batch)), torch.get_rng_state()]
+
+
+class Wrapped:
+    """A call's function with something to do before it."""
+
+    __name__ = "wrapped"
+
+    def __init__(self, call: Call, before: Callable[[], Any]) -> None:
+        self.target, self.before = call.target, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.before()
+        return self.target(*args, **kwargs)
+
+
+def wrapped(step: CapturedStep, before: Callable[[Call], Callable[[], Any] | None]) -> CapturedStep:
+    """The step with something to do before some of its ops, found by call."""
+
+    def wrap(call: Call) -> Call:
+        first = None if call.is_view else before(call)
+        return call if first is None else replace(call, target=Wrapped(call, first))
+
+    return replace(step, calls=tuple(map(wrap, step.calls)), inverses=tuple(map(wrap, step.inverses)))
+
+
+def slowed(step: CapturedStep, rng: Random) -> CapturedStep:
+    """The step with ops that take their time, some more than others."""
+    return wrapped(step, lambda call: partial(time.sleep, rng.choice([0.0, 0.0, 0.0, 0.002])))
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7])
+def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path) -> None:
+    module, batch, step, graph, plan = made(blocks, cache, ordinary)
+    one = compile_step(step, plan.schedule)
+    laned = [on_two_lanes(graph, plan, plan.estimate.peak + more) for more in (0, 2**14, 2**40)]
+    if blocks == 1 and not plan.estimate.reruns:
+        assert laned == [None] * 3
+    for each in laned:
+        if each is None:
+            continue
+        for timing in range(3):
+            other = compile_lanes(slowed(step, Random(timing)) if timing else step, each.schedule, each.lanes)
+            found = results(other, copy.deepcopy(module), step, batch)
+            expected = results(one, copy.deepcopy(module), step, batch)
+            assert all(map(torch.equal, expected, found))
+    assert threading.active_count() == 1
+
+
+def test_dropout_is_replayed_and_batch_norm_updated_once(cache: Path) -> None:
+    module, batch, step, graph, plan = made(5, cache, ordinary=True)
+    laned = on_two_lanes(graph, plan, 2**40)
+    runs = [s.op for s in plan.schedule if hasattr(s, "op")]
+    assert any(runs.count(name) > 1 for name in graph.ordered)
+    assert "with draws:" in compile_lanes(step, laned.schedule, laned.lanes).source
+    outcome = verify(PlannedStep(module, step, laned.schedule, laned.lanes), batch, 3)
+    assert outcome.bit_equal, outcome.differences
+
+
+def test_the_promised_peak_holds(cache: Path) -> None:
+    module, batch, step, graph, plan = made(9, cache)
+    held = graph.input_bytes - graph.fixed_split.get("rng_states", 0) - graph.fixed_split.get("tangent", 0)
+    peaks = []
+    for more in (0, 2**13, 2**15, 2**40):
+        laned = on_two_lanes(graph, plan, plan.estimate.peak + more)
+        assert laned.lanes.peak <= plan.estimate.peak + more
+        for timing in range(2):
+            slow = slowed(step, Random(timing)) if timing else step
+            planned = PlannedStep(module, slow, laned.schedule, laned.lanes)
+            with untouched(module):
+                planned(*batch)
+                module.zero_grad()
+                above, _ = peak_above_entry(lambda planned=planned: planned(*batch), CPU)
+            peaks.append(above)
+            assert held + above <= laned.lanes.peak
+    assert len(set(peaks)) > 2
+
+
+def test_lanes_run_at_the_same_time(cache: Path) -> None:
+    """Sleeping ops take next to no processor, so that two lanes take less time than one on any machine."""
+    module, batch, step, graph, plan = made(6, cache)
+    tired = wrapped(step, lambda call: partial(time.sleep, 0.002))
+    even = replace(graph, ops=tuple(replace(o, cost=1.0) for o in graph.ops),
+                   inverses=tuple(replace(o, cost=1.0) for o in graph.inverses))  # fmt: skip
+    laned = on_two_lanes(even, plan, 2**40, Sharing(1.0))
+    seconds = []
+    for run in (compile_step(tired, plan.schedule), compile_lanes(tired, laned.schedule, laned.lanes)):
+        start = time.perf_counter()
+        results(run, module, step, batch)
+        seconds.append(time.perf_counter() - start)
+    share = laned.lanes.makespan / laned.estimate.cost
+    assert share < 0.9
+    assert seconds[1] / seconds[0] < (1 + share) / 2
+
+
+class Broken(RuntimeError):
+    """What a broken op raises."""
+
+
+def breaking(step: CapturedStep, name: str, at: int) -> CapturedStep:
+    """The step, one of whose ops fails when it runs for the ``at``-th time."""
+    count = itertools.count(1)
+
+    def fail() -> None:
+        if next(count) == at:
+            raise Broken(name)
+
+    return wrapped(step, lambda call: fail if call.name == name else None)
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
+def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Path) -> None:
+    module, batch, step, graph, plan = made(4, cache, ordinary)
+    laned = on_two_lanes(graph, plan, 2**40)
+    runs = [s.op for s in laned.schedule if hasattr(s, "op")]
+    for at in range(laned.lanes.fork, len(runs)):
+        turn = runs[: at + 1].count(runs[at])
+        run = compile_lanes(breaking(step, runs[at], turn), laned.schedule, laned.lanes)
+        with pytest.raises(Broken, match=runs[at]):
+            results(run, module, step, batch)
+        assert threading.active_count() == 1
+    results(run, module, step, batch)  # and the next step runs
+
+
+def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
+    module, batch, step, graph, plan = made(4, cache)
+    laned = on_two_lanes(graph, plan, 2**40)
+    runs = [s.op for s in laned.schedule if hasattr(s, "op")]
+    last = next(name for name in reversed(runs) if graph.op[name].phase == "backward")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    tried = wrapped(step, lambda call: interrupt if call.name == last else None)
+    with pytest.raises(KeyboardInterrupt):
+        results(compile_lanes(tried, laned.schedule, laned.lanes), module, step, batch)
+    assert threading.active_count() == 1
+
+
+def test_lanes_that_do_not_wait_for_their_data_are_refused(cache: Path) -> None:
+    _, _, step, graph, plan = made(3, cache)
+    laned = on_two_lanes(graph, plan, 2**40)
+    with pytest.raises(ProblemError, match="does not wait for what it reads"):
+        compile_lanes(step, laned.schedule, replace(laned.lanes, waits=()))
+
+
+class FakeStream:
+    """A CUDA stream as far as lanes use one: what is asked of it is written down."""
+
+    log: ClassVar[list[tuple[str, ...]]] = []
+    now = threading.local()
+
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append((self.name, "waits for stream", other.name))
+
+    def wait_event(self, event: str) -> None:
+        self.log.append((self.name, "waits for event", event))
+
+    def record_event(self) -> str:
+        self.log.append((self.name, "records"))
+        return f"{self.name} {sum(entry == (self.name, 'records') for entry in self.log)}"
+
+
+@contextmanager
+def on_stream(stream: FakeStream) -> Iterator[None]:
+    FakeStream.now.stream = stream
+    yield
+    del FakeStream.now.stream
+
+
+def test_on_cuda_a_wait_is_one_of_streams_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls that two streams get; the streams themselves are stand-ins."""
+    main_stream = FakeStream("main")
+    monkeypatch.setattr(FakeStream, "log", [])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: getattr(FakeStream.now, "stream", main_stream)
+    )
+    main, recovery = two_lanes(torch.device("cuda", 0))
+    kept: list[str] = []
+
+    def recover() -> None:
+        lane_threads.taken(torch.device("cuda", 0))(
+            SimpleNamespace(record_stream=lambda s: kept.append(s.name))
+        )
+        recovery.reached(1)
+        main.wait(2)
+
+    with recovery.running(recover):
+        recovery.wait(1)
+        main.reached(2)
+    assert kept == ["side"]
+    assert FakeStream.log == [
+        ("side", "waits for stream", "main"),
+        ("side", "records"),
+        ("main", "waits for event", "side 1"),
+        ("main", "records"),
+        ("side", "waits for event", "main 1"),
+        ("main", "waits for stream", "side"),
+    ]
+
+
+def test_a_lane_that_waits_for_a_failed_one_gets_the_failure() -> None:
+    def recover(fail: Callable[[], None], main: Lane) -> None:
+        fail()
+        main.wait(9)
+
+    main, recovery = two_lanes(CPU)
+    with pytest.raises(ZeroDivisionError), recovery.running(lambda: recover(lambda: 1 // 0, main)):
+        recovery.wait(5)
+    main, recovery = two_lanes(CPU)
+    with pytest.raises(KeyError), recovery.running(lambda: recover(lambda: None, main)):
+        raise KeyError
+    assert threading.active_count() == 1
