@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rematplan.planner.lanes import MAIN, RECOVERY, Laned, Needs
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How two lanes share a device.
-
-    ``speed``: of each while both run, to that of a lane alone: 1 on two devices, 0.5 on one that a lane fills. The
-    best that PaReprop reports, 20 % more steps in the time, amounts to 0.75; the default lies halfway to no gain at
-    all. ``handover``: what a wait costs the lane that waits; ``start``: what the second lane costs a step; both in the
-    unit of costs.
-    """
-
-    speed: float = 0.625
-    handover: float = 0.0
-    start: float = 0.0
+from rematplan.planner.lanes import MAIN, RECOVERY, Laned, Needs, Sharing
 
 
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.lane_memory import peak, widest
-from rematplan.planner.lane_time import Sharing, makespan
-from rematplan.planner.lanes import Laned, Lanes, place, waits_of
+from rematplan.planner.lane_time import makespan
+from rematplan.planner.lanes import Laned, Lanes, Sharing, place, waits_of
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of, with_frees
 from rematplan.planner.simulator import simulate
@@ -15,6 +16,19 @@ from rematplan.planner.simulator import simulate
 PAYS = 0.02
 """The share of a step's time that two lanes must be predicted to save to be worth their while."""
 USUAL = Sharing()
+
+
+def fastest_on_two_lanes(
+    graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
+) -> Plan | None:
+    """Of these plans on two lanes the one that ends first; None if none can be put on two within the budget."""
+    laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
+    return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
+
+
+def saved(plan: Plan, cost: float) -> float:
+    """The share of a step's time, ``cost`` on one lane, that a plan's two lanes are predicted to save."""
+    return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:

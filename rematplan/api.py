@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """A planned step that was run. Peaks in bytes, everything the step holds counted; times in seconds a
-    step."""
+    step. ``one_lane_seconds``: of the same plan on one lane, if it has two."""
 
     plan: Plan
     measured_peak: int
@@ -93,6 +93,7 @@ class StepReport:
     eager_seconds: float
     losses: tuple[float, ...]
     verification: Verification | None
+    one_lane_seconds: float | None = None
 
 
 def load_step(
@@ -271,7 +272,7 @@ def run_step(
     """
     if is_weightless(loaded.batch):
         raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned and not run")
-    planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
+    planned = PlannedStep(loaded.module, loaded.step, plan.schedule, plan.lanes)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
     losses: list[float] = []
 
@@ -296,11 +297,31 @@ def run_step(
             peaks.append(held + peak_above_entry(run, device)[0])
         progress(0.6, "timing")
         losses.clear()
-        seconds = seconds_in_turn({"planned": run_planned, "eager": run_eager}, device, steps)
+        timed: dict[str, Callable[[], None]] = {"planned": run_planned, "eager": run_eager}
+        if plan.lanes:
+            timed["one lane"] = _one_lane(loaded, plan)
+        seconds = seconds_in_turn(timed, device, steps)
     progress(1.0, "done")
     return StepReport(
-        plan, peaks[0], peaks[1], seconds["planned"], seconds["eager"], tuple(losses[1:]), verification
+        plan,
+        peaks[0],
+        peaks[1],
+        seconds["planned"],
+        seconds["eager"],
+        tuple(losses[1:]),
+        verification,
+        seconds.get("one lane"),
     )
+
+
+def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
+    step = PlannedStep(loaded.module, loaded.step, plan.schedule)
+
+    def run() -> None:
+        loaded.module.zero_grad(set_to_none=True)
+        step(*loaded.batch)
+
+    return run
 
 
 def _predicted_error(loaded: LoadedStep, plan: Plan) -> float:

@@ -30,10 +30,10 @@ def save_comparison(path: Path, title: str, rivals: Sequence[Rival]) -> None:
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     times, errors = figure.subplots(1, 2)
-    unit, scale = unit_of(max(r.plan.estimate.peak for r in rivals))
+    unit, scale = unit_of(max(r.plan.peak for r in rivals))
     for i, rival in enumerate(rivals):
         report = rival.report
-        peak = (report.measured_peak if report else rival.plan.estimate.peak) / scale
+        peak = (report.measured_peak if report else rival.plan.peak) / scale
         error = rival.gradient_error if report else rival.error
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         times.plot([peak], [100 * rival.extra], linestyle="", markersize=9, label=rival.name, **style)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.planner.inversion_error import inverses_run, worst_error
+from rematplan.planner.overlap import saved
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.split import peak_split
@@ -51,6 +52,17 @@ def show_share(part: float, whole: float) -> str:
 def show_overhead(plan: Plan) -> str:
     """A plan's extra cost."""
     return f"{100 * plan.estimate.overhead:.2f} %"
+
+
+def show_lanes(plan: Plan) -> str:
+    """What a plan's two lanes promise."""
+    assert plan.lanes is not None
+    share = 100 * saved(plan, plan.estimate.cost)
+    return (
+        f"at most {show_bytes(plan.lanes.peak)} ({plan.lanes.peak} bytes) whatever the timing; "
+        f"{abs(share):.1f} % {'less' if share >= 0 else 'more'} time predicted than on one, "
+        f"each lane at {plan.lanes.speed:.2f} of its speed while both run"
+    )
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
@@ -98,6 +110,8 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan) -> Table:
         rows["tensors brought back"] = f"{inversions} by inverses, predicted relative error " + (
             f"at most {error:.1e}" if error else "0: numbers are only moved"
         )
+    if plan.lanes:
+        rows["two lanes"] = show_lanes(plan)
     if plan.lower_bound is not None:
         rows["proven floor of the overhead"] = f"{100 * plan.lower_bound:.2f} %"
     return pairs_table(f"Plan of {plan.problem}", rows)
@@ -164,7 +178,7 @@ def measured_table(name: str, reports: Sequence[StepReport]) -> Table:
 
 def step_table(name: str, report: StepReport) -> Table:
     """Predicted and measured peak, step time against eager, and the comparison with plain autograd."""
-    predicted, measured = report.plan.estimate.peak, report.measured_peak
+    predicted, measured = report.plan.peak, report.measured_peak
     rows = {
         "predicted peak": show_bytes(predicted),
         "measured peak": f"{show_bytes(measured)} ({100 * (measured / max(predicted, 1) - 1):+.2f} %)",
@@ -174,6 +188,10 @@ def step_table(name: str, report: StepReport) -> Table:
         "planned ÷ eager": f"{report.seconds / report.eager_seconds:.3f}",
         "loss": ", ".join(f"{loss:.6g}" for loss in report.losses),
     }
+    if report.one_lane_seconds is not None:
+        rows["on one lane"] = (
+            f"{show_seconds(report.one_lane_seconds)}; two ÷ one: {report.seconds / report.one_lane_seconds:.3f}"
+        )
     if report.verification is not None:
         rows["verification"] = str(report.verification)
     return pairs_table(f"Step of {name}, strategy {report.plan.strategy}", rows)
@@ -185,14 +203,14 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
     errors = ("error brought\nback, predicted", "gradient error\nmeasured")
     table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
     for r in rivals:
-        report, over = r.report, r.plan.estimate.peak > budget
+        report, over = r.report, r.plan.peak > budget
         measured = ("–", "–")
         if report:
             share = f"× {report.seconds / report.eager_seconds:.3f}"
             measured = (show_bytes(report.measured_peak), share)
         table.add_row(
             r.name,
-            show_bytes(r.plan.estimate.peak),
+            show_bytes(r.plan.peak),
             measured[0],
             f"{100 * r.extra:.2f} %",
             measured[1],

@@ -79,7 +79,7 @@ def _measure_all(
     step: CapturedStep, missing: Mapping[str, str], known: dict[str, CallCost], progress: Progress
 ) -> None:
     """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike."""
-    arguments = _Arguments(step)
+    arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         refused: set[str] = set()
@@ -138,7 +138,7 @@ def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int
     return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh)
 
 
-class _Arguments:
+class SyntheticArguments:
     """Synthetic arguments: positive reals, valid indices (zeros), fair masks, with the captured layout."""
 
     def __init__(self, step: CapturedStep) -> None:
@@ -149,6 +149,7 @@ class _Arguments:
         self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """For one call, made anew."""
         made: dict[str, torch.Tensor] = {}
 
         def value_of(name: str) -> torch.Tensor:

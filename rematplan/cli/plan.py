@@ -11,9 +11,11 @@ from typing import Any
 from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
+from rematplan.cli.overlap import OFF, add_overlap, check_overlap, overlapped
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import TrainingGraph, save_problem
 from rematplan.planner.inversion_error import inverses_run, worst_error
+from rematplan.planner.overlap import saved
 from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -29,6 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, problem_file=True)
     add_costs(parser)
     add_budget(parser)
+    add_overlap(parser, OFF)
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
     parser.add_argument("--problem-out", type=Path, metavar="PROBLEM.json", help="write the planning problem")
     add_strategy_options(parser)
@@ -53,23 +56,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # a malformed one is refused before the model is loaded
     one_strategy(args)
+    check_overlap(args)
     source = load(args, out)
     if args.problem_out:
         save_problem(source.graph, args.problem_out)
     base = no_recompute(source.graph)
     start = time.perf_counter()
-    plan = plan_for(source.graph, base, args, out)
+    plan, said = overlapped(source, plan_for(source.graph, base, args, out), args, out)
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
-    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base))
+    out.show(
+        *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
+    )
     if parse_budget(args.budget).kind == "min":
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
     for what, path in (("plan", args.output), ("problem", args.problem_out)):
         if path:
             out.show(f"{what}: {path}")
     files = {"plan": _text(args.output), "problem": _text(args.problem_out)}
-    out.data(plan_document(source, plan, base) | {"planning_seconds": seconds, "files": files})
+    document = plan_document(source, plan, base, said)
+    out.data(document | {"planning_seconds": seconds, "files": files})
     return 0
 
 
@@ -93,12 +100,12 @@ def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:
     return (*ApproxDP().curve(graph, ())[-1:], *inverted) if graph.has_phases else ()
 
 
-def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
-    """What the JSON output says of a plan; the steps stand in the plan file."""
+def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the JSON output says of a plan; the steps stand in the plan file. ``said``: notes beside the source's."""
     e = plan.estimate
     return {
         "problem": source.graph.name,
-        "notes": list(source.notes),
+        "notes": [*source.notes, *said],
         "ops": len(source.graph.ops),
         "strategy": plan.strategy,
         "status": plan.status,
@@ -113,9 +120,25 @@ def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
         "inversions": inverses_run(source.graph, runs_of(plan.schedule)),
         "inversion_error": worst_error(source.graph, plan.schedule),
         "runs": len(runs_of(plan.schedule)),
+        "lanes": lanes_document(plan),
         "peak_cause": peak_cause(source.graph, plan).document(),
         "split": _split(source, plan),
         "split_no_recompute": _split(source, base),
+    }
+
+
+def lanes_document(plan: Plan) -> dict[str, Any] | None:
+    """What the JSON output says of two lanes: a peak that no timing exceeds, the predicted time. None for one."""
+    if plan.lanes is None:
+        return None
+    lanes = plan.lanes
+    return {
+        "peak": lanes.peak,
+        "makespan": lanes.makespan,
+        "saved": saved(plan, plan.estimate.cost),
+        "speed": lanes.speed,
+        "recovery": len(lanes.recovery),
+        "waits": len(lanes.waits),
     }
 
 

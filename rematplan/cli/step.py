@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
+from rematplan.cli.overlap import add_overlap, check_overlap, overlapped
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.source import add_costs, add_model, load
 from rematplan.ir import UsageError
@@ -28,6 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, problem_file=False)
     add_costs(parser)
     add_budget(parser, required=False)
+    add_overlap(parser, "off, or as the plan file says")
     parser.add_argument(
         "--plan", type=Path, metavar="PLAN.json", help="run this plan of the same model, in place of planning"
     )
@@ -48,13 +50,17 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.budget is not None:
         parse_budget(args.budget)
     one_strategy(args)
+    check_overlap(args)
     source = load(args, out, runs=True)
     assert source.loaded is not None
     base = no_recompute(source.graph)
     plan = load_plan(args.plan, source.graph) if args.plan else plan_for(source.graph, base, args, out)
-    out.show(*source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base))
+    plan, said = overlapped(source, plan, args, out)
+    out.show(
+        *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
+    )
     report = run_plan(source.loaded, plan, out, args.steps, args.verify)
-    out.data(plan_document(source, plan, base) | step_document(report))
+    out.data(plan_document(source, plan, base, said) | step_document(report))
     return exit_status(report)
 
 
@@ -84,6 +90,7 @@ def step_document(report: StepReport) -> dict[str, Any]:
         "eager_peak": report.eager_peak,
         "seconds": report.seconds,
         "eager_seconds": report.eager_seconds,
+        "one_lane_seconds": report.one_lane_seconds,
         "losses": list(report.losses),
         "verification": None
         if checked is None

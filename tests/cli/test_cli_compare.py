@@ -8,15 +8,16 @@ import pytest
 
 SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "8", "--costs", "roofline")
 NAMES = ["store all", "√n checkpointing", "auto without inverses", "reversible", "auto with inverses"]
+OVERLAP = "auto with inverses, overlap"
 
 
 def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
     png = tmp_path / "c.png"
-    result = call("compare", *SMALL, "--time-limit", "1", "--png", png, "--json")
+    result = call("compare", *SMALL, "--time-limit", "1", "--lane-speed", "0.9", "--png", png, "--json")
     assert result.status == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = {r["strategy"]: r for r in result.data["strategies"]}
-    assert list(rows) == NAMES
+    assert list(rows) == [*NAMES, OVERLAP]
     assert rows["store all"]["extra_time"] == rows["store all"]["gradient_error"] == 0
     inverted = rows["reversible"]
     assert inverted["inversions"] > 0
@@ -29,6 +30,12 @@ def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
     assert both["within_budget"] >= plain["within_budget"]
     if plain["within_budget"]:
         assert both["extra_time"] <= plain["extra_time"]
+    laned = rows[OVERLAP]
+    assert laned["within_budget"] or not both["within_budget"]
+    assert laned["measured_peak"] <= 1.1 * laned["peak"]
+    assert laned["extra_time"] < both["extra_time"]
+    assert laned["one_lane_seconds"] > 0
+    assert both["one_lane_seconds"] is None
     assert all(r["passed"] for r in rows.values())
 
 
@@ -38,7 +45,9 @@ def test_compare_where_nothing_inverts(call: Callable[..., Any]) -> None:
         "--no-run", "--time-limit", "1", "--json",
     )  # fmt: skip
     assert result.status == 0
-    assert [r["strategy"] for r in result.data["strategies"]] == NAMES[:3]
+    # What comes back by running again overlaps as well.
+    names = [r["strategy"] for r in result.data["strategies"]]
+    assert names == [*NAMES[:3], f"{NAMES[2]}, overlap"]
     assert all(r["gradient_error"] is None for r in result.data["strategies"])
 
 

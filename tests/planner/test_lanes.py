@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
 from rematplan.ir.formats import problem_to_json
-from rematplan.planner.lane_time import Sharing
-from rematplan.planner.lanes import Lanes, place
+from rematplan.planner.lanes import Lanes, Sharing, place
 from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan, plan_from_json, plan_from_runs, plan_to_json
 from rematplan.planner.schedule import runs_of

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.planner.lane_time import Sharing
+from rematplan.planner.lanes import Sharing
 from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime import lane_threads
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.lane_threads import Lane, two_lanes
+from rematplan.runtime.lane_threads import Lane, taken, two_lanes
 from rematplan.runtime.lanes import compile_lanes
 from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import profile_costs
@@ -253,37 +251,64 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
     del FakeStream.now.stream
 
 
-def test_on_cuda_a_wait_is_one_of_streams_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the calls that two streams get; the streams themselves are stand-ins."""
-    main_stream = FakeStream("main")
-    monkeypatch.setattr(FakeStream, "log", [])
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Stand-ins for CUDA's streams; what is asked of them."""
+    main_stream, log = FakeStream("main"), list[tuple[str, ...]]()
+    monkeypatch.setattr(FakeStream, "log", log)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device=None: getattr(FakeStream.now, "stream", main_stream)
+        Tensor, "record_stream", lambda tensor, stream: log.append((stream.name, "takes over"))
     )
-    main, recovery = two_lanes(torch.device("cuda", 0))
-    kept: list[str] = []
+    return log
+
+
+def test_on_cuda_a_wait_is_one_of_streams_too(streams: list[tuple[str, ...]]) -> None:
+    device = torch.device("cuda", 0)
+    main, recovery = two_lanes(device)
 
     def recover() -> None:
-        lane_threads.taken(torch.device("cuda", 0))(
-            SimpleNamespace(record_stream=lambda s: kept.append(s.name))
-        )
+        taken(device)(torch.zeros(1))
         recovery.reached(1)
         main.wait(2)
 
     with recovery.running(recover):
         recovery.wait(1)
         main.reached(2)
-    assert kept == ["side"]
-    assert FakeStream.log == [
+    assert streams == [
         ("side", "waits for stream", "main"),
+        ("side", "takes over"),
         ("side", "records"),
         ("main", "waits for event", "side 1"),
         ("main", "records"),
         ("side", "waits for event", "main 1"),
         ("main", "waits for stream", "side"),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+def test_on_cuda_what_changes_lanes_is_recorded_on_the_stream_that_takes_it(
+    streams: list[tuple[str, ...]], cache: Path
+) -> None:
+    """The very source that CUDA would get, with real tensors of the CPU on streams that are stand-ins."""
+    module, batch, step, graph, plan = made(5, cache, ordinary=True)
+    laned = on_two_lanes(graph, plan, plan.estimate.peak)
+    expected = results(compile_step(step, plan.schedule), copy.deepcopy(module), step, batch)
+    on_cuda = replace(step)
+    on_cuda.__dict__["device"] = torch.device("cuda", 0)
+    run = compile_lanes(on_cuda, laned.schedule, laned.lanes)
+    assert all(map(torch.equal, results(run, copy.deepcopy(module), step, batch), expected))
+    lines = [line.strip() for line in run.source.splitlines()]
+    assert sum(line.startswith("del h_") for line in lines) == sum(e[1] == "takes over" for e in streams) > 5
+    waits = [line for line in lines if ".wait(" in line]
+    assert len(waits) == len(laned.lanes.waits) == sum(e[1] == "waits for event" for e in streams) > 5
+    assert streams[0] == ("side", "waits for stream", "main")
+    assert streams[-1] == ("main", "waits for stream", "side")
 
 
 def test_a_lane_that_waits_for_a_failed_one_gets_the_failure() -> None:
