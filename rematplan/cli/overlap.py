@@ -25,7 +25,7 @@ def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
         "--overlap",
         choices=(OFF, AUTO, ON),
         help="run what brings tensors back, by computing them again or by inverses, beside the gradients, as far ahead "
-        f"as the budget allows: on two threads, or two CUDA streams; auto: where that is predicted to save {PAYS:.0%} "
+        f"as the budget allows: on two threads, or two CUDA streams; auto: where that is predicted to save {100 * PAYS:.0f} %% "
         f"of the time; default {default}",
     )
     parser.add_argument(
