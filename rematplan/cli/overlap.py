@@ -25,8 +25,8 @@ def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
         "--overlap",
         choices=(OFF, AUTO, ON),
         help="run what brings tensors back, by computing them again or by inverses, beside the gradients, as far ahead "
-        f"as the budget allows: on two threads, or two CUDA streams; auto: where that is predicted to save {100 * PAYS:.0f} %% "
-        f"of the time; default {default}",
+        "as the budget allows: on two threads, or two CUDA streams; auto: where that is predicted to save "
+        f"{100 * PAYS:.0f} %% of the time; default {default}",
     )
     parser.add_argument(
         "--lane-speed",
