@@ -1,6 +1,6 @@
 """Inversion measured: memory against depth, errors against their prediction, and the strategies side by side.
 
-    python benchmarks/reversible.py [--quick]
+    python benchmarks/reversible.py [--quick] [--overlap]
 
 Networks are chains of additive couplings of two-layer functions (GELU), 128 features a half, on the CPU. Peaks are the
 allocator's, above what is held at entry and without the gradients, which every step holds at its end. Errors: of what
@@ -13,14 +13,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rematplan.ir import show_bytes
+from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.planner.inversion_error import worst_error
+from rematplan.planner.lanes import Sharing, place
+from rematplan.planner.overlap import on_two_lanes, saved
 from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.pricing import priced
@@ -28,7 +33,8 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.executor import bind_inputs, named_tensors
 from rematplan.runtime.inverses import is_exact, with_inverses
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.lane_speed import measured_sharing
+from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.training_step import PlannedStep, eager_step
 
 WIDTH, ROWS = 128, 256
@@ -52,6 +58,17 @@ class Chain(nn.Module):
             a = self.gamma * a + f(b) if self.gamma != 1 else a + f(b)
             b = self.gamma * b + g(a) if self.gamma != 1 else b + g(a)
         return torch.cat([a, b], -1).square().mean()
+
+
+class Residual(Chain):
+    """``depth`` pairs of ordinary residual blocks, which nothing inverts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of what comes out."""
+        a = x.chunk(2, -1)[0]
+        for f in self.functions:
+            a = a + f(a)
+        return a.square().mean()
 
 
 class Recorder:
@@ -176,11 +193,57 @@ def anchors() -> None:
         print(f"  {said:8} {kept:4d}   {measured:.1e}   {gradients:.1e}   {show_bytes(held)}")
 
 
+def overlap(depths: tuple[int, ...]) -> None:
+    """Two lanes against one, with as many threads an op as PyTorch has now."""
+    print(f"\nTwo lanes, in the one lane's peak and in 1 MiB more; {torch.get_num_threads()} thread(s) an op")
+    for strategy, kind in ((Reversible(), Chain), (ChenSqrt(), Residual)):
+        for depth in depths:
+            torch.manual_seed(0)
+            model, x = kind(depth), torch.randn(4 * ROWS, 2 * WIDTH)
+            step = with_inverses(capture(model, (x,), "couplings"), named_tensors(model)).step
+            graph = priced(step, "profile", max_inversion_error=1e9)
+            plan = strategy.curve(graph, ())[-1]
+            runs = runs_of(plan.schedule)
+            sharing = measured_sharing(step, runs, place(graph, runs), {n: graph.op[n].cost for n in runs})
+            print(f"  {depth:3d} blocks, {strategy.name}: each lane at {sharing.speed:.2f} of its speed")
+            budgets = (plan.estimate.peak, plan.estimate.peak + 2**20)
+            plans = [plan, *(p for b in budgets if (p := on_two_lanes(graph, plan, b, sharing)))]
+            _race(model, step, x, graph, plans)
+
+
+def _race(model: nn.Module, step: CapturedStep, x: Tensor, graph: TrainingGraph, plans: list[Plan]) -> None:
+    """Plans timed in turn; the first is the one that the others are compared with."""
+    steps = [PlannedStep(model, step, p.schedule, p.lanes) for p in plans]
+    timed = {str(k): partial(planned, x) for k, planned in enumerate(steps)}
+    seconds = list(seconds_in_turn(timed, torch.device("cpu"), 9).values())
+    for plan, planned, time in zip(plans, steps, seconds, strict=True):
+        peak = show_bytes(_peak(model, partial(planned, x)) + graph.input_bytes)
+        print(f"    {'two lanes' if plan.lanes else 'one lane ':9}  peak {show_bytes(plan.peak):>10} ({peak} measured)"
+              f"   {1e3 * time:6.1f} ms, ratio {time / seconds[0]:.3f} {_ahead(graph, plans[0], plan)}")  # fmt: skip
+
+
+def _ahead(graph: TrainingGraph, plan: Plan, laned: Plan) -> str:
+    """What is predicted for the lanes' waits, as they share this device and as they would share others."""
+    if laned.lanes is None:
+        return ""
+    saves = [
+        on_two_lanes(graph, plan, laned.lanes.peak, Sharing(speed))
+        for speed in (laned.lanes.speed, 0.75, 1.0)
+    ]
+    shares = [1 - saved(p, plan.estimate.cost) for p in saves if p]
+    return f"(predicted {shares[0]:.3f}; at 0.75 of the speed {shares[1]:.3f}, at 1 {shares[2]:.3f})"
+
+
 def main() -> None:
-    """All of it; ``--quick``: smaller depths."""
+    """All of it; ``--quick``: smaller depths; ``--overlap``: two lanes only."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--overlap", action="store_true")
+    args = parser.parse_args()
+    quick = args.quick
+    overlap((8,) if quick else (1, 8, 9, 32))
+    if args.overlap:
+        return
     memory((4, 16, 64) if quick else (4, 16, 64, 256))
     errors((6, 24) if quick else (6, 12, 24, 48, 96))
     anchors()

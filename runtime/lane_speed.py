@@ -26,8 +26,10 @@ def measured_sharing(
     """How fast the op that each lane spends most time on is beside the other's, and what handing over takes.
 
     ``cost``: time by op, in any unit. Ops have as many threads as they have now: where one of them fills all cores, the
-    speed is about a half.
+    speed is about a half. The usual figures where a lane has nothing to do.
     """
+    if not where.main or not where.recovery:
+        return Sharing()
     device = step.device
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         lanes = [_busy(step, [runs[at] for at in lane], cost) for lane in where.lanes]

@@ -80,11 +80,11 @@ def _sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) 
     if args.lane_speed is not None:
         return replace(USUAL, speed=args.lane_speed)
     graph, runs = source.graph, runs_of(plan.schedule)
-    where = place(graph, runs)
     measured = args.device_model is None and args.costs in (None, PROFILE)
-    if source.loaded is None or not measured or not where.recovery or not where.main:
+    if source.loaded is None or not measured:
         return USUAL
     from rematplan.runtime.lane_speed import measured_sharing
 
     with out.progress("measuring two lanes"):
-        return measured_sharing(source.loaded.step, runs, where, {name: graph.op[name].cost for name in runs})
+        costs = {name: graph.op[name].cost for name in runs}
+        return measured_sharing(source.loaded.step, runs, place(graph, runs), costs)
