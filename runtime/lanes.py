@@ -48,6 +48,10 @@ def compile_lanes(step: CapturedStep, schedule: Schedule, lanes: Lanes) -> Execu
 class _OneAtATime(Writer):
     """Of two lanes only one draws random numbers at a time: a replay sets the generator back, and on again."""
 
+    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+        super().__init__(step, schedule)
+        self.overwriting = {}  # what one lane reads for the last time the other may be reading
+
     def run(self, run: Run, at: int) -> None:
         """As a writer does, but a random op with the lock in its hands."""
         before = len(self.lines)

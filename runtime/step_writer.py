@@ -14,6 +14,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.inverse_kernels import Inverse
+from rematplan.runtime.overwriting import overwriting_calls
 from rematplan.runtime.segments import Segment
 from rematplan.runtime.unused_outputs import Unused
 
@@ -37,6 +38,7 @@ class Writer:
         self.variable: dict[str, str] = {}
         self.states: set[str] = set()
         self.unused = Unused()
+        self.overwriting = overwriting_calls(step, schedule)
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
 
     def write(self) -> str:
@@ -135,10 +137,12 @@ class Writer:
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """One run. ``at``: where it stands, for errors."""
+        """One run. ``at``: where it stands."""
         call = self.step.call.get(run.op)
         if call is None:
             raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
+        if not self.unused.zero:  # else a sum may be another name of its summand
+            call = self.overwriting.get(at, call)
         for storage in self.step.writes(call):
             self.free(storage)
         self.drop_dead()
@@ -249,7 +253,7 @@ class Writer:
             name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
             name = f"{name}_{len(self.targets)}" if name in self.scope else name
             self.targets[target] = name
-            self.scope[name] = target
+            self.scope[name] = getattr(target, "_op", target)  # an OpOverload's own call only passes on
         return self.targets[target]
 
     def name(self, value: str) -> str:
