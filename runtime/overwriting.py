@@ -53,7 +53,8 @@ COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
     """By position in the schedule: the call to make instead of the one that stands there, with the same results."""
-    fixed = {step.values[x.value].storage for x in (*step.inputs, *step.outputs)}
+    ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
+    fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
     found = {}
     for at, run, dying in _last_uses(schedule):
