@@ -7,27 +7,25 @@ its arithmetic.
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ortools.math_opt.python import mathopt
-
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_cuts import choose_cuts, heaviest_chain, precedence, working_set
+from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_set
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
+from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
-
-CUTS = ((1, 0.05), (4, 0.05), (8, 0.3), (12, 0.6))
-"""Number of cuts and the share of the backward half that they cover, from the quickest program to the
-strongest."""
+from rematplan.planner.solver import Solver
 
 MARGIN = 0.01
 """Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5
 variables."""
+
+GAP = 0.05
+"""Within which integer programs are solved, in cost units."""
 
 ROUNDING = 1e-9
 """Subtracted from a priced cut: its sums are of floats."""
@@ -36,19 +34,21 @@ TINY = 1e-5
 """Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE`
 ops."""
 LARGE = 200
-TOO_LARGE = 60_000
-"""Variables beyond which only the relaxation is solved."""
+PLACES = 24
+"""Places along the network at which cuts are tried."""
 
 FIRST = 1.0
-"""Seconds that any program may take; later ones may take as long as has been spent before."""
+"""Seconds that any integer program may take; later ones may take as long as has been spent before."""
+
+SCREENING = 0.3
+"""Share of the time for the linear relaxations that choose the cuts."""
+
+GAIN = 1e-5
+"""What a cut must add to a relaxation, in overhead, to be chosen by it."""
 
 VAST = 3000
-"""Ops beyond which relaxations come first: an integer program of this size may prove nothing for a minute, where
-its relaxation alone is within tenths of a percent after seconds."""
-VAST_FIRST = 20.0
-"""As `FIRST`, for those."""
-VAST_PROGRAM = 40_000
-"""Ops times intervals beyond which a program, the quickest apart, is left out: its relaxation takes too long."""
+"""Ops beyond which no integer programs are solved: one of this size may prove nothing for a minute."""
+VAST_PLACES = 8
 
 CLOSED = 1e-6
 """A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
@@ -67,71 +67,50 @@ class Bound:
 
 
 class BoundSearch:
-    """The search for a bound at one budget; it can be asked, and told to stop, from another thread."""
+    """The search for a bound at one budget; it can be asked, and told to stop, from another thread.
+
+    First each of a few places is cut on its own, priced by maximum flows. From the best of them a set of cuts grows
+    by those that lift the linear relaxation most, then by those that lift the integer program. What was proven for a
+    budget holds for smaller ones, and is remembered for them.
+    """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
         self.graph, self.budget = graph, budget
         self.order = precedence(graph)
         self.chain = heaviest_chain(graph, self.order)
         self.quantum = _quantum(graph)
-        self.best = Bound(math.inf if budget < min_peak_bound(graph).bytes else self._floor())
-        self._stopped = False
         self._vast = len(graph.ops) > VAST
-        self.turn = self._cuts(1, 0.05)[0] if self.chain else -1
-        self._relaxed: set[tuple[int, ...]] = set()
+        self.places = cut_candidates(graph, self.chain, VAST_PLACES if self._vast else PLACES)
+        self.turn = self.places[0] if self.places else -1
+        self._proven: dict[int, float] = remember(graph, "bounds", dict)
+        known = [floor for larger, floor in self._proven.items() if larger >= budget]
+        least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
+        self.best = Bound(max([least, *known]))
+        self._stopped = False
+        self._solver = Solver()
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
-        """Solve programs of rising strength for up to ``time_limit`` seconds; returns, and keeps, the best
-        bound.
+        """Work for up to ``time_limit`` seconds; returns, and keeps, the best bound.
 
-        ``enough``: asked after each program with the bound so far; True ends the search.
+        ``enough``: asked between programs with the bound so far; True ends the search.
         """
-        began = time.monotonic()
-        self._price_cuts(lambda: self._stopped or enough(self.best.overhead))
-        priced = self._vast and not self.graph.inverses  # the programs would take minutes to add a little
-        pending = self._programs() if self.graph.base_cost and not priced else []
-        first = VAST_FIRST if self._vast else FIRST
-        longest = 0.0
-        while pending:
-            cuts = pending.pop(0)
-            spent = time.monotonic() - began
-            if self._stopped or spent + longest / 2 >= time_limit or self.best.unreachable:
-                break
-            if enough(self.best.overhead):
-                break
-            if not self._solve(cuts, time.monotonic() + min(time_limit - spent, max(first, spent))):
-                pending.append(cuts)
-            longest = max(longest, time.monotonic() - began - spent)
+        with Solver() as self._solver:
+            _Growth(self, time_limit, enough).run()
         return self.best
 
-    def _price_cuts(self, enough: Callable[[], bool]) -> None:
-        """The bounds of single cuts, each in milliseconds."""
-        for cut in self._cuts(*CUTS[1] if self._vast else CUTS[-1]):
-            if not enough() and not self.best.unreachable:
-                self.price(cut)
-
-    def price(self, cut: int) -> None:
-        """Take in the bound of the cut at a needed op, quickly; with inverses there is none."""
+    def price(self, cut: int) -> float:
+        """Take in the bound of the cut at a needed op, quickly, and return it; with inverses there is none."""
         if not self.graph.base_cost or self.graph.inverses:
-            return
+            return -1.0
         found = flow_bound(self.graph, self.order, cut, self.budget)
-        if found == math.inf:
-            self.best = Bound(math.inf)
-        else:
-            self._raise(found - ROUNDING)
+        self._raise(found - ROUNDING)
+        return found
 
     def _raise(self, overhead: float) -> None:
-        """Take a proven floor in."""
-        self.best = Bound(max(self.best.overhead, self._rounded_up(overhead)))
-
-    def _programs(self) -> list[tuple[int, ...]]:
-        """The sets of cuts to try, without those that make too large a program."""
-        quickest, *others = dict.fromkeys(self._cuts(count, share) for count, share in CUTS)
-        most = VAST_PROGRAM // len(self.order.recipes) if self._vast else len(self.chain) + 1
-        return [quickest, *(cuts for cuts in others if len(cuts) + 1 <= most)]
-
-    def _cuts(self, count: int, share: float) -> tuple[int, ...]:
-        return tuple(choose_cuts(self.graph, self.chain, self.budget, count, share))
+        """Take a proven floor in; infinite if no schedule fits."""
+        floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
+        self.best = Bound(max(self.best.overhead, floor))
+        self._proven[self.budget] = self.best.overhead
 
     def reached(self, overhead: float) -> bool:
         """Whether an overhead is as low as the bound, within what counts as closed."""
@@ -142,47 +121,38 @@ class BoundSearch:
         return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
-        """End the search once the program being solved is done or given up: by then it has taken at most
-        twice as long as now, or `FIRST` seconds (HiGHS cannot be interrupted; SCIP can, but writes errors to
-        the terminal)."""
+        """End the search at once; what the program being solved would have proven is lost."""
         self._stopped = True
+        self._solver.stop()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been told to."""
+        return self._stopped
 
     def _floor(self) -> float:
         """Every needed op runs once."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
-    def _solve(self, cuts: tuple[int, ...], until: float) -> bool:
-        """Solve one program, or its relaxation, until a time of the monotonic clock; returns whether there is no
-        more to learn from it."""
+    def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
+        """Solve the program of these cuts, or its relaxation, and take its bound in.
+
+        Returns the overhead that it proves and whether there is no more to learn from it.
+        """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
-        program = CutProgram(self.graph, self.order, cuts, self.budget, tiny)
-        if program.rows.impossible:
-            self.best = Bound(math.inf)
-        if program.rows.impossible or not program.rows.cost:
-            return True
-        small = len(program.rows.cost) <= TOO_LARGE
-        integer = small and (not self._vast or cuts in self._relaxed)
-        self._relaxed.add(cuts)
-        model = mathopt.Model.from_model_proto(program.rows.proto(integer))
-        result = mathopt.solve(
-            model,
-            mathopt.SolverType.HIGHS,
-            params=mathopt.SolveParameters(
-                time_limit=datetime.timedelta(seconds=max(0.01, until - time.monotonic())),
-                absolute_gap_tolerance=0.05 if integer else None,
-                relative_gap_tolerance=0.0 if integer else None,
-            ),
-        )
-        if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
-            self.best = Bound(math.inf)
-            return True
-        dual = result.termination.objective_bounds.dual_bound
-        if math.isfinite(dual):
-            found = (dual + program.rows.constant - MARGIN) * COST_UNIT - 1
-            self._raise(found)
-        solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL
-        return solved and (integer or not small)
+        rows = CutProgram(self.graph, self.order, cuts, self.budget, tiny).rows
+        if rows.impossible:
+            self._raise(math.inf)
+            return math.inf, True
+        if not rows.cost:
+            return self.best.overhead, True
+        answer = self._solver.solve(rows, seconds, integer=integer, gap=GAP)
+        proven = answer.dual
+        if math.isfinite(proven):
+            proven = (proven + rows.constant - MARGIN) * COST_UNIT - 1
+        self._raise(proven)
+        return proven, answer.done
 
     def _rounded_up(self, overhead: float) -> float:
         """The least overhead not below this one that sums of the ops' costs can have."""
@@ -190,6 +160,89 @@ class BoundSearch:
             return overhead
         steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
         return steps * self.quantum / self.graph.base_cost - 1
+
+
+class _Growth:
+    """The growth of a set of cuts within a time."""
+
+    def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
+        self.search, self.enough = search, enough
+        self.began, self.time_limit = time.monotonic(), time_limit
+        self.integer = not search._vast
+        self.place = {op: k for k, (op, _) in enumerate(search.chain)}
+
+    def run(self) -> None:
+        """Until the time is up or there is nothing left to try."""
+        search = self.search
+        alone = {cut: search.price(cut) for cut in search.places if not self.over()}
+        if self.over() or not search.graph.base_cost or (search._vast and not search.graph.inverses):
+            return
+        if search.graph.inverses:
+            alone = {cut: self.relaxed((cut,)) for cut in search.places if not self.over()}
+        if alone:
+            start = max(alone, key=lambda cut: alone[cut])
+            self.solve((start,))
+            self.by_integers(self.by_relaxations((start,), alone[start]))
+
+    def by_relaxations(self, cuts: tuple[int, ...], value: float) -> tuple[int, ...]:
+        """The cuts, and those added while the relaxation gains."""
+        gains = dict.fromkeys((c for c in self.search.places if c not in cuts), math.inf)
+        while gains and not self.over():
+            best = self.most_gain(cuts, value, gains)
+            if gains[best] <= GAIN:
+                break
+            value += gains.pop(best)
+            cuts = self.wider(cuts, best)
+            self.solve(cuts)
+        return cuts
+
+    def most_gain(self, cuts: tuple[int, ...], value: float, gains: dict[int, float]) -> int:
+        """The cut that adds most, in the hope that none adds more than it did to fewer cuts; ``gains`` are renewed."""
+        fresh: set[int] = set()
+        while (best := max(gains, key=lambda cut: gains[cut])) not in fresh:
+            late = self.over() or self.spent > SCREENING * self.time_limit
+            gains[best] = 0.0 if late else self.relaxed(self.wider(cuts, best)) - value
+            fresh.add(best)
+        return best
+
+    def by_integers(self, cuts: tuple[int, ...]) -> None:
+        """Add cuts while the integer program gains; then solve for as long as there is time what was cut short."""
+        unsolved = []
+        for cut in self.search.places if self.integer else ():
+            if cut not in cuts and not self.over():
+                before, wider = self.search.best.overhead, self.wider(cuts, cut)
+                if not self.solve(wider):
+                    unsolved.append(wider)
+                if self.search.best.overhead > before + GAIN:
+                    cuts = wider
+        for unfinished in reversed(unsolved):
+            if not self.over():
+                self.solve(unfinished)
+
+    def wider(self, cuts: tuple[int, ...], cut: int) -> tuple[int, ...]:
+        return tuple(sorted((*cuts, cut), key=lambda op: self.place[op]))
+
+    def relaxed(self, cuts: tuple[int, ...]) -> float:
+        """What the linear relaxation proves."""
+        return self.search.solve(cuts, self.left, integer=False)[0]
+
+    def solve(self, cuts: tuple[int, ...]) -> bool:
+        """Solve the integer program, within a share of the time; whether it is solved."""
+        limit = min(self.left, max(FIRST, self.spent))
+        return self.integer and self.search.solve(cuts, limit, integer=True)[1]
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.time_limit - self.spent)
+
+    def over(self) -> bool:
+        """Whether to go on is of no use."""
+        best = self.search.best
+        return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:

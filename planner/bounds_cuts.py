@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.schedule import Run, with_frees
 from rematplan.planner.simulator import resident_bytes
+
+LEVELS = 50
+"""Heights are told apart by this share of the highest, so that small tensors beside large ones make no peaks."""
 
 
 @dataclass(frozen=True)
@@ -90,41 +94,53 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     return chain[::-1]
 
 
-def choose_cuts(
-    graph: TrainingGraph, chain: Sequence[tuple[int, int]], budget: int, count: int, share: float
-) -> list[int]:
-    """Ops of the chain to cut at: the one that holds most in the base order, those with the largest working
-    sets, and in each of ``count`` even stretches the one with the largest.
+def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most: int) -> list[int]:
+    """Ops of the chain to cut at, the likeliest to matter first: the one that holds most in the base order, and of
+    those after it (of all, where there is no backward half; cuts before it were never seen to add anything) where
+    what is held, or the op's own working set, stands out from its neighbours.
 
-    The stretches cover the first ``share`` of the chain's backward half, where memory is tight (later cuts
-    add little); of the part that exceeds the budget where there is no backward half.
+    Standing out is a peak's *prominence*, as of mountains: its height above the highest saddle towards a higher one.
+    Most of all are the places where the network's tensors change their size.
     """
     if not chain:
         return []
-    start, stop = _tight_part(graph, chain, budget, share)
+    peak = max(range(len(chain)), key=lambda k: chain[k][1])
+    first = peak if graph.has_phases else 0
+    ops = [i for i, _ in chain[first:]]
+    held = [bytes_ for _, bytes_ in chain[first:]]
+    own = [working_set(graph, i) for i in ops]
+    ranks = [
+        sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: -prominent[k])
+        for prominent in (_prominence(own, held), _prominence(held, own))
+    ]
+    mixed = (k for pair in zip_longest(*ranks) for k in pair if k is not None)
+    return [ops[k] for k in islice(dict.fromkeys((peak - first, *mixed)), most)]
 
-    def hunger(k: int) -> int:
-        return -working_set(graph, chain[k][0])
 
-    picked = {max(range(len(chain)), key=lambda k: chain[k][1])}
-    picked.update(sorted(range(start, len(chain)), key=hunger)[: 1 + count // 4])
-    for j in range(count):
-        low, high = (start + (stop - start) * e // count for e in (j, j + 1))
-        picked.update(sorted(range(low, high), key=hunger)[:1])
-    return [chain[k][0] for k in sorted(picked)]
+def _prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
+    """How far each entry stands out; among equal neighbours the one that is higher in ``second``, then the
+    first."""
+    unit = 1 + max(height) // LEVELS
+    height = [h // unit for h in height]
+    keys = [(h, s, -k) for k, (h, s) in enumerate(zip(height, second, strict=True))]
+    sides = (_saddles(height, keys), _saddles(height[::-1], keys[::-1])[::-1])
+    return [h - max(left, right) for h, left, right in zip(height, *sides, strict=True)]
+
+
+def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> list[int]:
+    """For each entry the lowest height on the way left to the nearest higher one, 0 if there is none."""
+    saddles: list[int] = []
+    open_: list[tuple[int, int]] = []  # higher entries so far, and the lowest height since the one before
+    for k, h in enumerate(height):
+        low = h
+        while open_ and keys[open_[-1][0]] < keys[k]:
+            low = min(low, open_.pop()[1])
+        saddles.append(low if open_ else 0)
+        open_.append((k, low))
+    return saddles
 
 
 def working_set(graph: TrainingGraph, op: int) -> int:
     """Bytes that an op holds while it runs besides the inputs: what it reads and writes, and its workspace."""
     row, inputs = graph.ops[op], set(graph.inputs)
     return row.workspace + sum(graph.size[t] for t in {*row.reads, *row.writes} - inputs)
-
-
-def _tight_part(
-    graph: TrainingGraph, chain: Sequence[tuple[int, int]], budget: int, share: float
-) -> tuple[int, int]:
-    backward = [k for k, (i, _) in enumerate(chain) if graph.ops[i].phase == "backward"]
-    if backward:
-        return backward[0], backward[0] + max(1, int(share * (len(chain) - backward[0])))
-    over = [k for k, (_, held) in enumerate(chain) if held > budget] or [0]
-    return over[0], over[-1] + 1

@@ -21,8 +21,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ortools.math_opt import model_pb2
-
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import Precedence
 
@@ -55,33 +53,6 @@ class Rows:
             self.factors.append(factor)
         self.starts.append(len(self.columns))
         self.floors.append(floor)
-
-    def proto(self, integer: bool) -> model_pb2.ModelProto:
-        """The program in OR-tools' form; with ``integer`` off, its linear relaxation."""
-        model = model_pb2.ModelProto()
-        n = len(self.cost)
-        model.variables.ids.extend(range(n))
-        model.variables.lower_bounds.extend([0.0] * n)
-        model.variables.upper_bounds.extend([1.0] * n)
-        model.variables.integers.extend([integer and kind for kind in self.integers])
-        priced = [j for j in range(n) if self.cost[j]]
-        model.objective.linear_coefficients.ids.extend(priced)
-        model.objective.linear_coefficients.values.extend([self.cost[j] for j in priced])
-        rows = len(self.floors)
-        model.linear_constraints.ids.extend(range(rows))
-        model.linear_constraints.lower_bounds.extend(self.floors)
-        model.linear_constraints.upper_bounds.extend([float("inf")] * rows)
-        matrix = model.linear_constraint_matrix
-        for r in range(rows):
-            terms: dict[int, float] = {}
-            for k in range(self.starts[r], self.starts[r + 1]):
-                terms[self.columns[k]] = terms.get(self.columns[k], 0.0) + self.factors[k]
-            for column in sorted(terms):
-                if terms[column]:
-                    matrix.row_ids.append(r)
-                    matrix.column_ids.append(column)
-                    matrix.coefficients.append(terms[column])
-        return model
 
 
 ZERO, ONE = -1, -2

@@ -20,12 +20,9 @@ Source of the stages: Checkmate (Jain et al., MLSys 2020); shared variables and 
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-
-from ortools.math_opt.python import mathopt
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_model import ONE, ZERO, Rows, Term
@@ -240,26 +237,3 @@ def add_violated(program: StageProgram, values: Sequence[float]) -> int:
             program.forbid(v, k, resident, values)
             found += 1
     return found
-
-
-def solve_slice(
-    program: StageProgram, seconds: float, hint: Mapping[int, float]
-) -> tuple[list[float] | None, bool]:
-    """A solution, or None, and whether the solver is done: it is optimal, or there is none."""
-    model = mathopt.Model.from_model_proto(program.rows.proto(integer=True))
-    variables = list(model.variables())
-    hints = [mathopt.SolutionHint(variable_values={variables[j]: x for j, x in hint.items()})]
-    result = mathopt.solve(
-        model,
-        mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=max(0.01, seconds)), absolute_gap_tolerance=1.0
-        ),
-        model_params=mathopt.ModelSolveParameters(solution_hints=hints),
-    )
-    reason = result.termination.reason
-    done = reason in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.INFEASIBLE)
-    if not result.has_primal_feasible_solution():
-        return None, done
-    values = result.variable_values()
-    return [values[x] for x in variables], done

@@ -11,12 +11,13 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds import CLOSED, BoundSearch
 from rematplan.planner.cut_start import cut_start
-from rematplan.planner.ilp_stages import StageProgram, add_violated, runs_at, solve_slice
+from rematplan.planner.ilp_stages import StageProgram, add_violated, runs_at
 from rematplan.planner.ilp_steps import solve_steps
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
+from rematplan.planner.solver import Solver
 from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
@@ -83,7 +84,8 @@ class ILP(Strategy):
         self._anneal(graph, budget, best)
         if best.plan is not None and len(graph.ops) <= LARGEST and graph.base_cost:
             program = StageProgram(graph, budget, runs_of(best.plan.schedule), self.upstream)
-            self._solve(program, began, best)
+            with Solver() as solver:
+                self._solve(program, solver, began, best)
 
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """A start, and an order of first runs, that fits."""
@@ -93,21 +95,22 @@ class ILP(Strategy):
             best.offer(runs_of(found.schedule))
         best.smallest = min(best.smallest, search.least.estimate.peak)
 
-    def _solve(self, program: StageProgram, began: float, best: _Best) -> None:
+    def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
         """Solve in slices, rows added where the simulator finds a schedule over the budget."""
         hint = program.hint()
         seconds = SLICE * self.time_limit
         while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
             best.report(1 - left / self.time_limit)
-            values, done = solve_slice(program, min(seconds, left), hint)
+            answer = solver.solve(program.rows, min(seconds, left), integer=True, gap=1.0, hint=hint)
+            values = answer.values
             if values is None:
-                if done:
+                if answer.done:
                     return
                 seconds *= 2
                 continue
             hint = dict(enumerate(values))
             if best.offer(runs_at(program, values)):
-                if done:
+                if answer.done:
                     return
                 seconds *= 1.5
             elif not add_violated(program, values):

@@ -8,15 +8,16 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ortools.math_opt.python import mathopt
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.bounds import lower_bound, min_peak_bound
 from rematplan.planner.bounds_cuts import precedence
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
+from rematplan.planner.solver import Solver
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
+SOLVER = Solver()
 
 
 @st.composite
@@ -108,11 +109,8 @@ def one_cut(graph, order, cut, budget):
     program = CutProgram(graph, order, (cut,), budget, 0)
     if program.rows.impossible:
         return math.inf
-    model = mathopt.Model.from_model_proto(program.rows.proto(integer=False))
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS)
-    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
-        return math.inf
-    return (result.objective_value() + program.rows.constant) * COST_UNIT - 1
+    answer = SOLVER.solve(program.rows, 10, integer=False, gap=0.0)
+    return (answer.dual + program.rows.constant) * COST_UNIT - 1
 
 
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.ilp_stages import StageProgram, runs_at, solve_slice
+from rematplan.planner.ilp_stages import StageProgram, runs_at
 from rematplan.planner.plan import plan_from_runs, plan_to_json
 from rematplan.planner.schedule import runs_of
+from rematplan.planner.solver import Solver
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.ilp import ILP
@@ -78,9 +79,10 @@ def test_the_stages_find_what_the_known_schedule_misses(problems):
     known = Anneal(moves=3).plan(graph, peak_of_base(graph))
     wasteful = [name for name in runs_of(known.schedule) for _ in range(2)]
     program = StageProgram(graph, budget, wasteful)
-    values, done = solve_slice(program, 20, {})
-    assert done
-    found = plan_from_runs(graph, runs_at(program, values), "stages")
+    with Solver() as solver:
+        answer = solver.solve(program.rows, 20, integer=True, gap=1.0)
+    assert answer.done
+    found = plan_from_runs(graph, runs_at(program, answer.values), "stages")
     best = Anneal(moves=60_000).plan(graph, budget)
     assert found.estimate.peak <= budget
     assert found.estimate.cost == pytest.approx(best.estimate.cost)

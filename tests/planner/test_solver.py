@@ -1,0 +1,81 @@
+"""HiGHS in a process of its own: right answers, and an end when one is asked for."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import threading
+import time
+from random import Random
+
+import pytest
+
+from rematplan.planner.bounds_model import Rows
+from rematplan.planner.solver import Answer, Solver
+
+
+def cover(floor=3.0):
+    """min x + 2y + 3z with 2x + 2y + 2z >= floor."""
+    rows = Rows()
+    columns = [rows.variable(cost) for cost in (1.0, 2.0, 3.0)]
+    rows.at_least([(j, 2.0) for j in columns], floor)
+    return rows
+
+
+def hard(seed=0, size=60):
+    """A program that takes HiGHS far longer than a test may: multidimensional covering with random numbers."""
+    rng, rows = Random(seed), Rows()
+    columns = [rows.variable(1000.0 + rng.randint(0, 999)) for _ in range(size)]
+    for _ in range(30):
+        factors = [float(rng.randint(500, 999)) for _ in columns]
+        rows.at_least(list(zip(columns, factors, strict=True)), math.floor(sum(factors) / 2) + 0.5)
+    return rows
+
+
+def test_programs_and_their_relaxations():
+    with Solver() as solver:
+        whole = solver.solve(cover(), 10, integer=True, gap=0.0)
+        assert whole == Answer(pytest.approx(3.0), (1.0, 1.0, 0.0), True)
+        assert solver.solve(cover(), 10, integer=False, gap=0.0).dual == pytest.approx(2.0)
+        hinted = solver.solve(cover(), 10, integer=True, gap=0.0, hint={0: 1.0, 1: 0.0, 2: 1.0})
+        assert hinted.dual == pytest.approx(3.0)
+
+
+def test_what_has_no_solution_is_infinitely_dear():
+    with Solver() as solver:
+        assert solver.solve(cover(7.0), 10, integer=True, gap=0.0) == Answer(math.inf, None, True)
+
+
+def test_a_time_limit_holds_and_leaves_a_bound():
+    with Solver() as solver:
+        began = time.monotonic()
+        answer = solver.solve(hard(), 1, integer=True, gap=0.0)
+        assert time.monotonic() - began < 5
+        assert not answer.done
+        assert answer.dual > 0
+
+
+def test_a_solve_is_ended_from_another_thread():
+    with Solver() as solver:
+        threading.Timer(0.5, solver.stop).start()
+        began = time.monotonic()
+        assert solver.solve(hard(), 60, integer=True, gap=0.0) == Answer()
+        assert solver.solve(cover(), 60, integer=True, gap=0.0) == Answer()
+        assert time.monotonic() - began < 5
+
+
+def test_after_a_process_has_been_lost_another_one_answers():
+    with Solver() as solver:
+        solver.solve(cover(), 10, integer=True, gap=0.0)
+        solver._process.kill()
+        for _ in range(2):
+            assert solver.solve(cover(), 10, integer=True, gap=0.0).dual == pytest.approx(3.0)
+
+
+def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
+    def refuse(*_args, **_more):
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with Solver() as solver:
+        assert solver.solve(cover(), 10, integer=True, gap=0.0).dual == pytest.approx(3.0)
