@@ -31,6 +31,7 @@ def plan_module(
     dynamic: bool = True,
     inverses: bool = False,
     max_inversion_error: float | None = None,
+    overlap: str | None = None,
 ) -> nn.Module:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -53,9 +54,12 @@ def plan_module(
     computed from them, so that gradients are equal within rounding errors, not bit by bit; ``max_inversion_error``
     bounds the predicted relative error of such a tensor (by default what fits its type).
 
+    ``overlap``: ``on``, or ``auto`` where it is predicted to pay, runs what brings tensors back beside the gradients,
+    on two threads or CUDA streams, as far ahead as the budget allows; by default ``off``, or as the saved plan says.
+
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
-        UsageError: a malformed budget or none, an unknown strategy, option, kind of costs, module or op.
+        UsageError: a malformed budget or none, an unknown strategy, option, kind of costs, overlap, module or op.
         ProblemError: the saved plan is another graph's.
         ModelError: the model cannot be captured.
     """
@@ -70,6 +74,7 @@ def plan_module(
         plan,
         inverses,
         max_inversion_error,
+        overlap,
         {f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
     )
     planned = planned_module(model, planner, dynamic)

@@ -10,6 +10,8 @@ import torch
 
 from rematplan.budgets import least_plan, parse_budget
 from rematplan.ir import TrainingGraph, UsageError
+from rematplan.overlapping import check_mode, overlapped, sharing_here
+from rematplan.planner.lanes import Sharing
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.strategies.registry import STRATEGIES, strategy
 from rematplan.planner.strategies.reversible import Reversible
@@ -27,7 +29,7 @@ class StepPlanner:
     """Plans the steps of a drop-in; the fields are the arguments of `plan_module`.
 
     Raises:
-        UsageError: a malformed budget or none, an unknown strategy, option or kind of costs.
+        UsageError: a malformed budget or none, an unknown strategy, option, kind of costs or overlap.
     """
 
     budget: str | int | None
@@ -40,6 +42,7 @@ class StepPlanner:
     plan: str | Path | None = None
     inverses: bool = False
     max_inversion_error: float | None = None
+    overlap: str | None = None
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
 
@@ -50,6 +53,7 @@ class StepPlanner:
             parse_budget(str(self.budget))
         self.chosen()
         check_costs(self.costs)
+        check_mode(self.overlap)
 
     def chosen(self) -> Strategy:
         """The strategy with its options."""
@@ -86,8 +90,14 @@ class StepPlanner:
             ProblemError: the saved plan is another graph's, or over the budget.
         """
         graph = self.problem(step)
-        if self.plan is not None:
-            return load_plan(Path(self.plan), graph)
+        plan = self._one_lane(graph) if self.plan is None else load_plan(Path(self.plan), graph)
+
+        def sharing() -> Sharing:
+            return sharing_here(step, graph, plan) if self.costs == "profile" else Sharing()
+
+        return overlapped(graph, plan, self.overlap, sharing)[0]
+
+    def _one_lane(self, graph: TrainingGraph) -> Plan:
         budget = parse_budget(str(self.budget))
         if budget.kind == "min":
             found = least_plan(self.chosen(), graph)

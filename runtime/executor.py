@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from rematplan.ir import ProblemError
+from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep, StepOutput
+from rematplan.runtime.lanes import LaneWriter
 from rematplan.runtime.segments import gradient_segments
 from rematplan.runtime.step_writer import Writer, read_from, renewed_buffers
 from rematplan.runtime.unused_outputs import unused_by
@@ -64,35 +66,42 @@ class Halves:
     read_late: tuple[int, ...]
 
 
-def compile_step(step: CapturedStep, schedule: Schedule) -> Executable:
-    """Compile a schedule of the step's planning problem.
+def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
+    """Compile a schedule of the step's planning problem, on two lanes if they are given: the results are the same, bit
+    by bit.
 
     Raises:
         ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
-            another order than the step does, which would draw other numbers.
+            another order than the step does, which would draw other numbers; or the lanes do not fit it, or do not wait
+            for what they read.
     """
-    check_order_of_draws(step, schedule)
-    writer = Writer(step, schedule)
+    _check_order_of_draws(step, schedule)
+    writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
     source = writer.write()
-    return Executable(source, defined(step, source, writer.scope)["step"])
+    return Executable(source, _defined(step, source, writer.scope)["step"])
 
 
-def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str] = ()) -> Halves:
+def compile_halves(
+    step: CapturedStep, schedule: Schedule, missing: Iterable[str] = (), lanes: Lanes | None = None
+) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
     a tangent (`turn.turning_problem`).
 
     ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
     what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
+    ``lanes``: each segment of the backward half runs on two, unless tangents are missing.
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
-    check_order_of_draws(step, schedule)
-    writer = Writer(step, schedule)
+    _check_order_of_draws(step, schedule)
     segments = gradient_segments(step, schedule)
+    writer = Writer(step, schedule)
+    if lanes and not missing:
+        writer = LaneWriter(step, schedule, lanes, segments[0].start)
     writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
-    scope = defined(step, source, writer.scope)
+    scope = _defined(step, source, writer.scope)
     own = renewed_buffers(step)
     storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
     read = [read_from(step, schedule, s.start) - own for s in segments]
@@ -108,14 +117,14 @@ def compile_halves(step: CapturedStep, schedule: Schedule, missing: Iterable[str
     return Halves(source, scope["forward"], backward, late)
 
 
-def defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
+def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
     """The functions of a generated source, by name."""
     found = dict(scope)
     exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
     return found
 
 
-def check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
+def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
     """Refuse a schedule that would draw other random numbers.
 
     Raises:

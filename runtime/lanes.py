@@ -1,4 +1,4 @@
-"""A plan on two lanes as one generated function with another inside, the recovery lane's.
+"""The source of a schedule on two lanes: after the fork a function inside the function, the recovery lane's.
 
 Each lane has variables of its own, and drops a tensor when it has read it for the last time; that is gone when both
 have. What one lane makes and the other reads is handed over in variables ``h_...``, which the other lane empties.
@@ -6,8 +6,10 @@ have. What one lane makes and the other reads is handed over in variables ``h_..
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from threading import Lock
 
 from rematplan.planner.lanes import (
@@ -16,6 +18,8 @@ from rematplan.planner.lanes import (
     RECOVERY,
     Copy,
     Lanes,
+    Needs,
+    Placed,
     check_needs,
     copies_of,
     data_needs,
@@ -25,69 +29,34 @@ from rematplan.planner.lanes import (
 )
 from rematplan.planner.schedule import Run, Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import Executable, check_order_of_draws, defined
 from rematplan.runtime.lane_threads import taken, two_lanes
 from rematplan.runtime.step_writer import Writer
 
 LANE = ("gradients", "recovery")
 """The lanes in the source."""
 
+DRAWS = Lock()
+"""Held by who draws random numbers after a fork: a replay sets the generator back, and on again."""
 
-def compile_lanes(step: CapturedStep, schedule: Schedule, lanes: Lanes) -> Executable:
-    """Compile a schedule that runs on two lanes. Results are those of the schedule on one lane, bit by bit.
 
-    Raises:
-        ProblemError: as `compile_step`; or the lanes do not fit the schedule, or do not wait for what they read.
+@dataclass
+class _Stretch:
+    """The runs of a schedule, after the fork, that one function holds, and what each lane does at each of its runs.
+
+    By lane and index of a run: the copies that the lane takes over before it, those that it hands over and the storages
+    that it drops after it.
     """
-    check_order_of_draws(step, schedule)
-    writer = _Lanes(step, schedule, lanes)
-    source = writer.write()
-    return Executable(source, defined(step, source, writer.main.scope)["step"])
 
+    where: Placed
+    copies: list[Copy]
+    needs: Needs
+    takes: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    gives: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    drops: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    handed: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By ``id`` of a copy that is handed over its values, and the variables in which they are."""
 
-class _OneAtATime(Writer):
-    """Of two lanes only one draws random numbers at a time: a replay sets the generator back, and on again."""
-
-    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
-        super().__init__(step, schedule)
-        self.overwriting = {}  # what one lane reads for the last time the other may be reading
-
-    def run(self, run: Run, at: int) -> None:
-        """As a writer does, but a random op with the lock in its hands."""
-        before = len(self.lines)
-        super().run(run, at)
-        if self.step.call[run.op].seeded:
-            self.scope["draws"] = Lock()
-            self.lines[before:] = ["with draws:", *_indented(self.lines[before:])]
-
-
-class _Lanes:
-    """Writes the two functions."""
-
-    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes) -> None:
-        self.step, self.schedule = step, schedule
-        self.runs = runs_of(schedule)
-        self.where = placed(lanes.fork, lanes.recovery, len(self.runs))
-        self.inputs = {step.values[i.value].storage for i in step.inputs}
-        outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs)
-        calls = [step.call[name] for name in self.runs]
-        touches = [(step.reads(call), step.writes(call)) for call in calls]
-        self.copies = copies_of(touches, self.where, self.inputs, outputs)
-        self.needs = needs_of(self.where, lanes.waits)
-        draws = later_draws(self.runs, (c.name for c in step.calls if c.seeded))
-        later = {at: first for at, first in draws.items() if at in self.where.where}
-        check_needs(self.where, self.needs, data_needs(self.where, self.copies, later))
-        self.main: Writer = _OneAtATime(step, schedule)
-        self.handed: dict[
-            int, dict[str, str]
-        ] = {}  # by copy: the variables in which its values are handed over
-        self._sort_copies()
-
-    def _sort_copies(self) -> None:
-        """By lane and index of a run: the copies that the lane takes before it, gives and drops after it."""
-        self.takes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-        self.gives: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-        self.drops: dict[tuple[int, int], list[str]] = defaultdict(list)
+    def __post_init__(self) -> None:
         for copy in self.copies:
             if (reader := copy.first[1 - copy.lane]) is not None:
                 self.gives[copy.lane, copy.made].append(copy)
@@ -97,88 +66,149 @@ class _Lanes:
                 if end is not None:
                     self.drops[lane, end].append(copy.tensor)
 
-    def write(self) -> str:
-        """The source of ``step(*inputs)``."""
-        main, step = self.main, self.step
-        names = main.take([i.value for i in step.inputs])
-        main.steps(0, self._step_of(self.where.fork))
-        self._fork()
-        before, main.lines = main.lines, []
-        beside = main.beside()
-        self._lane(main, MAIN)
-        on_main, main.lines = main.lines, []
-        self._lane(beside, RECOVERY)
-        self._take(main, MAIN, len(self.where.main))
-        given = main.tuple_of([main.use(o.value) for o in step.outputs])
-        main.scope["two_lanes"] = partial(two_lanes, step.device)
-        main.lines = [
+    @property
+    def kept(self) -> set[str]:
+        """Of what stands at its begin that which the main lane reads."""
+        return {c.tensor for c in self.copies if c.made == BEFORE and c.last[MAIN] is not None}
+
+    def awaited(self, lane: int) -> set[int]:
+        """The counts of finished runs of a lane that the other waits for."""
+        other = 1 - lane
+        return set(self.needs[other][: len(self.where.lanes[other])])
+
+
+class _Locked(Writer):
+    """Writes a lane: one that draws random numbers has the lock meanwhile."""
+
+    locked = True
+
+    def run(self, run: Run, at: int) -> None:
+        """One run."""
+        before = len(self.lines)
+        super().run(run, at)
+        if self.locked and self.step.call[run.op].seeded:
+            self.scope["draws"] = DRAWS
+            self.lines[before:] = ["with draws:", *_indented(self.lines[before:])]
+
+
+class LaneWriter(_Locked):
+    """Writes a schedule with what comes after the fork, and not before the step ``start``, on two lanes; in several
+    functions, if in several ranges.
+
+    Each of these begins and ends in one lane. Their lanes wait for each other more often than they have to, which
+    changes no result and holds no more.
+
+    Raises:
+        ProblemError: the lanes do not fit the schedule, or do not wait for what they read.
+    """
+
+    locked = False
+
+    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes, start: int = 0) -> None:
+        super().__init__(step, schedule)
+        self.runs, self.lanes = runs_of(schedule), lanes
+        self.where = placed(lanes.fork, lanes.recovery, len(self.runs))
+        self.step_of = [k for k, one in enumerate(schedule) if isinstance(one, Run)]
+        self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
+
+    def steps(self, start: int, end: int) -> None:
+        """Those before the fork one after the other, the others on their lanes."""
+        if start < self.start:
+            super().steps(start, min(end, self.start))
+        if end > self.start:
+            self._write(self._stretch(max(start, self.start), end))
+
+    @cached_property
+    def _touches(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        calls = [self.step.call[name] for name in self.runs]
+        return [(self.step.reads(call), self.step.writes(call)) for call in calls]
+
+    @cached_property
+    def _inputs(self) -> set[str]:
+        return {self.step.values[i.value].storage for i in self.step.inputs}
+
+    def _stretch(self, start: int, end: int) -> _Stretch:
+        """The steps from ``start`` to ``end``, with what is read after them as if their end read it."""
+        first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
+        wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
+        for reads, writes in reversed(self._touches[last:]):
+            wanted = {t: None for t in wanted if t not in writes} | dict.fromkeys(reads)
+        where = placed(first, (at for at in self.where.recovery if first <= at < last), last)
+        copies = copies_of(self._touches[:last], where, self._inputs, wanted)
+        needs = needs_of(
+            where, [(at, other) for at, other in self.lanes.waits if first <= other and at < last]
+        )
+        draws = later_draws(self.runs[:last], (c.name for c in self.step.calls if c.seeded))
+        later = {at: first for at, first in draws.items() if at in where.where}
+        check_needs(where, needs, data_needs(where, copies, later))
+        return _Stretch(where, copies, needs)
+
+    def _write(self, here: _Stretch) -> None:
+        for copy in filter(Copy.crosses, here.copies):
+            for runs, last in zip(here.where.lanes, copy.last, strict=True):
+                if last is not None and last < len(
+                    runs
+                ):  # nor may it be written over: the other may be reading it
+                    self.overwriting.pop(self.step_of[runs[last]], None)
+        for copy in here.gives[MAIN, BEFORE]:
+            self._give(self, here, copy)
+        for storage in list(self.alive):
+            if storage not in here.kept and storage not in self._inputs:
+                self.free(storage)
+        self.drop_dead()
+        if not here.where.recovery:
+            self._lane(self, here, MAIN)
+            return
+        beside = self._beside()
+        before, self.lines, self.locked = self.lines, [], True
+        self._lane(self, here, MAIN)
+        on_main, self.lines, self.locked = self.lines, [], False
+        self._lane(beside, here, RECOVERY)
+        hands = [hand for values in here.handed.values() for hand in values.values()]
+        self.scope["two_lanes"] = partial(two_lanes, self.step.device)
+        self.lines = [
             *before,
             f"{', '.join(LANE)} = two_lanes()",
             "def recover():",
-            *_indented(self._shared(beside.lines)),
+            *_indented([f"nonlocal {', '.join(hands)}"] if hands else []),
+            *_indented(beside.lines),
             f"with {LANE[RECOVERY]}.running(recover):",
             *_indented(on_main or ["pass"]),
-            *main.lines,
-            f"return {given}",
         ]
-        return main.function(f"step({names})")
+        self._take(self, here, MAIN, len(here.where.main))
 
-    def _step_of(self, run: int) -> int:
-        """The position in the schedule of a run."""
-        at = [k for k, one in enumerate(self.schedule) if isinstance(one, Run)]
-        return at[run] if run < len(at) else len(self.schedule)
+    def _beside(self) -> Writer:
+        """A writer for the function inside: it sees the inputs and the random states, all else is its own."""
+        beside = _Locked(self.step, self.schedule)
+        beside.scope, beside.targets, beside.variable = self.scope, self.targets, self.variable
+        beside.states, beside.overwriting = self.states, self.overwriting
+        beside.take([i.value for i in self.step.inputs])
+        return beside
 
-    def _fork(self) -> None:
-        """Hand over what recovery reads of what stands, and keep what the main lane reads."""
-        main = self.main
-        for copy in self.gives[MAIN, BEFORE]:
-            self._give(main, copy)
-        kept = {c.tensor for c in self.copies if c.made == BEFORE and c.last[MAIN] is not None}
-        for storage in list(main.alive):
-            if storage not in kept and storage not in self.inputs:
-                main.free(storage)
-        main.drop_dead()
-
-    def _hands(self, copy: Copy) -> dict[str, str]:
-        """The values of a copy that is handed over, by the variables in which they are."""
-        if id(copy) not in self.handed:
-            number, step = len(self.handed), self.step
-            at = self.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
-            made = self.main.alive[copy.tensor] if at is None else step.call[self.runs[at]].results
-            own = [v for v in made if v and step.values[v].storage == copy.tensor and not self._is_view(v)]
-            self.handed[id(copy)] = {v: f"h_{number}_{self.main.name(v)}" for v in own}
-        return self.handed[id(copy)]
-
-    def _is_view(self, value: str) -> bool:
-        call = self.step.values[value].call
-        return call is not None and self.step.call[call].is_view
-
-    def _lane(self, writer: Writer, lane: int) -> None:
+    def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
         """The runs of one lane."""
-        other = 1 - lane
-        awaited = {count for count in self.needs[other][: len(self.where.lanes[other])] if count}
-        had = 0
-        for k, at in enumerate(self.where.lanes[lane]):
-            if self.needs[lane][k] > had:
-                had = self.needs[lane][k]
-                writer.lines.append(f"{LANE[other]}.wait({had})")
-            self._take(writer, lane, k)
-            writer.run(Run(self.runs[at]), at)
-            for copy in self.gives[lane, k]:
-                self._give(writer, copy)
-            for storage in self.drops[lane, k]:
+        awaited, had = here.awaited(lane), 0
+        for k, at in enumerate(here.where.lanes[lane]):
+            if here.needs[lane][k] > had:
+                had = here.needs[lane][k]
+                writer.lines.append(f"{LANE[1 - lane]}.wait({had})")
+            self._take(writer, here, lane, k)
+            writer.run(Run(self.runs[at]), self.step_of[at])
+            for copy in here.gives[lane, k]:
+                self._give(writer, here, copy)
+            for storage in here.drops[lane, k]:
                 writer.free(storage)
             writer.drop_dead()
             if k + 1 in awaited:
                 writer.lines.append(f"{LANE[lane]}.reached({k + 1})")
 
-    def _give(self, writer: Writer, copy: Copy) -> None:
-        writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(copy).items()]
+    def _give(self, writer: Writer, here: _Stretch, copy: Copy) -> None:
+        writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
 
-    def _take(self, writer: Writer, lane: int, index: int) -> None:
+    def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
         """Take over the copies that are read first by a run of this lane."""
-        for copy in self.takes[lane, index]:
-            for value, hand in self._hands(copy).items():
+        for copy in here.takes[lane, index]:
+            for value, hand in self._hands(here, copy).items():
                 name = writer.name(value)
                 writer.lines += [f"{name} = {hand}", f"del {hand}"]
                 if self.step.device.type == "cuda":
@@ -186,10 +216,19 @@ class _Lanes:
                     writer.lines.append(f"taken({name})")
                 writer.bring_to_life(value)
 
-    def _shared(self, lines: list[str]) -> list[str]:
-        """The recovery lane's lines, which change variables of the function that they stand in."""
-        hands = sorted(h for values in self.handed.values() for h in values.values())
-        return [*([f"nonlocal {', '.join(hands)}"] if hands else []), *(lines or ["pass"])]
+    def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
+        """The values of a copy that is handed over, and the variables in which they are."""
+        if id(copy) not in here.handed:
+            number, step = len(here.handed), self.step
+            at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
+            made = self.alive[copy.tensor] if at is None else step.call[self.runs[at]].results
+            own = [v for v in made if v and step.values[v].storage == copy.tensor and not self._is_view(v)]
+            here.handed[id(copy)] = {v: f"h_{number}_{self.name(v)}" for v in own}
+        return here.handed[id(copy)]
+
+    def _is_view(self, value: str) -> bool:
+        call = self.step.values[value].call
+        return call is not None and self.step.call[call].is_view
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.executor import Backward, compile_halves
@@ -27,9 +28,9 @@ class CompiledPlan:
     buffers' new content.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> None:
         self.step, self.schedule = step, schedule
-        self.halves = halves = compile_halves(step, schedule)
+        self.halves = halves = compile_halves(step, schedule, lanes=lanes)
         self.variants: dict[frozenset[str], tuple[Backward, ...]] = {frozenset(): halves.backward}
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.early = [o for o in step.outputs if o.kind in ("output", "buffer")]

@@ -154,7 +154,7 @@ class _Runner:
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
-        compiled = CompiledPlan(step, plan.schedule)
+        compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         return _Way(plan, compiled, flat.outputs, tuple(flat.constants))
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -48,19 +48,6 @@ class Writer:
         self.steps(0, len(self.schedule))
         self.lines.append(f"return {self.tuple_of(self.use(o.value) for o in step.outputs)}")
         return self.function(f"step({names})")
-
-    def beside(self) -> Self:
-        """A writer for a function inside this one's, which sees its inputs and its random states and has variables of
-        its own for all else."""
-        twin = type(self)(self.step, self.schedule)
-        twin.scope, twin.targets, twin.variable, twin.states = (
-            self.scope,
-            self.targets,
-            self.variable,
-            self.states,
-        )
-        twin.take([i.value for i in self.step.inputs])
-        return twin
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
         """The schedule as ``forward(*inputs)`` and ``backward_0(held, *tangents)``, ``backward_1(held)``, ..."""

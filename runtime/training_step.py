@@ -14,7 +14,6 @@ from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
-from rematplan.runtime.lanes import compile_lanes
 
 
 class PlannedStep:
@@ -28,7 +27,7 @@ class PlannedStep:
         self, module: nn.Module, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None
     ) -> None:
         self.module, self.step = module, step
-        self.executable = compile_lanes(step, schedule, lanes) if lanes else compile_step(step, schedule)
+        self.executable = compile_step(step, schedule, lanes)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """Run the step; the loss as a scalar."""

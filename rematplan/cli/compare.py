@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rematplan.budgets import least_plan, parse_budget
 from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import ON, add_overlap, check_overlap, overlapped
+from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
+from rematplan.overlapping import ON
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
@@ -138,7 +139,7 @@ def _overlapped(rivals: list[Rival], budget: int, args: argparse.Namespace, out:
     for source in {id(r.source): r.source for r in rivals}.values():
         own = sorted((r.plan for r in rivals if r.source is source), key=lambda p: _rank(p, budget))
         best = replace(own[0], budget=max(budget, own[0].estimate.peak))
-        plan, _ = overlapped(source, best, args, out, own[1:])
+        plan, _ = wanted_lanes(source, best, args, out, own[1:])
         if plan.lanes:
             extra = plan.lanes.makespan / base - 1 if base else 0.0
             error = worst_error(source.graph, plan.schedule)

@@ -11,7 +11,7 @@ from typing import Any
 from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import OFF, add_overlap, check_overlap, overlapped
+from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import TrainingGraph, save_problem
 from rematplan.planner.inversion_error import inverses_run, worst_error
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, problem_file=True)
     add_costs(parser)
     add_budget(parser)
-    add_overlap(parser, OFF)
+    add_overlap(parser, "off")
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
     parser.add_argument("--problem-out", type=Path, metavar="PROBLEM.json", help="write the planning problem")
     add_strategy_options(parser)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         save_problem(source.graph, args.problem_out)
     base = no_recompute(source.graph)
     start = time.perf_counter()
-    plan, said = overlapped(source, plan_for(source.graph, base, args, out), args, out)
+    plan, said = wanted_lanes(source, plan_for(source.graph, base, args, out), args, out)
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import add_overlap, check_overlap, overlapped
+from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.source import add_costs, add_model, load
 from rematplan.ir import UsageError
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     assert source.loaded is not None
     base = no_recompute(source.graph)
     plan = load_plan(args.plan, source.graph) if args.plan else plan_for(source.graph, base, args, out)
-    plan, said = overlapped(source, plan, args, out)
+    plan, said = wanted_lanes(source, plan, args, out)
     out.show(
         *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
     )

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rematplan.ir import ProblemError, TrainingGraph
+import rematplan
+from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.planner.lanes import Sharing
 from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan
@@ -29,7 +30,6 @@ from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
 from rematplan.runtime.lane_threads import Lane, taken, two_lanes
-from rematplan.runtime.lanes import compile_lanes
 from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.step_problem import training_graph
@@ -120,7 +120,7 @@ def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path
         if each is None:
             continue
         for timing in range(3):
-            other = compile_lanes(slowed(step, Random(timing)) if timing else step, each.schedule, each.lanes)
+            other = compile_step(slowed(step, Random(timing)) if timing else step, each.schedule, each.lanes)
             found = results(other, copy.deepcopy(module), step, batch)
             expected = results(one, copy.deepcopy(module), step, batch)
             assert all(map(torch.equal, expected, found))
@@ -132,7 +132,7 @@ def test_dropout_is_replayed_and_batch_norm_updated_once(cache: Path) -> None:
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in plan.schedule if hasattr(s, "op")]
     assert any(runs.count(name) > 1 for name in graph.ordered)
-    assert "with draws:" in compile_lanes(step, laned.schedule, laned.lanes).source
+    assert "with draws:" in compile_step(step, laned.schedule, laned.lanes).source
     outcome = verify(PlannedStep(module, step, laned.schedule, laned.lanes), batch, 3)
     assert outcome.bit_equal, outcome.differences
 
@@ -164,7 +164,7 @@ def test_lanes_run_at_the_same_time(cache: Path) -> None:
                    inverses=tuple(replace(o, cost=1.0) for o in graph.inverses))  # fmt: skip
     laned = on_two_lanes(even, plan, 2**40, Sharing(1.0))
     seconds = []
-    for run in (compile_step(tired, plan.schedule), compile_lanes(tired, laned.schedule, laned.lanes)):
+    for run in (compile_step(tired, plan.schedule), compile_step(tired, laned.schedule, laned.lanes)):
         start = time.perf_counter()
         results(run, module, step, batch)
         seconds.append(time.perf_counter() - start)
@@ -195,7 +195,7 @@ def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Pa
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
     for at in range(laned.lanes.fork, len(runs)):
         turn = runs[: at + 1].count(runs[at])
-        run = compile_lanes(breaking(step, runs[at], turn), laned.schedule, laned.lanes)
+        run = compile_step(breaking(step, runs[at], turn), laned.schedule, laned.lanes)
         with pytest.raises(Broken, match=runs[at]):
             results(run, module, step, batch)
         assert threading.active_count() == 1
@@ -213,7 +213,7 @@ def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
 
     tried = wrapped(step, lambda call: interrupt if call.name == last else None)
     with pytest.raises(KeyboardInterrupt):
-        results(compile_lanes(tried, laned.schedule, laned.lanes), module, step, batch)
+        results(compile_step(tried, laned.schedule, laned.lanes), module, step, batch)
     assert threading.active_count() == 1
 
 
@@ -221,7 +221,7 @@ def test_lanes_that_do_not_wait_for_their_data_are_refused(cache: Path) -> None:
     _, _, step, graph, plan = made(3, cache)
     laned = on_two_lanes(graph, plan, 2**40)
     with pytest.raises(ProblemError, match="does not wait for what it reads"):
-        compile_lanes(step, laned.schedule, replace(laned.lanes, waits=()))
+        compile_step(step, laned.schedule, replace(laned.lanes, waits=()))
 
 
 class FakeStream:
@@ -301,7 +301,7 @@ def test_on_cuda_what_changes_lanes_is_recorded_on_the_stream_that_takes_it(
     expected = results(compile_step(step, plan.schedule), copy.deepcopy(module), step, batch)
     on_cuda = replace(step)
     on_cuda.__dict__["device"] = torch.device("cuda", 0)
-    run = compile_lanes(on_cuda, laned.schedule, laned.lanes)
+    run = compile_step(on_cuda, laned.schedule, laned.lanes)
     assert all(map(torch.equal, results(run, copy.deepcopy(module), step, batch), expected))
     lines = [line.strip() for line in run.source.splitlines()]
     assert sum(line.startswith("del h_") for line in lines) == sum(e[1] == "takes over" for e in streams) > 5
@@ -323,3 +323,59 @@ def test_a_lane_that_waits_for_a_failed_one_gets_the_failure() -> None:
     with pytest.raises(KeyError), recovery.running(lambda: recover(lambda: None, main)):
         raise KeyError
     assert threading.active_count() == 1
+
+
+class Deep(nn.Module):
+    """Two outputs after a chain whose gradients leave in several segments."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x, x.exp().mean(1)
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 7])
+def test_a_planned_module_overlaps_in_every_segment(blocks: int) -> None:
+    torch.manual_seed(0)
+    model, x = Deep(blocks), torch.randn(96, 400)
+    options = {"budget": "min", "strategy": "chen_sqrt", "costs": "roofline"}
+    planned = rematplan.plan_module(copy.deepcopy(model), (x,), overlap="on", **options)
+    if blocks > 1:
+        assert planned.plan.lanes is not None
+        assert planned.source.count("recovery.running") > 1
+    for outputs in ((0, 1), (1,), (0,), (0, 1)):
+        found = []
+        for module in (model, planned):
+            torch.manual_seed(2)
+            module.zero_grad()
+            given = module(x)
+            sum(given[k].square().sum() for k in outputs).backward()
+            found.append([*given, *(p.grad for p in module.parameters())])
+        assert all(map(torch.equal, *found))
+    assert threading.active_count() == 1
+    with pytest.raises(UsageError, match="unknown overlap 'maybe'; known: off, auto, on"):
+        rematplan.plan_module(model, (x,), overlap="maybe", **options)
+
+
+def test_a_planned_module_on_two_lanes_keeps_its_budget() -> None:
+    torch.manual_seed(0)
+    model, x = Deep(9), torch.randn(512, 400)
+    lean = rematplan.plan_module(model, (x,), budget="min", strategy="chen_sqrt")
+    budget = lean.plan.estimate.peak + 2**21
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy="chen_sqrt", overlap="on")
+    assert planned.plan.estimate.peak < planned.plan.lanes.peak <= budget
+
+    def run() -> None:
+        sum(t.sum() for t in planned(x)).backward()
+
+    run()
+    model.zero_grad()
+    held = sum(t.nbytes for t in (*model.parameters(), x))
+    assert held + peak_above_entry(run, CPU)[0] <= planned.plan.lanes.peak
