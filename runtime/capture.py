@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.func import functional_call
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -24,6 +23,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
+from rematplan.runtime.stateless import call_with, slots
 
 
 def capture(
@@ -119,12 +119,8 @@ class _Untied(nn.Module):
         for at, (name, buffer) in enumerate(module.named_buffers()):
             self.register_buffer(f"b{at}", buffer)
             short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
-        everything = (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
-        self.short_of = {name: short[id(tensor)] for name, tensor in everything}
+        self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *batch: torch.Tensor) -> Any:
-        state = {name: getattr(self, short) for name, short in self.short_of.items()}
-        return functional_call(self.__dict__["inner"], state, batch)
+        state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
+        return call_with(self.__dict__["inner"], state, batch)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
 from torch.nn import functional
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.machine_memory import check_fits
 from rematplan.runtime.quiet import quiet
+from rematplan.runtime.stateless import call_with, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +144,17 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     Raises:
         ModelError: the model does not run on inputs of these shapes.
     """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = slots(model)
     mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
 
-    fakes, batch = {name: fake(t) for name, t in state.items()}, tuple(map(fake, inputs))
+    once = {id(t): fake(t) for t in state.values()}
+    fakes, batch = {slot: once[id(t)] for slot, t in state.items()}, tuple(map(fake, inputs))
     with mode, torch.no_grad(), quiet():
         try:
-            return functional_call(model, fakes, batch)
+            return call_with(model, fakes, batch)
         except ModelError:
             raise
         except Exception as error:

@@ -302,3 +302,38 @@ def test_hooks_of_the_module_run_once_a_call() -> None:
     with torch.no_grad():
         planned(images())
     assert seen == ["before", "after"] * 3
+
+
+class Shared(nn.Module):
+    """One layer under four names, one of them in a list; a batch norm under two; a weight tied to another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.ModuleList([self.first, self.norm, nn.Linear(8, 8), self.first])
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.norm, self.second, *self.layers, self.tied):
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def test_modules_that_stand_under_several_names_are_left_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    plain = copy.deepcopy(model)
+    before = [*model.parameters(), *model.buffers()]
+    x = torch.randn(6, 8)
+    one = rematplan.plan_module(model, (x,), budget="80%", strategy="approx_dp", costs="roofline")
+    assert [id(t) for t in before] == [id(t) for t in (*one.parameters(), *one.buffers())]
+    assert one.plan.estimate.reruns > 0
+    for net in (plain, one):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).pow(2).mean().backward()
+            optimizer.step()
+    assert same(one, plain)
