@@ -11,8 +11,8 @@ SOURCES := ir planner runtime models rematplan benchmarks tests
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
-test: $(READY)  ## run the tests; PYTEST_ARGS="-k name" narrows them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
 	$(BIN)/python benchmarks/conformance.py --refusals
