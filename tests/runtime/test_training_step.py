@@ -188,7 +188,7 @@ def test_two_lanes_change_no_bit_and_keep_their_peak(case: Loaded) -> None:
             with untouched(module):
                 above, _ = peak_above_entry(lambda planned=planned: planned(*batch), step.device)
             assert held + above <= laned.lanes.peak
-    assert threading.active_count() == 1
+    assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
 
 
 def test_verify_finds_a_wrong_gradient_a_wrong_buffer_and_a_moved_generator() -> None:
