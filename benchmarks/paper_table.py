@@ -80,7 +80,7 @@ def line(name: str, seconds: float) -> str:
     paper, base, blocks = PAPER[name], base_plan(graph).estimate.peak, leanest(graph)
     least = smallest_peak(graph, seconds, starts=[runs_of(p.schedule) for p in blocks.values()])
     try:
-        plan = Auto(time_limit=seconds).plan(graph, int(paper.best * base))
+        plan = Auto(time_limit=seconds, reuse=False).plan(graph, int(paper.best * base))
         at_paper = f"{1 + plan.estimate.overhead:.3f} (≥ {1 + (plan.lower_bound or 0.0):.3f})"
     except InfeasibleBudget:
         at_paper = "out of reach"

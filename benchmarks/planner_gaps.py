@@ -52,7 +52,7 @@ CLOSER = (
 def planned(graph: TrainingGraph, budget: int, seconds: float) -> Plan | InfeasibleBudget:
     """`auto`'s plan, or its refusal."""
     try:
-        return Auto(time_limit=seconds).plan(graph, budget)
+        return Auto(time_limit=seconds, reuse=False).plan(graph, budget)
     except InfeasibleBudget as error:
         return error
 

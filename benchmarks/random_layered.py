@@ -138,7 +138,7 @@ def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool) -
     peak = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     began = time.monotonic()
     try:
-        plan = Auto(time_limit=seconds, keep_order=keep_order).plan(graph, int(share * peak))
+        plan = Auto(time_limit=seconds, keep_order=keep_order, reuse=False).plan(graph, int(share * peak))
         found = f"{100 * plan.estimate.overhead:>11.3f} {100 * (plan.lower_bound or 0.0):>8.3f}"
     except InfeasibleBudget as error:
         found = f"least share {error.smallest / peak:>8.3f}"

@@ -37,6 +37,9 @@ LARGE = 200
 PLACES = 24
 """Places along the network at which cuts are tried."""
 
+ALONE = 4
+"""The likeliest of them, of which the growth begins with the best where they cannot be priced."""
+
 FIRST = 1.0
 """Seconds that any integer program may take; later ones may take as long as has been spent before."""
 
@@ -178,7 +181,7 @@ class _Growth:
         if self.over() or not search.graph.base_cost or (search._vast and not search.graph.inverses):
             return
         if search.graph.inverses:
-            alone = {cut: self.relaxed((cut,)) for cut in search.places if not self.over()}
+            alone = {cut: self.relaxed((cut,)) for cut in search.places[:ALONE] if not self.over()}
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
             self.solve((start,))

@@ -1,5 +1,16 @@
-"""One torch thread: the suite runs in several processes, which would otherwise fight over the cores."""
+"""One torch thread: the suite runs in several processes, which would otherwise fight over the cores. And a cache of its
+own: no test reads or writes the user's."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,0 +1,77 @@
+"""The strategies whose plans `auto` starts from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rematplan.ir import LatticeTooLarge, TrainingGraph
+from rematplan.planner.memo import remember
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.chen_greedy import ChenGreedy
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategy import Strategy, pareto
+
+Rows = tuple[tuple[Strategy, ...], ...]
+
+ALWAYS: Rows = ((StoreAll(),),)
+BLOCKS: Rows = (
+    (ChenSqrt(),),
+    (ChenGreedy(),),
+    (ExactDP(objective="time"), ApproxDP(objective="time")),
+    (ExactDP(objective="memory"), ApproxDP(objective="memory")),
+)
+"""The members whose plans are starts, in rows: of each row the first counts that the problem is not too large
+for."""
+
+VAST = 3000
+"""Ops beyond which the full searches of `BLOCKS` take longer than the annealing that they are to start."""
+VAST_BLOCKS: Rows = (
+    (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
+    (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
+)
+"""The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
+coarse anyway."""
+
+
+class _TimeUp(Exception):
+    """The members' time is over."""
+
+
+def members_plans(graph: TrainingGraph, until: float, report: Callable[[str], None]) -> tuple[Plan, ...]:
+    """The trade-off of all members that finish before a time of the monotonic clock, none dominated.
+
+    What a member has found for a problem is remembered. ``report`` is told what is being done.
+    """
+    blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
+    found: list[Plan] = []
+    for row in (*ALWAYS, *(blocks if graph.has_phases else ())):
+        try:
+            found.extend(_first(graph, row, until, report))
+        except _TimeUp:
+            break
+    return pareto(found)
+
+
+def _first(
+    graph: TrainingGraph, row: tuple[Strategy, ...], until: float, report: Callable[[str], None]
+) -> tuple[Plan, ...]:
+    """The curve of the first member of a row that the problem is not too large for."""
+    for member in row:
+
+        def progress(_fraction: float, text: str, name: str = member.name) -> None:
+            if time.monotonic() > until:
+                raise _TimeUp
+            report(f"{name}: {text}")
+
+        def curve(member: Strategy = member) -> tuple[Plan, ...]:
+            return member.curve(graph, (), progress)
+
+        try:
+            return remember(graph, ("member", member), curve)
+        except LatticeTooLarge:
+            continue
+    return ()
