@@ -57,7 +57,7 @@ def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -
         call.target(*args, **kwargs)
 
     once()  # the first run of an op is a slow one
-    times = math.ceil(SECONDS / max(_seconds(step.device, once), 1e-6))
+    times = math.ceil(SECONDS / max(min(_seconds(step.device, once) for _ in range(ROUNDS)), 1e-6))
 
     def run() -> None:
         for _ in range(times):
