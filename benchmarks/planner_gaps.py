@@ -57,20 +57,26 @@ def planned(graph: TrainingGraph, budget: int, seconds: float) -> Plan | Infeasi
         return error
 
 
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float) -> str:
     """One line of the table."""
     graph = replace(graph)  # so that nothing is known of it from the cell before
-    budget, began = activation_share(graph, share), time.monotonic()
+    budget = activation_share(graph, share)
+    began, worked = time.monotonic(), cpu_seconds()
     plan = planned(graph, budget, seconds - EARLY)
-    took = time.monotonic() - began
+    took = f"{time.monotonic() - began:>6.1f} s {cpu_seconds() - worked:>6.1f} s CPU  load {os.getloadavg()[0]:.1f}"
     start = f"{graph.name[:12]:>12} {len(graph.ops):>6} {share:>4}"
     if isinstance(plan, InfeasibleBudget):
         proven = "proven unreachable" if lower_bound(graph, budget, 1).unreachable else "nothing found"
-        return f"{start} {proven}; least found f = {share_of(graph, plan.smallest):.3f} {took:>6.1f} s"
+        return f"{start} {proven}; least found f = {share_of(graph, plan.smallest):.3f} {took}"
     overhead, bound = 100 * plan.estimate.overhead, 100 * (plan.lower_bound or 0.0)
     told = "open" if goal is None else f"≤ {goal:<4} {'yes' if overhead - bound <= goal else 'NO'}"
     figures = f"{overhead:>9.4f} {bound:>9.4f} {overhead - bound:>8.4f}"
-    return f"{start} {figures}  {told:>10} {took:>6.1f} s  {plan.status}, {plan.strategy}"
+    return f"{start} {figures}  {told:>10} {took}  {plan.status}, {plan.strategy}"
 
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:

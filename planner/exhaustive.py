@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph
 
 MOST_STATES = 4000
+MOST_TENSORS = 64
+"""Beyond which there are more states than may be met, and each takes long to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,14 @@ class Optimum:
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if too many states were
-    met, or some op may never run again (what has run is no part of a state)."""
+    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if there are too many tensors or
+    states, or some op may never run again (what has run is no part of a state)."""
     if graph.never_rerun:
         return None
-    names = [t.name for t in graph.tensors if t.name not in set(graph.inputs)]
+    inputs = set(graph.inputs)
+    names = [t.name for t in graph.tensors if t.name not in inputs]
+    if len(names) > MOST_TENSORS:
+        return None
     bit = {t: 1 << i for i, t in enumerate(names)}
     size = [graph.size[t] for t in names]
     recipes = [

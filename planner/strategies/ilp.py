@@ -34,7 +34,7 @@ class ILP(Strategy):
 
     The first is optimal among schedules of up to twice as many runs as recipes, and two more. The second gives no
     guarantee: few upstream ops may run again in a stage, and inverses are not used. Anytime: Ctrl-C returns the best
-    plan so far, once the solver's slice has ended.
+    plan so far.
 
     Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops a stage may run again.
     """

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.bounds import lower_bound, min_peak_bound
-from rematplan.planner.bounds_cuts import precedence
+from rematplan.planner.bounds import BoundSearch, lower_bound, min_peak_bound
+from rematplan.planner.bounds_cuts import _prominence, cut_candidates, heaviest_chain, precedence
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.solver import Solver
@@ -111,6 +112,67 @@ def one_cut(graph, order, cut, budget):
         return math.inf
     answer = SOLVER.solve(program.rows, 10, integer=False, gap=0.0)
     return (answer.dual + program.rows.constant) * COST_UNIT - 1
+
+
+@LAWS
+@given(graphs(inverses=True), st.integers(0, 4), st.integers(0, 2**30))
+def test_programs_of_any_cuts_are_at_most_the_optimum(graph, slack, chosen):
+    budget, order = least_peak(graph) + slack, precedence(graph)
+    cuts = []
+    for op in range(len(graph.ops)):  # any chain of needed ops, each of which must precede the next
+        follows = not cuts or order.before[op] >> cuts[-1] & 1
+        if order.needed >> op & 1 and follows and chosen >> op & 1:
+            cuts.append(op)
+    if cuts and graph.base_cost:
+        search = BoundSearch(graph, budget)
+        for integer in (False, True):
+            assert search.solve(cuts, 5, integer=integer)[0] <= optimum(graph, budget) + 1e-9
+
+
+def test_cuts_are_chosen_where_the_tensors_change_their_size(problems):
+    graph = problems.unet(4)
+    chain_ = heaviest_chain(graph, precedence(graph))
+    places = cut_candidates(graph, chain_, 24)
+    held = dict(chain_)
+    assert held[places[0]] == max(held.values())
+    assert 2 < len(places) == len(set(places)) <= 24
+    assert all(place in held and place >= places[0] for place in places)
+    assert cut_candidates(graph, [], 24) == []
+
+
+@LAWS
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
+def test_prominence_is_the_height_above_the_highest_saddle(heights):
+    def over(k, towards):
+        """The lowest height on the way to the nearest higher entry, 0 if there is none."""
+        low = heights[k]
+        for j in towards:
+            if (heights[j], -j) > (heights[k], -k):
+                return low
+            low = min(low, heights[j])
+        return 0
+
+    n = len(heights)
+    expected = [
+        h - max(over(k, range(k - 1, -1, -1)), over(k, range(k + 1, n))) for k, h in enumerate(heights)
+    ]
+    assert _prominence(heights, [0] * n) == expected
+
+
+def test_what_was_proven_for_a_budget_holds_for_smaller_ones():
+    graph = chain(8)
+    budget = least_peak(graph) + 2
+    proven = lower_bound(graph, budget, 5)
+    assert BoundSearch(graph, budget - 1).best.overhead >= proven.overhead > 0
+
+
+def test_a_stopped_search_ends(problems):
+    graph = problems.residual((2, 2, 2))
+    search = BoundSearch(graph, int(0.6 * sum(t.bytes for t in graph.tensors)))
+    search.stop()
+    began = time.monotonic()
+    search.run(60)
+    assert time.monotonic() - began < 5
 
 
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():

@@ -1,0 +1,54 @@
+"""Auto's time: its limit holds, whatever it is doing, and an interruption in any phase leaves the best plan so far."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.strategies.auto import Auto
+
+SLACK = 2.0  # seconds, for a machine that does other things too
+
+
+def network(problems):
+    return problems.residual((3, 4, 6, 3))
+
+
+def budget_of(graph, share):
+    return int(share * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_a_time_limit_holds(problems, seconds):
+    graph = network(problems)
+    Auto(time_limit=0.0, reuse=False).plan(network(problems), budget_of(graph, 0.9))  # compiles
+    began = time.monotonic()
+    Auto(time_limit=seconds, reuse=False).plan(graph, budget_of(graph, 0.55))
+    assert time.monotonic() - began < max(1.0, seconds) + SLACK
+
+
+@pytest.mark.parametrize("phase", ["exact_dp", "overhead"])
+def test_an_interruption_in_any_phase_leaves_the_best_so_far(problems, phase):
+    graph = network(problems)
+    budget = budget_of(graph, 0.8)
+
+    def interrupt(_fraction, text):
+        if text.startswith(phase):
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    plan = Auto(time_limit=60, reuse=False).plan(graph, budget, interrupt)
+    assert plan.estimate.peak <= budget
+    assert time.monotonic() - began < 30
+
+
+def test_an_interruption_before_anything_fits_is_passed_on(problems):
+    graph = network(problems)
+
+    def interrupt(_fraction, _text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Auto(time_limit=60, reuse=False).plan(graph, budget_of(graph, 0.12), interrupt)
