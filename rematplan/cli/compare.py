@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematplan.budgets import least_plan, parse_budget
 from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
+from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
-from rematplan.overlapping import ON
+from rematplan.overlapping import ON, overlapped
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
@@ -135,15 +136,16 @@ def _rivals(
 
 def _overlapped(rivals: list[Rival], budget: int, args: argparse.Namespace, out: Output) -> list[Rival]:
     """The plan that is done first on two lanes, if there is one; named after the best on one."""
-    base, found = rivals[0].plan.estimate.cost, []
+    last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
+    sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))
     for source in {id(r.source): r.source for r in rivals}.values():
         own = sorted((r.plan for r in rivals if r.source is source), key=lambda p: _rank(p, budget))
         best = replace(own[0], budget=max(budget, own[0].estimate.peak))
-        plan, _ = wanted_lanes(source, best, args, out, own[1:])
+        plan, _ = overlapped(source.graph, best, args.overlap, sharing, own[1:])
         if plan.lanes:
             extra = plan.lanes.makespan / base - 1 if base else 0.0
             error = worst_error(source.graph, plan.schedule)
-            found.append(Rival(f"{rivals[-1].name}, overlap", source, plan, extra, error))
+            found.append(Rival(f"{last.name}, overlap", source, plan, extra, error))
     return sorted(found, key=lambda r: (max(r.plan.peak, budget), r.extra))[:1]
 
 

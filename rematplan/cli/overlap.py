@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import replace
 
 from rematplan.cli.arguments import positive_number
@@ -44,17 +43,18 @@ def check_overlap(args: argparse.Namespace) -> None:
         raise UsageError(f"--lane-speed {args.lane_speed:g} is not between 0.5 and 1")
 
 
+def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) -> Sharing:
+    """How two lanes share the device: as stated, as measured on a plan's ops where ops are measured, or as usual."""
+    if args.lane_speed is not None:
+        return replace(USUAL, speed=args.lane_speed)
+    if source.loaded is None or args.device_model is not None or args.costs not in (None, PROFILE):
+        return USUAL
+    with out.progress("measuring two lanes"):
+        return sharing_here(source.loaded.step, source.graph, plan)
+
+
 def wanted_lanes(
-    source: Source, plan: Plan, args: argparse.Namespace, out: Output, more: Iterable[Plan] = ()
+    source: Source, plan: Plan, args: argparse.Namespace, out: Output
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan as ``--overlap`` wants it, and what there is to say: see `overlapped`."""
-
-    def sharing() -> Sharing:
-        if args.lane_speed is not None:
-            return replace(USUAL, speed=args.lane_speed)
-        if source.loaded is None or args.device_model is not None or args.costs not in (None, PROFILE):
-            return USUAL
-        with out.progress("measuring two lanes"):
-            return sharing_here(source.loaded.step, source.graph, plan)
-
-    return overlapped(source.graph, plan, args.overlap, sharing, more)
+    return overlapped(source.graph, plan, args.overlap, lambda: lane_sharing(source, plan, args, out))
