@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.schedule import Run, with_frees
@@ -100,7 +100,8 @@ def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most:
     what is held, or the op's own working set, stands out from its neighbours.
 
     Standing out is a peak's *prominence*, as of mountains: its height above the highest saddle towards a higher one.
-    Most of all are the places where the network's tensors change their size.
+    Most of all are the places where the network's tensors change their size. Of equals the later one comes first; of
+    two ops next to each other one is left out.
     """
     if not chain:
         return []
@@ -110,11 +111,14 @@ def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most:
     held = [bytes_ for _, bytes_ in chain[first:]]
     own = [working_set(graph, i) for i in ops]
     ranks = [
-        sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: -prominent[k])
+        sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
         for prominent in (_prominence(own, held), _prominence(held, own))
     ]
-    mixed = (k for pair in zip_longest(*ranks) for k in pair if k is not None)
-    return [ops[k] for k in islice(dict.fromkeys((peak - first, *mixed)), most)]
+    picked = [peak - first]
+    for k in (k for pair in zip_longest(*ranks) for k in pair if k is not None):
+        if len(picked) < most and all(abs(k - other) > 1 for other in picked):
+            picked.append(k)
+    return [ops[k] for k in picked]
 
 
 def _prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
