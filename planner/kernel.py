@@ -21,13 +21,22 @@ def kernel(loop: Loop) -> Loop:
     return compiled(loop)
 
 
-def compiled(loop: Loop, *, fastmath: bool = False, nogil: bool = False) -> Loop:
-    """As `kernel`. ``fastmath``: sums may be reordered. ``nogil``: other Python threads run meanwhile."""
+def inner(loop: Loop) -> Loop:
+    """As `kernel`, for loops that only other kernels call: compiled without an entry from Python, which takes
+    longer to compile than a short loop itself."""
+    return compiled(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def compiled(loop: Loop, **options: bool) -> Loop:
+    """As `kernel`, with options of numba's: ``fastmath``, sums may be reordered; ``nogil``, other Python threads
+    run meanwhile."""
+    compiler = cast(Any, numba.njit)  # its types know only some of its options
     try:
-        made = numba.njit(cache=True, fastmath=fastmath, nogil=nogil)(loop)
+        made = compiler(cache=True, **options)(loop)
     except RuntimeError:  # numba found no folder for its cache
-        return cast(Loop, numba.njit(fastmath=fastmath, nogil=nogil)(loop))
+        return cast(Loop, compiler(**options)(loop))
     _stamp(made)
+    _widen(made)
     return cast(Loop, made)
 
 
@@ -47,3 +56,9 @@ def _stamp(made: object) -> None:
     file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
     if hasattr(file, "_source_stamp"):
         file._source_stamp = _sources()
+
+
+def _widen(made: Any) -> None:
+    """Have a call with a constant take the code for any number: numba would compile it again for each constant."""
+    template = made.get_call_template
+    made.get_call_template = lambda args, kws: template(tuple(map(numba.types.unliteral, args)), kws)

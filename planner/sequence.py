@@ -17,6 +17,7 @@ import numpy as np
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.kernel import kernel
+from rematplan.planner.sequence_chain import CHAIN
 from rematplan.planner.sequence_edits import link
 from rematplan.planner.sequence_moves import anneal
 from rematplan.planner.sequence_problem import EXACT, problem_arrays, recipes
@@ -24,6 +25,7 @@ from rematplan.planner.sequence_state import (
     BEST,
     BEST_COST,
     BUDGET,
+    CEILING,
     COST,
     FREE,
     HALF,
@@ -63,6 +65,8 @@ class Annealer:
         self.random = np.array([seed & (2**64 - 1)], dtype=np.uint64)
         self.state: State
         self.priced = graph.base_cost > 0
+        self.mean_cost = float(self.problem.cost[:-1].mean()) if self.ops else 0.0
+        self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
         self.overflows = 0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
@@ -107,6 +111,10 @@ class Annealer:
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
+
+    def limit_price(self, most: float) -> None:
+        """Let the penalty's price rise no higher than this until told otherwise, or loaded anew."""
+        self.state.value[CEILING] = most
 
     def restart(self) -> None:
         """Go back to the best feasible sequence."""
@@ -169,7 +177,7 @@ class Annealer:
         self.overflows += int(old.number[OVERFLOW])
         self._seat(sequence, float(old.value[BUDGET]))
         new = self.state
-        new.value[PRICE] = old.value[PRICE]
+        new.value[PRICE], new.value[CEILING] = old.value[PRICE], old.value[CEILING]
         if old.number[BEST] and old.value[BEST_COST] < new.value[BEST_COST]:
             length = old.number[BEST]
             new.best[:length] = old.best[:length]
@@ -213,10 +221,10 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
         op=ints(nodes), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
         free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
-        multi=ints(ops), chain=ints(64), queue=ints(LOG), best=ints(nodes),
-        number=ints(6, 0), value=np.zeros(5), random=random,
+        multi=ints(ops), chain=ints(2 * CHAIN), queue=ints(LOG), best=ints(nodes),
+        number=ints(6, 0), value=np.zeros(6), random=random,
     )  # fmt: skip
-    state.value[BUDGET], state.value[BEST_COST] = budget, np.inf
+    state.value[BUDGET], state.value[BEST_COST], state.value[CEILING] = budget, np.inf, np.inf
     state.number[FREE] = nodes
     _fill(problem, state, sequence)
     return state

@@ -6,7 +6,7 @@ the gaps is no part of the logical state, so undo need not restore it.
 
 from __future__ import annotations
 
-from rematplan.planner.kernel import kernel
+from rematplan.planner.kernel import inner
 from rematplan.planner.sequence_state import (
     BUDGET,
     COST,
@@ -30,7 +30,7 @@ from rematplan.planner.sequence_state import (
 )
 
 
-@kernel
+@inner
 def put(S: State, slot: int, source: int) -> None:
     """Move whatever a slot holds to another, physically."""
     node = S.at[source]
@@ -41,7 +41,7 @@ def put(S: State, slot: int, source: int) -> None:
         S.links.slot[node] = slot
 
 
-@kernel
+@inner
 def make_room(P: Problem, S: State, node: int) -> int:
     """An empty slot just before a node, its ``mem`` right; neighbours are pushed aside if need be."""
     right = S.links.slot[node]
@@ -72,7 +72,7 @@ def make_room(P: Problem, S: State, node: int) -> int:
     return int(slot)
 
 
-@kernel
+@inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
     """Seat a node whose slot's ``mem`` is final; the slot now counts in the penalty."""
     S.at[slot] = node
@@ -83,7 +83,7 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
         S.value[PENALTY] += over
 
 
-@kernel
+@inner
 def vacate(S: State, slot: int) -> None:
     """Empty a slot; it counts in the penalty no more."""
     over = S.mem[slot] - S.cap[slot]
@@ -93,7 +93,7 @@ def vacate(S: State, slot: int) -> None:
     S.at[slot] = -1
 
 
-@kernel
+@inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
     """Enter a run in its op's list, after the run ``before`` (-1: as the first)."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
@@ -113,7 +113,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
         S.number[MULTI] += 1
 
 
-@kernel
+@inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
     """Take a run out of its op's list."""
     before, after = S.links.prev[node], S.links.next[node]
@@ -133,7 +133,7 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
         S.place[moved] = S.place[op]
 
 
-@kernel
+@inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
     """Run an op just before the node ``right``: its reads are held until then, later reads of its writes move
     to it."""
@@ -161,7 +161,7 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
     occupy(P, S, node, slot)
 
 
-@kernel
+@inner
 def remove(P: Problem, S: State, node: int) -> None:
     """Undo of `insert`: the copies before serve the reads (there must be one of each that is read)."""
     op, slot = S.op[node], S.links.slot[node]
@@ -187,7 +187,7 @@ def remove(P: Problem, S: State, node: int) -> None:
     S.links.slot[node] = -1
 
 
-@kernel
+@inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
     """Move a run to just before the node ``right``; no server and no served read may lie between."""
     new = make_room(P, S, right)
@@ -216,7 +216,7 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
     occupy(P, S, node, new)
 
 
-@kernel
+@inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
     """`insert`, logged; returns the node."""
     S.number[FREE] -= 1
@@ -226,7 +226,7 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
     return int(node)
 
 
-@kernel
+@inner
 def do_remove(P: Problem, S: State, node: int) -> None:
     """`remove`, logged. The node's number stays taken until `commit`."""
     slot = S.links.slot[node]
@@ -234,7 +234,7 @@ def do_remove(P: Problem, S: State, node: int) -> None:
     note(S, REMOVED, node, node_after(S.at, slot))
 
 
-@kernel
+@inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
     """`shift`, logged."""
     was = node_after(S.at, S.links.slot[node])
@@ -242,7 +242,7 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
     note(S, SHIFTED, node, was)
 
 
-@kernel
+@inner
 def note(S: State, kind: int, node: int, right: int) -> None:
     """Write one log entry."""
     row = S.log[S.number[LOGGED]]
@@ -250,7 +250,7 @@ def note(S: State, kind: int, node: int, right: int) -> None:
     S.number[LOGGED] += 1
 
 
-@kernel
+@inner
 def undo(P: Problem, S: State) -> None:
     """Take back every edit since the last commit."""
     for k in range(S.number[LOGGED] - 1, -1, -1):
@@ -266,7 +266,7 @@ def undo(P: Problem, S: State) -> None:
     S.number[LOGGED] = 0
 
 
-@kernel
+@inner
 def commit(S: State) -> None:
     """Keep the edits since the last commit; the numbers of removed nodes become free."""
     for k in range(S.number[LOGGED]):

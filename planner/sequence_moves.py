@@ -11,114 +11,49 @@ import math
 
 import numpy as np
 
-from rematplan.planner.kernel import kernel
-from rematplan.planner.sequence_edits import commit, do_insert, do_remove, do_shift, undo
+from rematplan.planner.kernel import inner
+from rematplan.planner.sequence_chain import (
+    a_maker,
+    arrange,
+    collect,
+    early_place,
+    has_room,
+    is_spent,
+    place_chain,
+    supply,
+)
+from rematplan.planner.sequence_edits import commit, do_remove, do_shift, undo
+from rematplan.planner.sequence_random import below, uniform
 from rematplan.planner.sequence_state import (
     BEST,
     BEST_COST,
+    CEILING,
     COST,
     FREE,
     HALF,
-    LOGGED,
     MULTI,
     OVERFLOW,
     PENALTY,
     PRICE,
     RUNS,
     Problem,
-    Randoms,
     State,
     copy_before,
     copy_stop,
-    end_of,
     free_kernel,
-    is_unread,
     last_read,
     node_after,
     price,
-    run_before,
 )
+from rematplan.planner.sequence_sweep import is_spare, queue_servers, sweep
 
-CHAIN = 60  # most runs that one drop may insert
 SEARCH = 16  # tries to find a candidate
+EARLY = 0.5  # share of the candidates that would run again while their inputs are there
 ADAPT = 500  # most moves between two changes of the penalty's price
-DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90  # cumulative shares; the rest removes, then drops
-
-STEP = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
-S27, S30, S31, S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
+DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
 
 
-@kernel
-def uniform(random: Randoms) -> float:
-    """The next random number in [0, 1) (splitmix64)."""
-    random[0] += STEP
-    z = random[0]
-    z = (z ^ (z >> S30)) * MIX_1
-    z = (z ^ (z >> S27)) * MIX_2
-    z = z ^ (z >> S31)
-    return float(z >> S11) * 1.1102230246251565e-16
-
-
-@kernel
-def below(random: Randoms, n: int) -> int:
-    """A random integer in 0..n-1."""
-    return int(uniform(random) * n)
-
-
-@kernel
-def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Whether the first runs stay in order when this run goes (its op's next run may become the first)."""
-    op = S.op[node]
-    if S.links.prev[node] >= 0 or P.after[op] < 0:
-        return True
-    return S.links.next[node] < 0 or bool(
-        S.links.slot[S.links.next[node]] < S.links.slot[S.links.first[P.after[op]]]
-    )
-
-
-@kernel
-def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove the first ``waiting`` queued nodes as far as nothing reads them, and what only they read, and so
-    on."""
-    while waiting > 0:
-        waiting -= 1
-        node = S.queue[waiting]
-        slot = S.links.slot[node]
-        if slot < 0 or S.number[LOGGED] >= S.log.shape[0]:
-            continue
-        op = S.op[node]
-        if S.runs[op] <= P.least[op] or not is_unread(P, S, node) or not keeps_order(P, S, node):
-            continue
-        do_remove(P, S, node)
-        waiting = queue_servers(P, S, op, slot, waiting)
-
-
-@kernel
-def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Queue the runs that served an op at a slot; returns the queue's length."""
-    for k in range(P.reads_at[op], P.reads_at[op + 1]):
-        if waiting < S.queue.size:
-            S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
-            waiting += 1
-    return waiting
-
-
-@kernel
-def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Whether earlier copies can serve the reads that a run serves, and its op keeps the runs that it must."""
-    op, slot = S.op[node], S.links.slot[node]
-    if P.least[op] > 0:
-        return bool(S.links.prev[node] >= 0)
-    for k in range(P.writes_at[op], P.writes_at[op + 1]):
-        t = P.writes[k]
-        if copy_before(P.flow, S.links, t, slot) < 0 and end_of(P.flow, S.links, t, node, -1) > slot:
-            return False
-    return keeps_order(P, S, node)
-
-
-@kernel
+@inner
 def remove_one(P: Problem, S: State) -> bool:
     """Remove a random repeated run; the run before it serves instead. Cascades to what only it read."""
     if S.number[MULTI] == 0:
@@ -135,7 +70,7 @@ def remove_one(P: Problem, S: State) -> bool:
     return True
 
 
-@kernel
+@inner
 def shift_one(P: Problem, S: State) -> bool:
     """Move a random run within its window: after what serves it, before what it serves, first runs in order."""
     node = random_node(S, 0)
@@ -161,7 +96,7 @@ def shift_one(P: Problem, S: State) -> bool:
     return True
 
 
-@kernel
+@inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
     """The slots strictly between which a run may move without changing who serves whom."""
     op, slot = S.op[node], S.links.slot[node]
@@ -194,13 +129,13 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
     return low, high
 
 
-@kernel
+@inner
 def random_node(S: State, start: int) -> int:
     """A random node that stands at or beyond a slot."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
-@kernel
+@inner
 def choose_slot(S: State, over: bool) -> int:
     """A random slot; with ``over`` and a penalty, one whose cap is exceeded."""
     n = S.at.size
@@ -213,7 +148,7 @@ def choose_slot(S: State, over: bool) -> int:
     return slot
 
 
-@kernel
+@inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
     """A random (reader, tensor, last use before it) where the tensor is idle across the slot; reader -1: none
     found."""
@@ -233,17 +168,17 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
     return -1, -1, -1
 
 
-@kernel
+@inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
     """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
-    read.
+    read, or earlier, while its inputs are there.
 
     ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
         return False
-    best, best_reader, best_op = -np.inf, -1, -1
+    best, best_at, best_op = -np.inf, -1, -1
     for _ in range(1 + below(S.random, 4)):
         reader, t, end = candidate(P, S, slot)
         if reader < 0:
@@ -251,195 +186,25 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
         op = a_maker(P, S, t)
         if is_spent(P, S, op):
             continue
-        gain = (
-            -S.value[PRICE] * price(S.mem, S.cap, end + 1, S.links.slot[reader] - 1, -P.size[t]) - P.cost[op]
-        )
+        place = early_place(P, S, op, slot, reader) if uniform(S.random) < EARLY else reader
+        stop = S.links.slot[place]
+        gain = -S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t])
+        gain -= P.cost[op] + supply(P, S, op, stop)
         if gain > best:
-            best, best_reader, best_op = gain, reader, op
-    if best_reader < 0:
+            best, best_at, best_op = gain, place, op
+    if best_at < 0:
         return False
     limit = allowed + S.value[PRICE] * S.value[PENALTY]
-    length = collect(P, S, best_op, S.links.slot[best_reader], limit)
+    length = collect(P, S, best_op, S.links.slot[best_at], limit)
     if P.several:
         length = arrange(P, S, length)
     if length == 0 or not has_room(S, length):
         return False
-    place_chain(P, S, best_reader, length)
+    place_chain(P, S, best_at, length)
     return True
 
 
-@kernel
-def has_room(S: State, length: int) -> bool:
-    """Whether a chain of that length finds node numbers, slots and lines in the log."""
-    if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
-        return False
-    return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
-
-
-@kernel
-def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their
-    number.
-
-    For each read that is gone by then: run its producer again if holding it costs more, or by coin.
-    0 if the chain costs more than ``limit`` or grows too long.
-    """
-    greedy = uniform(S.random) < 0.6
-    S.chain[0] = op
-    length, at, cost = 1, 0, 0.0
-    S.stamp[op] = 1
-    while at < length:
-        member = S.chain[at]
-        at += 1
-        before = run_before(S.links, member, slot)
-        if before < 0 or not ends_before(P, S, before, slot):
-            cost += P.cost[member]
-        if cost > limit:
-            break
-        for k in range(P.reads_at[member], P.reads_at[member + 1]):
-            t = P.reads[k]
-            if is_collected(P, S, t):
-                continue
-            producer = a_maker(P, S, t)
-            server = copy_before(P.flow, S.links, t, slot)
-            if server < 0:
-                length, cost = insist(P, S, producer, length, cost)
-                continue
-            end = end_of(P.flow, S.links, t, server, -1)
-            if end >= slot or is_spent(P, S, producer):
-                continue
-            if greedy:
-                holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
-                again = holding > P.cost[producer] * (0.3 + 2.7 * uniform(S.random))
-            else:
-                again = uniform(S.random) < 0.5
-            if again and length < CHAIN:
-                S.chain[length] = producer
-                S.stamp[producer] = 1
-                length += 1
-    for k in range(length):
-        S.stamp[S.chain[k]] = 0
-    if cost > limit:
-        return 0
-    S.chain[:length].sort()
-    return length
-
-
-@kernel
-def a_maker(P: Problem, S: State, tensor: int) -> int:
-    """The op that makes a tensor; a random one of several."""
-    if P.flow.producer[tensor] >= 0:
-        return int(P.flow.producer[tensor])
-    start = P.flow.makers_at[tensor]
-    return int(P.flow.makers[start + below(S.random, P.flow.makers_at[tensor + 1] - start)])
-
-
-@kernel
-def is_collected(P: Problem, S: State, tensor: int) -> bool:
-    """Whether an op of ``S.chain`` makes the tensor."""
-    if P.flow.producer[tensor] >= 0:
-        return bool(S.stamp[P.flow.producer[tensor]] == 1)
-    for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
-        if S.stamp[P.flow.makers[k]] == 1:
-            return True
-    return False
-
-
-@kernel
-def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Whether an op runs already that may run only once."""
-    return bool(P.once[op] > 0 and S.runs[op] > 0)
-
-
-@kernel
-def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add an op to ``S.chain`` that it cannot do without: nothing has made the tensor by then."""
-    if length >= CHAIN or is_spent(P, S, op):
-        return length, np.inf
-    S.chain[length] = op
-    S.stamp[op] = 1
-    return length + 1, cost
-
-
-@kernel
-def arrange(P: Problem, S: State, length: int) -> int:
-    """Put ``S.chain`` into an order in which each member stands behind those that make what it reads.
-
-    Only inverses need it: all others stand in the base order. Returns the length, 0 if the members wait for
-    each other in a circle.
-    """
-    for k in range(length):
-        S.stamp[S.chain[k]] = 1
-    placed = 0
-    while placed < length:
-        k = placed
-        while k < length and waits(P, S, S.chain[k]):
-            k += 1
-        if k == length:
-            break
-        S.chain[placed], S.chain[k] = S.chain[k], S.chain[placed]
-        S.stamp[S.chain[placed]] = 0
-        placed += 1
-    for k in range(placed, length):
-        S.stamp[S.chain[k]] = 0
-    return length if placed == length else 0
-
-
-@kernel
-def waits(P: Problem, S: State, op: int) -> bool:
-    """Whether an op reads what a member of ``S.chain`` that is not placed yet makes."""
-    for k in range(P.reads_at[op], P.reads_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
-        if is_collected(P, S, P.reads[k]):
-            return True
-    return False
-
-
-@kernel
-def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Whether nothing reads the node's copies before a slot: running its op there again lets the node go."""
-    op = S.op[node]
-    for k in range(P.writes_at[op], P.writes_at[op + 1]):
-        if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
-            return False
-    return S.links.prev[node] >= 0 or keeps_order_at(P, S, op, slot)
-
-
-@kernel
-def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Whether an op's first run may stand at a slot, seen from the op that must come after it."""
-    return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
-
-
-@kernel
-def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Run the ops of ``S.chain`` just before a node; earlier runs that nothing reads any more go."""
-    for k in range(length):
-        S.chain[k] = do_insert(P, S, S.chain[k], reader)
-    for k in range(length - 1, -1, -1):
-        node = S.chain[k]
-        before = S.links.prev[node]
-        if before >= 0:
-            S.queue[0] = before
-            sweep(P, S, 1)
-        if P.several:
-            sweep(P, S, queue_replaced(P, S, node))
-
-
-@kernel
-def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Queue the runs whose copies end where the node writes new ones; returns their number."""
-    op, waiting = S.op[node], 0
-    if S.links.slot[node] < 0:  # swept itself
-        return 0
-    for k in range(P.writes_at[op], P.writes_at[op + 1]):
-        before = copy_before(P.flow, S.links, P.writes[k], S.links.slot[node])
-        if before >= 0 and waiting < S.queue.size:
-            S.queue[waiting] = before
-            waiting += 1
-    return waiting
-
-
-@kernel
+@inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     """Make one random move; False if it came to nothing (edits may be logged all the same)."""
     kind = uniform(S.random)
@@ -455,7 +220,7 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     return drop_one(P, S, True, allowed + before - S.value[COST])
 
 
-@kernel
+@inner
 def keep_best(S: State) -> None:
     """Copy the sequence as the best feasible one."""
     length = 0
@@ -477,6 +242,7 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))
     ratio = (cold / hot) ** (1.0 / moves)
+    S.value[PRICE] = min(S.value[PRICE], S.value[CEILING])
     for k in range(moves):
         temperature *= ratio
         allowed = -temperature * math.log(1.0 - uniform(S.random))
@@ -494,7 +260,7 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
                 return k + 1
         if k % adapt == adapt - 1:
             if feasible < adapt // 10:
-                S.value[PRICE] *= 1.15
+                S.value[PRICE] = min(S.value[PRICE] * 1.15, S.value[CEILING])
             elif feasible > adapt // 2:
                 S.value[PRICE] /= 1.08
             feasible = 0

@@ -1,16 +1,21 @@
-"""How the annealer's time is spent: rounds of cooling, each twice as long as the one before, hot ones and
-reheated ones.
+"""How the annealer's time is spent: rounds of cooling, each longer than the one before, hot ones and reheated
+ones.
 
 A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start
 anew although nothing feasible is known starts from the best start instead. Doubling keeps small problems
 short and leaves large ones to one slow cooling.
+
+In problems without phases the order decides, and which one a round finds is a matter of luck: a hot round looks for
+an order first, rounds grow slowly so that there are many, and a second thread does the same from another seed.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rematplan.ir import TrainingGraph
@@ -29,7 +34,19 @@ SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
 COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
-ORDERING = 0.5  # share of a hot round without phases that only reorders
+
+ORDERING = 0.4  # share of a hot round without phases that only reorders
+ORDERING_HEAT = (300.0, 1.0)
+"""Temperatures of reordering, in tensors of mean size that are over the budget at one run. The price stands still
+then: were it raised as long as nothing fits, it would freeze the order."""
+PRICES, FREE = (0.08, 4.0), 0.8
+"""Most that a tensor of mean size over the budget at one run may cost, in runs of mean cost: at the beginning of a
+stage without phases, and after the share of it from which on there is no such limit. Where the order can change, it
+freezes at higher prices before it has found its shape."""
+
+
+GROWTH, SLOW_GROWTH = 2.0, 1.2  # of a round's length, the second without phases
+TWO = 40  # ops from which on two threads are worth it
 
 STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
@@ -64,6 +81,10 @@ class Effort:
         """What the first round may take: more moves an op the more ops there are."""
         moves = 150.0 * ops * (1 + ops / 1000) + 1000
         return moves if self.moves else moves / 50_000
+
+    def stop(self) -> None:
+        """Have everything spent; may be called from another thread."""
+        self.began = -math.inf
 
     def next_slice(self, left: float) -> int:
         """The number of moves to make before looking again."""
@@ -105,6 +126,7 @@ class Search:
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     best: Plan | None = None
     smallest: Plan | None = None
+    twin: Search | None = None
     ended_early: bool = False
     """Whether the search gave up improving before its time was spent."""
 
@@ -112,7 +134,8 @@ class Search:
     def overhead(self) -> float:
         """Of the best plan so far; infinite if there is none. May be asked from another thread."""
         best = self.best
-        return math.inf if best is None else best.estimate.overhead
+        own = math.inf if best is None else best.estimate.overhead
+        return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
         """The best plan within the budget that the effort finds, the starts included, or None.
@@ -121,7 +144,10 @@ class Search:
         """
         self.prepare(starts)
         try:
-            self._rounds(effort)
+            if self._wants_twin(effort):
+                self._rounds_in_two(starts, effort)
+            else:
+                self._rounds(effort)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -145,6 +171,34 @@ class Search:
         assert self.smallest is not None
         return self.smallest
 
+    @property
+    def _reorders(self) -> bool:
+        return not self.graph.has_phases and not self.keep_order
+
+    def _wants_twin(self, effort: Effort) -> bool:
+        """Not where moves are counted: the result would not be the same on a machine of one core."""
+        return self._reorders and not effort.moves and len(self.base) >= TWO and (os.cpu_count() or 1) > 1
+
+    def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: Effort) -> None:
+        """Search here and, from another seed, in a second thread; what that finds is taken over."""
+        self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
+        beside = Effort(effort.total - effort.spent())
+
+        def search() -> None:
+            twin.prepare(starts)
+            twin._rounds(beside)
+
+        with ThreadPoolExecutor(1) as pool:
+            work = pool.submit(search)
+            try:
+                self._rounds(effort)
+            finally:
+                beside.stop()
+                work.result()
+                for plan in (twin.smallest, twin.best):
+                    if plan is not None:
+                        self._offer(runs_of(plan.schedule))
+
     def _rounds(self, effort: Effort) -> None:
         length = effort.first_round(len(self.base))
         hot = _hot(len(self.base))
@@ -155,7 +209,7 @@ class Search:
             before = self.best
             self._round(k, hot, length, effort)
             stale = stale + 1 if self.best is before else 0
-            length *= 2
+            length *= SLOW_GROWTH if self._reorders else GROWTH
             k += 1
         self.ended_early = stale >= STALE
 
@@ -168,10 +222,10 @@ class Search:
             hot *= REHEAT
         else:
             annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
-        orders = not self.graph.has_phases and not self.keep_order and k % 4 != 2
+        orders = hot == start and self._reorders
         if orders:
-            self._stage(SHIFTS_ONLY, hot, ORDERING * length, effort)
-        self._stage(ALL_MOVES, hot, (1 - ORDERING) * length if orders else length, effort)
+            self._reorder(ORDERING * length, effort)
+        self._stage(ALL_MOVES, (hot, COLD), (1 - ORDERING) * length if orders else length, effort, self._most)
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
@@ -180,18 +234,42 @@ class Search:
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
 
-    def _stage(self, mode: int, hot: float, length: float, effort: Effort) -> None:
-        """Cool the present sequence down from ``hot`` with moves of one kind."""
+    def _reorder(self, length: float, effort: Effort) -> None:
+        """Look for an order of the present runs with few bytes over the budget."""
+        price = 1.0 / self.annealer.mean_size
+        self.annealer.load(self.annealer.current(), self.budget, price)
+        self._stage(SHIFTS_ONLY, ORDERING_HEAT, length, effort, lambda _share: price)
+
+    def _stage(
+        self,
+        mode: int,
+        heat: tuple[float, float],
+        length: float,
+        effort: Effort,
+        most: Callable[[float], float] = lambda _share: math.inf,
+    ) -> None:
+        """Cool the present sequence down from one temperature to another with moves of one kind. ``most``: what
+        the price of a byte over the budget may be, by the share of the stage that is done."""
         began = effort.spent()
+        hot, cold = heat
         while (spent := effort.spent() - began) < length and not self._satisfied():
             moves = effort.next_slice(length - spent)
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)
             clock = time.monotonic()
-            moves = self.annealer.cool(moves, hot * (COLD / hot) ** share, hot * (COLD / hot) ** end, mode)
+            self.annealer.limit_price(most(share))
+            moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
             effort.made(moves, time.monotonic() - clock)
             self._take(self.annealer)
             self._report(effort)
+
+    def _most(self, share: float) -> float:
+        """The price that a stage of all moves may ask for at most, a share of it done."""
+        if not self._reorders or share >= FREE:
+            return math.inf
+        low, high = PRICES
+        unit = self.annealer.mean_cost / self.annealer.mean_size
+        return unit * low * math.pow(high / low, share / FREE)
 
     def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
         """Lower the smallest peak, or with ``anew`` the base order's, step by step,
@@ -254,8 +332,8 @@ class Search:
         return plan
 
     def _report(self, effort: Effort) -> None:
-        best = self.best
-        self.report(min(1.0, effort.spent() / effort.total), None if best is None else best.estimate.overhead)
+        overhead = self.overhead
+        self.report(min(1.0, effort.spent() / effort.total), overhead if math.isfinite(overhead) else None)
 
     def _satisfied(self) -> bool:
         return self.enough(self.overhead)

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.kernel import compiled, kernel
+from rematplan.planner.kernel import compiled, inner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,17 +36,17 @@ HALF = 0.5  # penalties are whole bytes; below this they are none
 # Columns of `State.number`.
 FREE, LOGGED, MULTI, RUNS, BEST, OVERFLOW = range(6)
 # Columns of `State.value`.
-PENALTY, COST, PRICE, BUDGET, BEST_COST = range(5)
+PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING = range(6)
 # Kinds of log entries.
 INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """As `kernel`, with sums that may be reordered (they are exact in any order).
+    """As `inner`, with sums that may be reordered (they are exact in any order).
 
     No kernel of the annealer may call itself: reloading such a one from the disk cache crashes.
     """
-    return compiled(function, fastmath=True)
+    return compiled(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def free_kernel(function: F) -> F:
@@ -148,7 +148,7 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
     return change
 
 
-@kernel
+@inner
 def run_before(L: Links, op: int, slot: int) -> int:
     """The latest run of an op that stands before a slot, or -1."""
     node = L.last[op]
@@ -157,7 +157,7 @@ def run_before(L: Links, op: int, slot: int) -> int:
     return int(node)
 
 
-@kernel
+@inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
     """The run that serves a read of the tensor at a slot: the latest before it that makes it, or -1."""
     latest, place = -1, -1
@@ -170,7 +170,7 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
     return int(latest)
 
 
-@kernel
+@inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
     """The slot of the next run after ``node`` that makes the tensor; beyond all slots if there is none."""
     if F.producer[tensor] >= 0:
@@ -185,7 +185,7 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
     return int(stop)
 
 
-@kernel
+@inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
     """The slot of the last read of a tensor in (start, stop), the node ``skip`` apart; ``start`` if there is
     none."""
@@ -203,14 +203,14 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
     return int(latest)
 
 
-@kernel
+@inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
     """The slot at which the copy that ``node`` writes is last needed, the node ``skip`` apart (its own slot if
     nothing reads it)."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 
-@kernel
+@inner
 def is_unread(P: Problem, S: State, node: int) -> bool:
     """Whether nothing reads any copy that the node writes."""
     op = S.op[node]
@@ -220,7 +220,7 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
     return True
 
 
-@kernel
+@inner
 def node_after(at: Ints, slot: int) -> int:
     """The first node that stands beyond a slot."""
     s = slot + 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rematplan.planner.kernel import kernel
 from rematplan.planner.sequence_edits import commit, do_remove, undo
-from rematplan.planner.sequence_moves import is_spare, queue_servers, sweep
 from rematplan.planner.sequence_state import HALF, PENALTY, Ints, Problem, State
+from rematplan.planner.sequence_sweep import is_spare, queue_servers, sweep
 
 
 @kernel
