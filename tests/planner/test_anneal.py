@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.plan import plan_from_runs, plan_to_json
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence import Annealer
+from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.smallest_peak import peak_op, smallest_peak
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
@@ -178,3 +180,41 @@ def test_a_refusal_says_a_peak_that_is_really_reachable():
     assert caught.value.smallest < 0.8 * peak_of_base(graph)
     again = Auto(time_limit=1).plan(graph, caught.value.smallest)
     assert again.estimate.peak <= caught.value.smallest
+
+
+def side_by_side(chains, length):
+    """Chains that meet at the end, given in the order of highest peak: all chains' first ops, then all second ones."""
+    ops = [
+        Op(f"o{i}_{k}", (f"t{i}_{k - 1}",) if k else (), (f"t{i}_{k}",), 1.0)
+        for k in range(length)
+        for i in range(chains)
+    ]
+    ends = tuple(f"t{i}_{length - 1}" for i in range(chains))
+    sizes = (Tensor(f"t{i}_{k}", 1 if k == length - 1 else 9) for k in range(length) for i in range(chains))
+    last = Op("end", ends, ("out",), 1.0)
+    return TrainingGraph("side by side", (*sizes, Tensor("out", 1)), (), ("out",), (*ops, last))
+
+
+@pytest.mark.parametrize("effort", [{"moves": 30_000}, {"time_limit": 10.0}])
+def test_where_another_order_fits_nothing_is_recomputed(effort):
+    graph = side_by_side(12, 5)  # one chain after another: two tensors of 9, and eleven of 1
+    assert peak_of_base(graph) > 110
+    assert Anneal(**effort).plan(graph, 29).estimate.overhead == 0
+    with pytest.raises(InfeasibleBudget):
+        Anneal(moves=2000).plan(graph, 17)
+
+
+def test_the_second_thread_ends_with_the_search(monkeypatch):
+    graph = side_by_side(12, 5)
+    begun = []
+    rounds = Search._rounds
+    monkeypatch.setattr(
+        Search, "_rounds", lambda self, effort: (begun.append(self.seed), rounds(self, effort))
+    )
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    before = threading.active_count()
+    search = Search(graph, 29, seed=5, enough=lambda overhead: overhead <= 0)
+    assert search.run([], Effort(60.0)).estimate.peak <= 29
+    assert sorted(begun) == [5, 6]
+    assert threading.active_count() == before
+    assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead

@@ -3,6 +3,7 @@ plans."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -104,3 +105,15 @@ def test_sizes_near_the_limit_of_64_bits_are_counted_safely():
     assert annealer.feasible
     annealer.load(base_of(graph), peak - 2 * annealer.unit)
     assert not annealer.feasible
+
+
+def test_the_price_of_a_byte_stays_below_its_limit():
+    graph = drawn(random.Random(3))
+    annealer = Annealer(graph)
+    annealer.load(base_of(graph), graph.input_bytes)  # which nothing fits, so that the price would rise
+    annealer.limit_price(0.01)
+    annealer.cool(5000, 0.1, 0.01)
+    assert 0 < annealer.price <= 0.01
+    annealer.limit_price(math.inf)
+    annealer.cool(5000, 0.1, 0.01)
+    assert annealer.price > 0.01
