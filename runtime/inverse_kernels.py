@@ -168,6 +168,7 @@ KERNELS: Mapping[str, Kernel] = {
     "reflect": lambda out, y, c, alpha: torch.sub(y, c, out=out).div_(-alpha),  # x of y = c − alpha · x
     "negate": lambda out, y: torch.neg(y, out=out),
     "divide": _divide,
+    "quotient": lambda out, y, factor: torch.div(y, factor, out=out),
     "multiply": lambda out, y, factor: torch.mul(y, factor, out=out),
     "log": _log,
     "exp": lambda out, y: torch.exp(y, out=out),

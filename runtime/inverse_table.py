@@ -2,7 +2,7 @@
 
 Sound rules only. Not here, and why: ReLU, max-pool, dropout and strided convolution lose numbers; reductions and
 narrowing casts too; sigmoid and tanh saturate, so that what they lost is most of the number; sine and square have two
-arguments for one result; a product with an activation may be a product with zero.
+arguments for one result; a product with an activation may be a product with zero, unless the activation has bounds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.inverse_kernels import LEAST_SCALE
 from rematplan.runtime.known_values import KnownValues
+from rematplan.runtime.ranges import Ranges
 
 aten = torch.ops.aten
 
@@ -57,6 +59,11 @@ class Facts:
     step: CapturedStep
     known: KnownValues
     scales: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """Bounds of the others."""
+        return Ranges(self.step, self.known)
 
     def arguments(self, call: Call) -> dict[str, Any]:
         """A call's arguments by name, defaults included."""
@@ -172,7 +179,10 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )
-    if scale is None or not scale.is_floating_point() or not scale.numel():
+    if scale is None:
+        yield from _bounded(x, factor, y, kernel, facts)
+        return
+    if not scale.is_floating_point() or not scale.numel():
         return
     sizes = scale.double().abs()
     sizes = sizes if kernel == "divide" else 1 / sizes
@@ -188,6 +198,27 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     reads = (factor.value,) if isinstance(factor, Ref) else ()
     constants = () if reads else (factor,)
     yield Undone(x.value, (y.name, *reads), kernel, constants, inverse * direct)
+
+
+def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
+    """The same for a scale that is an activation, where its range keeps away from 0: that of exp(tanh(s)), say.
+
+    What it does to an error on average is taken to be what it does if all its magnitudes are as frequent.
+    """
+    bounds = facts.ranges(factor)
+    ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
+    least, most = ends
+    if not (least >= LEAST_SCALE and most <= 1 / LEAST_SCALE**2):
+        return
+    spread = 2 * math.log(most / least)
+    inverse, direct = 1 / least, most
+    if spread > 1e-6:
+        inverse = math.sqrt((least**-2 - most**-2) / spread)
+        direct = math.sqrt((most**2 - least**2) / spread)
+    facts.scales[y.storage] = max(1.0, inverse)
+    if kernel == "divide" and bounds.lasting:
+        kernel = "quotient"  # nothing to watch at run time
+    yield Undone(x.value, (y.name, factor.value), kernel, (), inverse * direct)
 
 
 def _mean_square(t: torch.Tensor) -> float:

@@ -132,6 +132,15 @@ def columns(functions: Functions, x: Tensor) -> Tensor:
     return torch.cat(last[1:], -1)
 
 
+@style
+def affine(functions: Functions, x: Tensor) -> Tensor:
+    """One stream scaled and shifted by functions of the other, as in RealNVP; the scale has bounds."""
+    a, b = x.chunk(2, -1)
+    for scale, shift in blocks(functions):
+        a, b = b, a * torch.exp(torch.tanh(scale(b))) + shift(b)
+    return torch.cat([a, b], -1)
+
+
 class Network(nn.Module):
     """A stem, 2n couplings of two-layer functions, a head."""
 
