@@ -42,6 +42,11 @@ class Proof:
         if self._fault is not None and kind is None:
             raise self._fault
 
+    @property
+    def working(self) -> bool:
+        """Whether the bound's search has not ended yet."""
+        return self._thread.is_alive()
+
     def wait(self, seconds: float) -> None:
         """Until the bound's search has ended of itself, or the seconds are over."""
         self._thread.join(max(0.0, seconds))

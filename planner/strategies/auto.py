@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -19,6 +21,7 @@ from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.proof import Proof
 from rematplan.planner.schedule import runs_of
+from rematplan.planner.second_search import SecondSearch
 from rematplan.planner.sequence import Annealer, compile_kernels
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
@@ -30,6 +33,7 @@ MEMBERS = 0.4  # share of the time that the members may take
 MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
+CORES = 2  # from which on a second search runs where the bound's has ended
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -219,14 +223,26 @@ class _Session:
         search = Search(graph, self.budget, self.auto.seed, self.auto.keep_order, self.bound.reached, report)
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
+        usable = [runs for runs in starts if inverses.isdisjoint(runs)]
+        other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
         effort = Effort(seconds)
         try:
-            search.run([runs for runs in starts if inverses.isdisjoint(runs)], effort)
+            with self.beside(other, usable, time.monotonic() + seconds):
+                search.run(usable, effort)
         finally:
-            self.take([p for p in (search.best, search.smallest) if p is not None])
+            found = (search.best, search.smallest, other.best, other.smallest)
+            self.take([p for p in found if p is not None])
         if effort.spent() < seconds and not search.ended_early and not self.bound.closed(search.best):
             raise KeyboardInterrupt  # nothing else ends it so, and it says no word of it where it has a plan
         return search.ended_early
+
+    def beside(
+        self, other: Search, starts: Sequence[Sequence[str]], until: float
+    ) -> AbstractContextManager[object]:
+        """The second search, where the first is not one in two threads already and there is a core for it."""
+        if not self.graph.has_phases or (os.cpu_count() or 1) < CORES:
+            return nullcontext()
+        return SecondSearch(other, self.proof, until, starts)
 
     def least(self) -> Plan:
         """The plan of the smallest peak that a short descent finds; looked for once."""

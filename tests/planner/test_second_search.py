@@ -1,0 +1,43 @@
+"""The second annealing: it waits for the bound, ends with the first, and what it finds counts."""
+
+from __future__ import annotations
+
+import time
+
+from rematplan.planner.bounds import BoundSearch
+from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.proof import Proof
+from rematplan.planner.second_search import SecondSearch
+from rematplan.planner.sequence import compile_kernels
+from rematplan.planner.sequence_search import Search
+
+
+def test_it_searches_once_the_bound_has_ended_and_stops_at_once(problems):
+    graph = problems.residual((2, 2))
+    budget = int(0.7 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
+    compile_kernels()
+    other = Search(graph, budget, seed=1)
+    with (
+        Proof(BoundSearch(graph, budget), 0.0) as proof,
+        SecondSearch(other, proof, time.monotonic() + 60, ()),
+    ):
+        time.sleep(1.5)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert not proof.working
+    assert other.best is not None
+    assert other.best.estimate.peak <= budget
+
+
+def test_it_does_not_begin_while_the_bound_is_searched_for(problems):
+    graph = problems.residual((3, 4, 6, 3))
+    budget = int(0.5 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
+    other = Search(graph, budget, seed=1)
+    with (
+        Proof(BoundSearch(graph, budget), 30) as proof,
+        SecondSearch(other, proof, time.monotonic() + 60, ()),
+    ):
+        time.sleep(0.2)
+        assert proof.working
+    assert other.best is None
+    assert other.smallest is None
