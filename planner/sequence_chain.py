@@ -53,17 +53,22 @@ def has_room(S: State, length: int) -> bool:
 
 
 @inner
+def a_length(S: State) -> int:
+    """A random length for a chain, most often a short one."""
+    longest = LONGEST * uniform(S.random)
+    return int(2.0 ** (longest * uniform(S.random)))
+
+
+@inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
     """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their
     number.
 
     For each read that is gone by then: run its producer again if holding it costs more, or by coin, as long as
-    the chain is shorter than a length drawn anew each time (where ops read many tensors, chains would grow without
-    end). 0 if the chain costs more than ``limit``.
+    the chain is not too long. 0 if it costs more than ``limit``.
     """
     greedy = uniform(S.random) < 0.6
-    longest = LONGEST * uniform(S.random)
-    most = int(2.0 ** (longest * uniform(S.random)))
+    most = a_length(S) if P.plain else CHAIN
     S.chain[0] = op
     length, at, cost = 1, 0, 0.0
     S.stamp[op] = 1
@@ -75,7 +80,8 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
             cost += P.cost[member]
         if cost > limit:
             break
-        coin = min(0.5, 1.0 / max(1, P.reads_at[member + 1] - P.reads_at[member]))
+        reads = P.reads_at[member + 1] - P.reads_at[member]
+        coin = 1.0 / reads if P.plain and reads > 2 else 0.5
         for k in range(P.reads_at[member], P.reads_at[member + 1]):
             t = P.reads[k]
             if is_collected(P, S, t):

@@ -171,7 +171,7 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
     """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
-    read, or earlier, while its inputs are there.
+    read, or in plain graphs also earlier, while its inputs are there.
 
     ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
     """
@@ -186,10 +186,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
         op = a_maker(P, S, t)
         if is_spent(P, S, op):
             continue
-        place = early_place(P, S, op, slot, reader) if uniform(S.random) < EARLY else reader
+        place = early_place(P, S, op, slot, reader) if P.plain and uniform(S.random) < EARLY else reader
         stop = S.links.slot[place]
-        gain = -S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t])
-        gain -= P.cost[op] + supply(P, S, op, stop)
+        gain = -S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t]) - P.cost[op]
+        if P.plain:
+            gain -= supply(P, S, op, stop)
         if gain > best:
             best, best_at, best_op = gain, place, op
     if best_at < 0:

@@ -123,6 +123,7 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
         least=np.array([*known.least, 1], dtype=np.int64),
         once=np.array([int(op.name in once) for op in ops] + [1], dtype=np.int64),
         several=any(len(row) > 1 for row in makers),
+        plain=not graph.has_phases,
         size=size,
         cost=np.array([op.cost * percent for op in ops] + [0.0]),
         workspace=np.array([float(-(-op.workspace // unit)) for op in ops] + [0.0]),

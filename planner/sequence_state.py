@@ -68,6 +68,7 @@ class Problem(NamedTuple):
     """The problem as arrays. Tensors that are inputs are left out; op ``n - 1`` is the virtual end.
 
     ``x_at[i]:x_at[i + 1]`` are the places of row i in ``x``. ``cost`` is in percent of the base cost.
+    ``plain``: whether there is no backward half, where chains of recomputation would otherwise grow without end.
     ``several``: whether any tensor has several makers. ``least``: the runs that an op must keep, 1 or, where
     others can make what it makes, 0. ``once``: 1 for ops that may not run again. ``before`` and ``after``: the
     neighbours of an op among those whose first runs must keep their order, or -1.
@@ -81,6 +82,7 @@ class Problem(NamedTuple):
     least: Ints
     once: Ints
     several: bool
+    plain: bool
     size: Floats
     cost: Floats
     workspace: Floats
