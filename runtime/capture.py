@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -24,6 +29,9 @@ from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
+from rematplan.runtime.untouched import untouched
+
+VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def capture(
@@ -33,8 +41,8 @@ def capture(
 
     No output may be a view of an input, of a parameter or of another output.
 
-    The module's parameters, buffers, gradients and random state are left as they are. ``root``: the part of it from
-    which on the calls' modules are named; by default all of it.
+    The module's parameters, buffers, gradients, attributes and random state are left as they are. ``root``: the part of
+    it from which on the calls' modules are named; by default all of it.
 
     Raises:
         ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
@@ -43,28 +51,54 @@ def capture(
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with (
-            ExitStack() as stack,
-            warnings.catch_warnings(),
-            native_kernels(),
-            quiet(),
-            _annotated(root or module),
-        ):
-            warnings.simplefilter("ignore")
-            untied = _Untied(module)
-            try:
-                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
-            except DataDependentOutputException:
-                # Models that look into their data to take a shortcut often do not when they are being compiled.
-                stack.enter_context(_as_if_compiling())
-                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+        with untouched(root or module):
+            return _traced(module, batch, name, root or module)
     except ModelError:
         raise
+    except VALUES_DECIDE as error:
+        raise ModelError(
+            f"{name}: its forward looks at what tensors hold ({error}), so that no fixed graph states it"
+        ) from error
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
         first = str(error).strip().splitlines()
         raise ModelError(
             f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}"
         ) from error
+
+
+def check_traceable(module: nn.Module) -> None:
+    """Refuse a module that is no one graph's yet, or any more.
+
+    Raises:
+        ModelError: it is compiled, or the shape of a parameter is not known.
+    """
+    name = type(module).__name__
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise ModelError(f"{name} is compiled; plan the module that it was made of, or see rematplan.backend")
+    if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
+        raise ModelError(
+            f"{name} has parameters whose shape is not known yet; call it once before it is planned"
+        )
+
+
+def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: nn.Module) -> CapturedStep:
+    with (
+        ExitStack() as stack,
+        warnings.catch_warnings(),
+        native_kernels(),
+        quiet(),
+        _annotated(root),
+        # Tensors that a module holds as plain attributes become constants.
+        tracing(TracingContext(FakeTensorMode(allow_non_fake_inputs=True))),
+    ):
+        warnings.simplefilter("ignore")
+        untied = _Untied(module)
+        try:
+            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+        except DataDependentOutputException:
+            # Models that look into their data to take a shortcut often do not when they are being compiled.
+            stack.enter_context(_as_if_compiling())
+            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
     return read_joint_graph(joint.graph_module, untied.names, name)
 
 
@@ -123,4 +157,16 @@ class _Untied(nn.Module):
 
     def forward(self, *batch: torch.Tensor) -> Any:
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
-        return call_with(self.__dict__["inner"], state, batch)
+        results = call_with(self.__dict__["inner"], state, batch)
+        for slot, short in self.short_of.items():
+            _renew(slot, getattr(self, short), state[slot])
+        return results
+
+
+def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
+    """What a forward assigned to a buffer becomes the content of the buffer that it was given."""
+    if left is given:
+        return
+    if (left.shape, left.dtype) != (given.shape, given.dtype):
+        raise ModelError(f"the forward assigns {slot} a tensor of another shape or type")
+    given.copy_(left.detach())

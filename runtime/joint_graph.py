@@ -30,6 +30,9 @@ MODULE = "rematplan.module"
 MUTATED = "InputMutationAOTOutput"
 COPY = torch.ops.aten.copy_.default
 
+MARKERS = frozenset({"profiler"})
+"""Namespaces of ops that only say where a profile's ranges begin and end."""
+
 # Calls whose result is their argument once autograd no longer looks.
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
@@ -124,6 +127,8 @@ class _Reader:
         )
 
     def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
+        if fake.layout != torch.strided:
+            raise ModelError(f"{call or name} is a tensor of layout {fake.layout}; plans are for dense ones")
         # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
         storage = self.storages.setdefault(fake.untyped_storage()._cdata, name)
         self.values[name] = value = Value(name, storage, call, fake)
@@ -140,6 +145,8 @@ class _Reader:
 
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.module, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"an op is given a {type(tensor).__name__}, which a plan cannot hold")
         self.constants[node.name] = tensor
         self._value(node.name, node.meta.get("val", tensor), None)
         self.inputs.append(StepInput("constant", node.name, node.name))
@@ -155,6 +162,8 @@ class _Reader:
             self.alias[node.name] = self._refs(node.args[0]).value
             return
         if node.target is COPY and self._renews(node):
+            return
+        if getattr(node.target, "namespace", "") in MARKERS:
             return
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:

@@ -3,7 +3,8 @@
 For some ops PyTorch registers a Python decomposition that replaces the C++ kernel under tracing alone: an
 ``upsample_bilinear2d`` becomes forty index calls, slower, with other rounding, and keeping several times the
 memory. Eager mode runs the kernel, so the step that is planned has to as well. A ``dropout`` becomes the fused one,
-which on a CPU eager mode does not run, and which scales by another last bit at some rates (0.15 for one).
+which on a CPU eager mode does not run, and which scales by another last bit at some rates (0.15 for one). A recurrent
+layer becomes a loop over its steps.
 """
 
 from __future__ import annotations
@@ -18,8 +19,23 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink")
+PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", "lstm", "gru", "rnn_tanh", "rnn_relu")
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
+    """The kernel leaves its backward what that reads only where gradients are enabled, whatever its ``train`` says."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+
+
+_AS_IN_EAGER: dict[Any, Callable[..., Any]] = {torch.ops.aten.mkldnn_rnn_layer.default: _training_rnn_layer}
+
+
+def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a call outside of autograd with the results that eager mode gets within it."""
+    kernel: Callable[..., Any] = getattr(target, "_op", target)  # an OpOverload's own call only passes on
+    return _AS_IN_EAGER.get(target, kernel)
 
 
 def _overloads() -> Iterator[OpOverload]:

@@ -7,6 +7,7 @@ way it is called (shapes, types, modes, autocast), when it is first called so.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
-from rematplan.runtime.capture import capture
+from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import tensors_and_modes
 from rematplan.runtime.planned_function import CompiledPlan
@@ -45,7 +46,11 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
     """``model`` with a planned forward and backward: an object of a subclass of its class, sharing all its state.
 
     ``dynamic``: whether a call with other shapes, types or modes makes a further plan; else it is refused.
+
+    Raises:
+        ModelError: the model is compiled, or the shape of a parameter is not known yet.
     """
+    check_traceable(model)
     kind = type(model)
     planned = copy.copy(model)  # the same dictionaries of parameters, buffers and children
     planned.__class__ = type(f"Planned{kind.__name__}", (_Planned, kind), {"__module__": kind.__module__})
@@ -150,6 +155,7 @@ class _Runner:
         flat = _Flat(self.model, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         step = capture(flat, batch, type(self.model).__name__, self.model)
+        _check_constants(flat.constants, step.name)
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
@@ -164,7 +170,21 @@ _AUTOCAST = ("cpu", "cuda")
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), pickle.dumps(leaf)
+    return type(leaf), leaf  # 1, 1.0 and True are equal
+
+
+def _check_constants(constants: list[Any], name: str) -> None:
+    """Raises: ModelError: among the outputs there is an object with tensors that PyTorch does not look into."""
+    for one in constants:
+        if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(getattr(one, "__dict__", None))):
+            raise ModelError(
+                f"{name} gives a {type(one).__name__}, whose tensors PyTorch does not see; give them in a tuple or "
+                f"dictionary, or register the class with torch.utils._pytree"
+            )
 
 
 class _Flat(nn.Module):

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -27,6 +27,7 @@ from rematplan.ir.formats import write_whole
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
 from rematplan.runtime.measure import peak_above_entry, synchronize
+from rematplan.runtime.native_kernels import kernel_of
 from rematplan.runtime.roofline import flops, moved_bytes
 from rematplan.runtime.step_problem import CallCost
 
@@ -118,7 +119,7 @@ def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> flo
     while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
         synchronize(step.device)
         start = time.perf_counter()
-        call.target(*args, **kwargs)
+        kernel_of(call.target)(*args, **kwargs)
         synchronize(step.device)
         times.append(time.perf_counter() - start)
     return min(times) * 1e6  # noise only adds
@@ -126,8 +127,8 @@ def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> flo
 
 def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...]]:
     """Bytes held at the call's worst moment beyond its results, and the real sizes of these; run once to warm up."""
-    call.target(*args, **kwargs)
-    peak, result = peak_above_entry(lambda: call.target(*args, **kwargs), step.device)
+    kernel_of(call.target)(*args, **kwargs)
+    peak, result = peak_above_entry(lambda: kernel_of(call.target)(*args, **kwargs), step.device)
     given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     storages = [
         r.untyped_storage() if isinstance(r, torch.Tensor) else None
@@ -163,9 +164,19 @@ class SyntheticArguments:
         if name in self.step.constants:
             return self.step.constants[name]
         fake = self.step.values[name].fake
+        maker = self.step.call.get(self.step.values[name].call or "")
+        if maker is not None and self._is_opaque(maker, fake):
+            # Kernels of libraries read what their other half left, whose size the trace does not know.
+            args, kwargs = self.of(maker)
+            return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
         # The whole storage, since some kernels copy it whole, however little of it the tensor views.
         flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
         return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+    def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
+        """Whether a tensor is empty in the trace alone: beside results that are not."""
+        results = [self.step.values[r].fake for r in maker.results if r]
+        return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def call_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-    """The module's outputs with these tensors, by `slots`. Its own are left as they are, in content and in place."""
-    return functional_call(module, dict(tensors), tuple(batch), tie_weights=False)
+def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
+    """The module's outputs with these tensors, by `slots`. Its own are left as they are, in content and in place.
+
+    Where its forward assigns another tensor to such a place, ``tensors`` then has that one.
+    """
+    return functional_call(module, tensors, tuple(batch), tie_weights=False)

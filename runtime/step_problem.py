@@ -32,7 +32,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view, and an inverse).
 
     Views are folded into the storage they view. The saved generator states of the random calls, needed to
-    draw the same numbers when they run again, are charged as one more input.
+    draw the same numbers when they run again, are charged as one more input. A call whose results take no more than
+    its state never runs again: they can be held in the state's place.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -47,23 +48,31 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
-    if seeded:
-        state = torch.get_rng_state() if step.device.type == "cpu" else torch.cuda.get_rng_state(step.device)
-        sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) + 1) * state.numel()
+    state = _state_bytes(step.device) if seeded else 0
+    kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
+    if len(kept) < len(seeded):
+        sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
     inverses = tuple(replace(_op(step, c, costs[c.name]), phase=None) for c in step.inverses)
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
-    used |= dict.fromkeys([RNG_STATES] if seeded else [])
+    states = (RNG_STATES,) if RNG_STATES in sizes else ()
+    used |= dict.fromkeys(states)
     return TrainingGraph(
         name=step.name,
         tensors=tuple(Tensor(name, sizes[name]) for name in used),
-        inputs=tuple(inputs) + ((RNG_STATES,) if seeded else ()),
+        inputs=(*inputs, *states),
         outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
         ops=ops,
         inverses=inverses,
         ordered=tuple(seeded),
+        never_rerun=tuple(kept),
         fixed_split=split,
     )
+
+
+def _state_bytes(device: torch.device) -> int:
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return state.numel()
 
 
 def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:

@@ -14,6 +14,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.inverse_kernels import Inverse
+from rematplan.runtime.native_kernels import kernel_of
 from rematplan.runtime.overwriting import overwriting_calls
 from rematplan.runtime.segments import Segment
 from rematplan.runtime.unused_outputs import Unused
@@ -99,7 +100,7 @@ class Writer:
             if at in self.unused.skipped:
                 continue
             if isinstance(one, Free):
-                if one.tensor not in self.alive and not self.unused.zero:
+                if one.tensor not in self.alive and not (self.unused.zero or self.unused.skipped):
                     raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
                 self.free(one.tensor)
             else:
@@ -240,7 +241,7 @@ class Writer:
             name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
             name = f"{name}_{len(self.targets)}" if name in self.scope else name
             self.targets[target] = name
-            self.scope[name] = getattr(target, "_op", target)  # an OpOverload's own call only passes on
+            self.scope[name] = kernel_of(target)
         return self.targets[target]
 
     def name(self, value: str) -> str:

@@ -9,6 +9,8 @@ from rematplan.runtime.captured_step import CapturedStep
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that stands for the copies of buffers as they were before the step."""
+GIVEN_TANGENTS = "given_tangents"
+"""The tensor that stands for tangents as they come, where they may have to be copied to be laid out as captured."""
 
 
 def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
@@ -17,7 +19,8 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
     and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
-    input.
+    input. So are the tangents of outputs that are not contiguous, since a loss may give them laid out otherwise, and
+    its own stay where they are.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -32,12 +35,17 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
-    old = {OLD_BUFFERS: sum(step.storage_bytes[s] for s in early if s not in held)}
+    fakes = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
+    beside = {
+        OLD_BUFFERS: sum(step.storage_bytes[s] for s in early if s not in held),
+        GIVEN_TANGENTS: sum(fake.nbytes for fake in fakes if not fake.is_contiguous()),
+    }
+    beside = {name: size for name, size in beside.items() if size}
     charged = replace(
         graph,
-        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in old.items())),
-        inputs=(*graph.inputs, *old),
-        fixed_split={**graph.fixed_split, **old},
+        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in beside.items())),
+        inputs=(*graph.inputs, *beside),
+        fixed_split={**graph.fixed_split, **beside},
     )
     return replace(
         charged,

@@ -33,6 +33,9 @@ from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, verify
 
+ROWS = 256
+"""Of a batch: enough for a dropout's results to take more than the random state it would run again from; smaller ones
+are never run again."""
 Functions = list[Callable[[Tensor], Tensor]]
 STYLES: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
 """From the functions F and a tensor of both halves to the tensor after all blocks."""
@@ -182,7 +185,7 @@ def reversed_step(model: nn.Module, *x: Tensor) -> tuple[CapturedStep, TrainingG
 
 def network(name: str, n: int = 3, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return MeanSquare(Network(name, n)).to(dtype), torch.randn(32, 5, dtype=dtype)
+    return MeanSquare(Network(name, n)).to(dtype), torch.randn(ROWS, 5, dtype=dtype)
 
 
 def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:
@@ -223,7 +226,7 @@ def _runs(plan: Plan) -> dict[str, int]:
 def test_they_are_found_in_onnx_files_too(name: str, dynamo: bool, tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     torch.manual_seed(0)
-    export(Network(name), torch.randn(32, 5), path, dynamo)
+    export(Network(name), torch.randn(ROWS, 5), path, dynamo)
     loaded = load_step(path, loss="mse")
     step, graph, plan = reversed_step(loaded.module, *loaded.batch)
     assert activations(plan, graph) < 0.6 * activations(no_recompute(priced(loaded.step)), graph)

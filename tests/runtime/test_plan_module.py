@@ -265,6 +265,72 @@ def test_what_cannot_be_is_said() -> None:
         g.sum().backward()
 
 
+class Odd(nn.Module):
+    """A plain tensor attribute, a buffer that is assigned, one updated in place by what is long to compute, a range of
+    a profile, and attributes that the forward leaves behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.scale = torch.linspace(0.5, 1.5, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("calls", torch.tensor(0))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        with torch.profiler.record_function("body"):
+            self.last = self.body(x * self.scale)
+        self.seen.append(self.last)
+        return self.last * self.mean
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_odd_modules_are_planned_and_left_as_they_were(budget: str) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    x = torch.randn(32, 16)
+    with pytest.warns(UserWarning, match="sets last"):
+        planned = rematplan.plan_module(model, (x,), budget=budget, costs="roofline", time_limit=0.5)
+    assert not hasattr(planned, "last")
+    assert planned.seen == []
+    for _ in range(2):
+        for one in (planned, plain):
+            one(x).pow(2).sum().backward()
+    assert same_grads(planned, plain)
+    assert same(planned, plain)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_the_kernels_that_eager_mode_runs(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), kind(8, 8, 2, dropout=0.2, bidirectional=True))
+    plain, x = copy.deepcopy(model), torch.randint(0, 11, (6, 3))
+    planned = rematplan.plan_module(model, (x,), budget="min", time_limit=0.5)
+    for one in (planned, plain):
+        torch.manual_seed(3)
+        one(x)[0].pow(2).sum().backward()
+    assert same_grads(planned, plain)
+
+
+class Looks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum() > 0 else 3)
+
+
+def test_what_no_plan_can_be_made_of_is_said() -> None:
+    for model, batch, why in (
+        (Looks(2, 2), torch.ones(2, 2), "looks at what tensors hold"),
+        (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
+        (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
+
+
 def test_moving_and_loading_after_planning() -> None:
     planned, plain = planned_and_plain()
     state = {k: v + 1 if v.is_floating_point() else v for k, v in plain.state_dict().items()}

@@ -1,0 +1,55 @@
+"""A module's own attributes as they were before its forward was traced: what a trace leaves there is no real tensor."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """A block after which attributes of the module and its parts are as before it, as is what lists, dictionaries and
+    sets among them hold. Warns of tensors that the block left in public ones, as a planned forward will not."""
+    before = [(name, m, dict(m.__dict__), _contents(m)) for name, m in module.named_modules()]
+    try:
+        yield
+    finally:
+        left = []
+        for name, m, attributes, contents in before:
+            for key, value in m.__dict__.items():
+                if not key.startswith("_") and _tensors(value) - _tensors(attributes.get(key)):
+                    left.append(f"{name}.{key}".lstrip("."))
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for container, was in contents:
+                _refill(container, was)
+    if left:
+        warnings.warn(
+            f"the forward of {type(module).__name__} sets {', '.join(left)}, which a planned one does not",
+            stacklevel=2,
+        )
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    return [(v, copy.copy(v)) for v in module.__dict__.values() if type(v) in CONTAINERS]
+
+
+def _refill(container: Any, was: Any) -> None:
+    if isinstance(container, list):
+        container[:] = was
+    else:
+        container.clear()
+        container.update(was)
+
+
+def _tensors(value: Any) -> set[int]:
+    return {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
