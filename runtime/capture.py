@@ -25,6 +25,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.checkpoints import without_checkpoints
+from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
@@ -46,12 +48,13 @@ def capture(
 
     Raises:
         ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
-            changes an input in place, or PyTorch cannot trace it.
+            changes an input or a parameter in place, draws random numbers outside of PyTorch, or PyTorch cannot trace
+            it.
     """
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with untouched(root or module):
+        with untouched(root or module, name), no_host_draws(name):
             return _traced(module, batch, name, root or module)
     except ModelError:
         raise
@@ -86,6 +89,7 @@ def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: n
         ExitStack() as stack,
         warnings.catch_warnings(),
         native_kernels(),
+        without_checkpoints(),
         quiet(),
         _annotated(root),
         # Tensors that a module holds as plain attributes become constants.
@@ -130,7 +134,11 @@ def _annotated(module: nn.Module) -> Iterator[None]:
     after = register_module_forward_hook(leave, always_call=True)
     try:
         with preserve_node_meta():
-            yield
+            try:
+                yield
+            finally:
+                while open_:  # the forward raised
+                    open_.pop().__exit__(None, None, None)
     finally:
         before.remove()
         after.remove()

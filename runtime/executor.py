@@ -57,13 +57,15 @@ class Halves:
     ``forward(*inputs)``, tangents left out, gives the outputs and new buffers, and a list of all that is held at the
     turn, for the first segment of ``backward``. Both follow the order of `CapturedStep.inputs` and
     `CapturedStep.outputs`. ``read_late``: positions of the inputs that the backward half reads, and so must find as
-    they were; of buffers that the step gives new content it has copies of its own.
+    they were; of buffers that the step gives new content it has copies of its own. ``outputs_late``: positions of such
+    among what ``forward`` gives; only these are also in the list of what is held.
     """
 
     source: str
     forward: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
     backward: tuple[Backward, ...]
     read_late: tuple[int, ...]
+    outputs_late: tuple[int, ...]
 
 
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
@@ -82,14 +84,19 @@ def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = N
 
 
 def compile_halves(
-    step: CapturedStep, schedule: Schedule, missing: Iterable[str] = (), lanes: Lanes | None = None
+    step: CapturedStep,
+    schedule: Schedule,
+    missing: Iterable[str] = (),
+    lanes: Lanes | None = None,
+    overwrite: bool = True,
 ) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
     a tangent (`turn.turning_problem`).
 
     ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
     what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
-    ``lanes``: each segment of the backward half runs on two, unless tangents are missing.
+    ``lanes``: each segment of the backward half runs on two, unless tangents are missing. ``overwrite``: whether the
+    backward half may write over what it is given.
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
@@ -99,6 +106,8 @@ def compile_halves(
     writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
+    if not overwrite:
+        writer.overwriting = {}
     writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
@@ -106,6 +115,8 @@ def compile_halves(
     storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
     read = [read_from(step, schedule, s.start) - own for s in segments]
     late = tuple(at for at, storage in enumerate(storages) if storage in read[0])
+    early = [step.values[o.value].storage for o in step.outputs if o.kind in ("output", "buffer")]
+    given = tuple(at for at, storage in enumerate(early) if storage in read[0])
     backward = tuple(
         Backward(
             segment.outputs,
@@ -114,7 +125,7 @@ def compile_halves(
         )
         for k, (segment, still) in enumerate(zip(segments, read, strict=True))
     )
-    return Halves(source, scope["forward"], backward, late)
+    return Halves(source, scope["forward"], backward, late, given)
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,30 +152,7 @@ def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each once, as a captured step knows them."""
-    return tensors_and_modes(module)[0]
-
-
-def tensors_and_modes(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[bool, ...]]:
-    """Parameters and buffers by name, each once, by the name that ``named_parameters`` gives them; and the modules'
-    modes. In one pass: it is made at every call."""
-    named: dict[str, torch.Tensor] = {}
-    modes: list[bool] = []
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        prefix, one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        modes.append(one.training)
-        for held in (one._parameters, one._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    named[prefix + name] = tensor
-        children = reversed(one._modules.items())
-        waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
-    return named, tuple(modes)
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def bind_inputs(

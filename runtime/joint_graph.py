@@ -66,12 +66,12 @@ class _OfModule:
 
     def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
         del at
-        kind, target = _describe_input(node.meta["desc"])
+        kind, target = _describe_input(node.meta["desc"], self.names)
         return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
         del at
-        found = _describe_output(description)
+        found = _describe_output(description, self.names)
         if found is None:
             return None
         kind, target = found
@@ -147,6 +147,8 @@ class _Reader:
         tensor = getattr(self.module, str(node.target))
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"an op is given a {type(tensor).__name__}, which a plan cannot hold")
+        if tensor.requires_grad:
+            raise ModelError("the model uses a tensor that wants a gradient and is none of its parameters")
         self.constants[node.name] = tensor
         self._value(node.name, node.meta.get("val", tensor), None)
         self.inputs.append(StepInput("constant", node.name, node.name))
@@ -252,29 +254,38 @@ def _draws(node: fx.Node) -> bool:
     return "dropout_p" not in names or given.get("dropout_p", 0) != 0
 
 
-def _describe_input(description: Any) -> tuple[InputKind, str]:
+def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
     kind = type(description).__name__
     if kind == "ParamAOTInput":
         return "parameter", description.target
     if kind == "BufferAOTInput":
         return "buffer", description.target
     if kind == "TangentAOTInput":
+        if type(description.output).__name__ == MUTATED:
+            raise ModelError(f"the model changes its {_place(description.output, names)} in place")
         return "tangent", str(description.output.idx)
     return "batch", str(description.idx)
 
 
-def _describe_output(description: Any) -> tuple[OutputKind, str] | None:
+def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
     kind = type(description).__name__
     if kind == "PlainAOTOutput":
         return "output", str(description.idx)
     if kind == MUTATED:
         if not hasattr(description.mutated_input, "target"):
-            raise ModelError(f"the model changes its input {description.mutated_input.idx} in place")
+            raise ModelError(f"the model changes its {_place(description, names)} in place")
         return "buffer", description.mutated_input.target
     if kind == "GradAOTOutput":
         of = description.grad_of
         return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
     return None
+
+
+def _place(mutation: Any, names: Mapping[str, str]) -> str:
+    place = mutation.mutated_input
+    if hasattr(place, "target"):
+        return f"parameter {names.get(place.target, place.target).removeprefix('model.')}"
+    return f"input {place.idx}"
 
 
 def _with_own_outputs(step: CapturedStep) -> CapturedStep:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
@@ -31,22 +30,28 @@ class CompiledPlan:
     def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> None:
         self.step, self.schedule = step, schedule
         self.halves = halves = compile_halves(step, schedule, lanes=lanes)
-        self.variants: dict[frozenset[str], tuple[Backward, ...]] = {frozenset(): halves.backward}
+        self.variants: dict[tuple[frozenset[str], bool], tuple[Backward, ...]] = {
+            (frozenset(), False): halves.backward
+        }
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
-        self.early = [o for o in step.outputs if o.kind in ("output", "buffer")]
-        tangents = {i.target for i in step.inputs if i.kind == "tangent"}
-        self.constant_outputs = [
-            at for at, o in enumerate(o for o in self.early if o.kind == "output") if o.target not in tangents
-        ]
+        self.tangents = [i for i in step.inputs if i.kind == "tangent"]
+        early = [o for o in step.outputs if o.kind in ("output", "buffer")]
+        self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
+        self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
+        wanted = {int(i.target) for i in self.tangents}
+        self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
 
-    def backward(self, missing: frozenset[str]) -> tuple[Backward, ...]:
-        """The segments of the backward half for tangents (values) that are missing; compiled when first met."""
-        if missing not in self.variants:
-            self.variants[missing] = compile_halves(self.step, self.schedule, missing).backward
-        return self.variants[missing]
+    def backward(self, missing: frozenset[str], kept: bool) -> tuple[Backward, ...]:
+        """The segments of the backward half for tangents (values) that are missing; ``kept``: what the forward held is
+        to be used again. Compiled when first met."""
+        key = missing, kept
+        if key not in self.variants:
+            halves = compile_halves(self.step, self.schedule, missing, overwrite=not kept)
+            self.variants[key] = halves.backward
+        return self.variants[key]
 
     def __call__(
         self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
@@ -67,19 +72,30 @@ class CompiledPlan:
             return batch[int(i.target)]
         if i.kind == "constant":
             return self.step.constants[i.value]
-        return named[i.target.removeprefix("model.")]
+        return named[_own_name(i.target)]
+
+
+def _own_name(target: str) -> str:
+    return target.removeprefix("model.")
 
 
 @dataclass
 class _Call:
-    """One call of a compiled plan, on its way from segment to segment."""
+    """One call of a compiled plan, on its way from segment to segment.
+
+    ``start``: what the forward half held, until the backward takes it. ``held``: what one segment leaves to the next.
+    """
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]
     inputs: Sequence[torch.Tensor]
+    start: list[Any] | None = None
     held: list[Any] | None = None
     versions: Sequence[int] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    output_versions: Sequence[int] = ()
     missing: frozenset[str] = frozenset()
+    kept: bool = False
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward half; the outputs. From here on only what the plan holds is held."""
@@ -87,33 +103,65 @@ class _Call:
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
         with _plain(plan.step):
-            early, self.held = plan.halves.forward(*(t.detach() for t in inputs))
-            outputs = []
-            for output, value in zip(plan.early, early, strict=True):
-                if output.kind == "buffer":
-                    named[output.target.removeprefix("model.")].copy_(value)
-                else:
-                    outputs.append(value)
-        return tuple(outputs)
+            early, held = plan.halves.forward(*(t.detach() for t in inputs))
+            for name, at in plan.buffers:
+                named[name].copy_(early[at])
+        # The tensors that autograd gives a place in its graph must not be what that place holds.
+        given = {id(early[at]) for at in plan.halves.outputs_late}
+        self.start = [t.detach() if id(t) in given else t for t in held] if given else held
+        self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
+        self.output_versions = [t._version for t in self.outputs]
+        return tuple(early[at] for at in plan.outputs)
+
+    def begin(self, missing: frozenset[str]) -> None:
+        """A backward begins, the first or, where the one before kept the graph, a further one."""
+        name = self.plan.step.name
+        if self.start is None:
+            raise RuntimeError(
+                f"{name}: backward a second time through a planned step, whose tensors were freed on the way; say "
+                f"retain_graph=True the first time"
+            )
+        if [t._version for t in self.outputs] != self.output_versions:
+            raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
+        self.missing, self.kept = missing, torch._C._autograd._get_current_graph_task_keep_graph()
+        self.held, self.outputs = list(self.start), self.outputs if self.kept else ()
+        self.start = self.start if self.kept else None
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run a segment of the backward half; the gradients that it gives."""
-        name = self.plan.step.name
         held, self.held = self.held, None
-        if held is None:
-            raise RuntimeError(
-                f"{name}: backward a second time through a planned step, whose tensors were freed on the way"
-            )
+        assert held is not None
         still_read = self.plan.halves.backward[k].still_read
         if any(self.inputs[at]._version != self.versions[at] for at in still_read):
             raise RuntimeError(
-                f"{name}: a parameter, buffer or input was changed in place between forward and backward"
+                f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
         with _plain(self.plan.step):
-            gradients, self.held = self.plan.backward(self.missing)[k].function(held, *tangents)
+            gradients, self.held = self.plan.backward(self.missing, self.kept)[k].function(held, *tangents)
         if k == len(self.plan.wanting) - 1:
-            self.held, self.inputs = None, ()
+            self.held = None
+            self.inputs = self.inputs if self.kept else ()
         return gradients
+
+
+def _once_differentiable(backward: Any) -> Any:
+    """A backward whose gradients say of themselves that they are the last."""
+
+    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        given = [r for r in results if r is not None]
+        error = torch._C._functions.DelayedError(
+            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
+            f"made of",
+            len(given),
+        )
+        last = iter(error(*(g.detach().requires_grad_() if g.is_floating_point() else g for g in given)))
+        return tuple(None if r is None else next(last) for r in results)
+
+    return staticmethod(checked)
 
 
 class _First(torch.autograd.Function):
@@ -128,15 +176,15 @@ class _First(torch.autograd.Function):
         ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
         return results
 
-    @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        step = ctx.call.plan.step
-        wanted = [i for i in step.inputs if i.kind == "tangent"]
-        ctx.call.missing = frozenset(i.value for i in wanted if gradients[int(i.target)] is None)
-        if len(ctx.call.missing) == len(wanted):
+        plan = ctx.call.plan
+        missing = frozenset(i.value for i in plan.tangents if gradients[int(i.target)] is None)
+        if len(missing) == len(plan.tangents):
             return (None,) * len(ctx.needs_input_grad)
-        tangents = [_laid_out(gradients[int(i.target)], step.values[i.value].fake) for i in wanted]
+        ctx.call.begin(missing)
+        fakes = plan.step.values
+        tangents = [_laid_out(gradients[int(i.target)], fakes[i.value].fake) for i in plan.tangents]
         del gradients
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
@@ -151,8 +199,7 @@ class _Later(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return torch.empty_like(link)
 
-    @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, link: torch.Tensor | None) -> Any:
         if link is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -1,45 +1,41 @@
 """A module whose forward and backward follow a plan, in any training loop.
 
 The module keeps its class, its parameters and its state; only its ``forward`` is another. One plan is made for each
-way it is called (shapes, types, modes, autocast), when it is first called so.
+way it is called (shapes, types, modes, autocast) and for each state that its forward reads, when it first meets it.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable, Mapping
+import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import tensors_and_modes
 from rematplan.runtime.planned_function import CompiledPlan
+from rematplan.runtime.reads import Read, reads_of
+from rematplan.runtime.ways import ModuleState, call_key, check_no_hidden_tensors, hooked, module_state
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
 """Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan
 is a schedule of its `turn.turning_problem`."""
 
-
-@dataclass(frozen=True)
-class _Way:
-    """One way that the module is called, compiled."""
-
-    plan: Plan
-    compiled: CompiledPlan
-    outputs: pytree.TreeSpec
-    constants: tuple[Any, ...]
-    """The flattened outputs, with `_TENSOR` where a tensor goes."""
-
-
-_TENSOR = object()
+MANY = 8
+"""Plans of one module after which it is said that there are many."""
 
 
 def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> nn.Module:
@@ -51,27 +47,62 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
         ModelError: the model is compiled, or the shape of a parameter is not known yet.
     """
     check_traceable(model)
-    kind = type(model)
-    planned = copy.copy(model)  # the same dictionaries of parameters, buffers and children
-    planned.__class__ = type(f"Planned{kind.__name__}", (_Planned, kind), {"__module__": kind.__module__})
-    planned.__dict__["_rematplan"] = _Runner(model, planner, dynamic)
+    if isinstance(model, _Planned):
+        model = model._unplanned()
+    return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic)))
+
+
+@functools.cache
+def _class_of(kind: Any) -> Any:
+    more = {"__module__": kind.__module__, "forward": _Forward(kind), "_kind": kind}
+    return type(f"Planned{kind.__name__}", (_Planned, kind), more)
+
+
+def _blank(kind: Any) -> nn.Module:
+    planned: nn.Module = object.__new__(_class_of(kind))
     return planned
+
+
+def _become(planned: nn.Module, state: tuple[nn.Module, _Runner]) -> nn.Module:
+    """A blank becomes the planned module of a model, whose attributes it shares, later ones too."""
+    model, runner = state
+    for name, value in (("__dict__", model.__dict__), ("_rematplan", runner), ("_replaced", None)):
+        object.__setattr__(planned, name, value)
+    return planned
+
+
+class _Forward:
+    """``forward`` of planned modules. What somebody assigns to it goes in its place, and may call it; what stands in
+    the attributes that it shares with the model is the model's."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        @functools.wraps(kind.forward)
+        @_disable_dynamo
+        def forward(self: _Planned, *args: Any, **kwargs: Any) -> Any:
+            return self._rematplan(self, args, kwargs)
+
+        self.function = forward
+
+    def __get__(self, planned: _Planned | None, kind: type | None = None) -> Any:
+        if planned is None:
+            return self.function
+        return planned._replaced or MethodType(self.function, planned)
+
+    def __set__(self, planned: _Planned, value: Any) -> None:
+        planned._replaced = value
+
+    def __delete__(self, planned: _Planned) -> None:
+        planned._replaced = None
 
 
 class _Planned:
     """What a planned module has beyond its model."""
 
-    _rematplan: _Runner
+    __slots__ = ("_rematplan", "_replaced")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
-        assert isinstance(self, nn.Module)
-        runner = self._rematplan
-        if runner.model.training != self.training:
-            runner.model.training = (
-                self.training
-            )  # the root's flag is each object's own; the children are shared
-        return runner(args, kwargs)
+    _kind: type[nn.Module]
+    _rematplan: _Runner
+    _replaced: Any
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +112,7 @@ class _Planned:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans made so far."""
-        return tuple(way.plan for way in self._rematplan.ways.values())
+        return tuple(way.plan for ways in self._rematplan.ways.values() for way in ways)
 
     @property
     def source(self) -> str:
@@ -90,119 +121,174 @@ class _Planned:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make the plan for these arguments without running anything; returns the module."""
-        self._rematplan.prepare(args, kwargs)
+        self._rematplan.prepare(self, args, kwargs)
         return self
+
+    def _plain_forward(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        own = self.__dict__.get("forward")
+        return own or super().forward  # type: ignore[misc,no-any-return]
+
+    def _unplanned(self) -> nn.Module:
+        """The model, sharing this one's attributes."""
+        model: nn.Module = object.__new__(self._kind)
+        object.__setattr__(model, "__dict__", self.__dict__)
+        return model
+
+    def __copy__(self) -> Any:
+        """A further object with the same parts and plans."""
+        return _become(_blank(self._kind), (copy.copy(self._unplanned()), self._rematplan.twin()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy (for an average of weights, say) with weights of its own and the same plans."""
+        memo[id(self)] = twin = _blank(self._kind)
+        return _become(twin, (copy.deepcopy(self._unplanned(), memo), self._rematplan.twin()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled with the wish for a plan, not with the plan: it is made anew in the first call."""
+        del protocol
+        return _blank, (self._kind,), (self._unplanned(), self._rematplan.twin({})), None, None, _become
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way that the module is called, compiled."""
+
+    plan: Plan
+    compiled: CompiledPlan
+    outputs: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    """The flattened outputs, with `_TENSOR` where a tensor goes."""
+    reads: tuple[Read, ...]
+    """What the traced forward read of the modules' attributes."""
+
+
+_TENSOR = object()
 
 
 class _Runner:
     """Plans and runs one model."""
 
-    def __init__(self, model: nn.Module, planner: Planner, dynamic: bool) -> None:
-        self.model, self.planner, self.dynamic = model, planner, dynamic
-        self.ways: dict[Any, _Way] = {}
+    def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
+        self.name, self.planner, self.dynamic = name, planner, dynamic
+        self.ways: dict[Any, list[_Way]] = {}
         self.last: _Way
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Runner:
-        """For a copy of the planned module (an average of weights, say): its own model, the same plans."""
-        twin = _Runner(copy.deepcopy(self.model, memo), self.planner, self.dynamic)
-        twin.ways = dict(self.ways)
-        twin.last = self.last
+    def twin(self, ways: dict[Any, list[_Way]] | None = None) -> _Runner:
+        """For a copy of the planned module, with the same plans, or those given."""
+        twin = copy.copy(self)
+        twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
+        if not twin.ways:
+            twin.__dict__.pop("last", None)
         return twin
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
+        if not torch.is_grad_enabled():
+            return planned._plain_forward()(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        wanted = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
-        if not (torch.is_grad_enabled() and wanted):
-            return self.model.forward(*args, **kwargs)  # the hooks of a call are the planned module's to run
-        named, modes = tensors_and_modes(self.model)
-        way = self._way(leaves, spec, tensors, named, modes)
-        flat = iter(way.compiled(named, tensors))
+        state = module_state(cast(nn.Module, planned))
+        tensors = _tensors(leaves)
+        wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
+        if type(next(wanting, None)) in _NOT_TO_PLAN:
+            return planned._plain_forward()(*args, **kwargs)
+        self._check_first_order()
+        way = self._way(planned, leaves, spec, state)
+        flat = iter(way.compiled(state.named, tensors))
         return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for these arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._way(
-            leaves,
-            spec,
-            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
-            *tensors_and_modes(self.model),
-        )
+        self._way(planned, leaves, spec, module_state(cast(nn.Module, planned)))
 
-    def _way(
-        self,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        tensors: list[torch.Tensor],
-        named: Mapping[str, torch.Tensor],
-        modes: tuple[bool, ...],
-    ) -> _Way:
-        casts = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST
-        )
-        key = (tuple(map(_describe, leaves)), spec, tuple(map(_describe, named.values())), modes, casts)
-        if key not in self.ways:
+    def _check_first_order(self) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise ModelError(
+                f"{self.name} is planned for the backward of a loss; torch.func's transforms and forward-mode "
+                f"derivatives are for the model that it was made of"
+            )
+
+    def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
+        key = (call_key(leaves, spec), state.key)
+        known = self.ways.get(key, ())
+        found = next((way for way in known if all(r.holds(state.modules) for r in way.reads)), None)
+        if found is None:
             if self.ways and not self.dynamic:
                 raise ModelError(
-                    f"{type(self.model).__name__} was planned for other shapes, types or modes; plan it again, or with "
+                    f"{self.name} was planned for other shapes, types, modes or attributes; plan it again, or with "
                     f"dynamic=True"
                 )
-            self.ways[key] = self._compile(leaves, spec, tensors)
-        self.last = self.ways[key]
-        return self.last
+            found = self._compile(planned, leaves, spec, state)
+            self.ways.setdefault(key, []).append(found)
+            if sum(map(len, self.ways.values())) == MANY:
+                warnings.warn(
+                    f"{self.name} has been planned for {MANY} ways of calling it; a number or a shape that changes "
+                    f"from call to call costs a plan each: give numbers as tensors",
+                    stacklevel=8,
+                )
+        self.last = found
+        return found
 
-    def _compile(self, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[torch.Tensor]) -> _Way:
-        flat = _Flat(self.model, leaves, spec)
-        batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        step = capture(flat, batch, type(self.model).__name__, self.model)
-        _check_constants(flat.constants, step.name)
+    def _compile(
+        self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> _Way:
+        model = cast(nn.Module, planned)
+        check_no_hidden_tensors(leaves, f"{self.name} is given")
+        self._say_hooks(model, hooked(state.modules))
+        flat = _Flat(model, planned._plain_forward(), leaves, spec)
+        batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
+        with reads_of(state.modules) as reads:
+            step = capture(flat, batch, self.name, model)
+        check_no_hidden_tensors(flat.constants, f"{self.name} gives")
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
-        return _Way(plan, compiled, flat.outputs, tuple(flat.constants))
+        return _Way(plan, compiled, flat.outputs, tuple(flat.constants), reads.listed())
 
-
-_AUTOCAST = ("cpu", "cuda")
-
-
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), pickle.dumps(leaf)
-    return type(leaf), leaf  # 1, 1.0 and True are equal
-
-
-def _check_constants(constants: list[Any], name: str) -> None:
-    """Raises: ModelError: among the outputs there is an object with tensors that PyTorch does not look into."""
-    for one in constants:
-        if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(getattr(one, "__dict__", None))):
-            raise ModelError(
-                f"{name} gives a {type(one).__name__}, whose tensors PyTorch does not see; give them in a tuple or "
-                f"dictionary, or register the class with torch.utils._pytree"
+    def _say_hooks(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        names = [name for name, m in model.named_modules() if any(m is part for part in parts)]
+        if names:
+            warnings.warn(
+                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
+                f"step is planned; what they compute is part of the plan, what else they do is done only then",
+                stacklevel=7,
             )
+
+
+_NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
+"""Types of the first tensor that wants a gradient where there is nothing to plan: none does, or somebody traces."""
+
+
+def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    """The tensors among the leaves, each once."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 class _Flat(nn.Module):
     """The model as a function from a flat tuple of tensors to a flat tuple of tensors that are nobody's views."""
 
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._forward = model, forward
         self.training = model.training
-        self._leaves, self._spec = leaves, spec
+        at: dict[int, int] = {}
+        self._leaves = [
+            (at.setdefault(id(leaf), len(at)), None) if isinstance(leaf, torch.Tensor) else (None, leaf)
+            for leaf in leaves
+        ]
+        self._spec = spec
         self.outputs: pytree.TreeSpec
         self.constants: list[Any] = []
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        flat, self.outputs = pytree.tree_flatten(self.model.forward(*args, **kwargs))
+        flat, self.outputs = pytree.tree_flatten(self._forward(*args, **kwargs))
         self.constants = [_TENSOR if isinstance(o, torch.Tensor) else o for o in flat]
         taken = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         results = []

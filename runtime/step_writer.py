@@ -55,9 +55,11 @@ class Writer:
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
         self.steps(0, segments[0].start)
-        self._keep_old_buffers(segments[0].start)
         early = [o.value for o in step.outputs if o.kind in ("output", "buffer")]
-        functions = [self._handing_over(f"forward({names})", early)]
+        self._keep_old_buffers(segments[0].start)
+        functions = [
+            self._handing_over(f"forward({names})", early, self._done_with(segments[0].start, early))
+        ]
         for k, segment in enumerate(segments):
             held = self.tuple_of(self._held())
             tangents = "" if k else self.take([i.value for i in step.inputs if i.kind == "tangent"])
@@ -65,7 +67,8 @@ class Writer:
             self.steps(segment.start, segment.end)
             given = [o.value for o in segment.outputs]
             head = f"backward_{k}(held{', ' if tangents else ''}{tangents})"
-            functions.append(self._handing_over(head, given, drop=True))
+            gone = [*given, *self._done_with(segment.end)]
+            functions.append(self._handing_over(head, given, gone, self.unused.zero))
         return "\n\n".join(functions)
 
     def _keep_old_buffers(self, turn: int) -> None:
@@ -80,12 +83,19 @@ class Writer:
                 self.lines.append(f"{self.name(i.value)} = {self.name(i.value)}.clone()")
         self.drop_dead()
 
-    def _handing_over(self, head: str, values: Sequence[str], drop: bool = False) -> str:
-        """The lines so far as a function that returns ``values`` and all else that is held; ``drop``: it does not
-        hold on to the values' storages."""
-        zero = self.unused.zero if drop else ()
+    def _done_with(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
+        """Of inputs and some outputs, which no step frees, those that nothing reads from a position on."""
+        late = read_from(self.step, self.schedule, start)
+        ends = [*(i.value for i in self.step.inputs), *outputs]
+        return [v for v in ends if self.step.values[v].storage not in late]
+
+    def _handing_over(
+        self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
+    ) -> str:
+        """The lines so far as a function that returns ``values``, None for those that are ``zero``, and all else that
+        is held; not the storages of those that are ``gone``, which nothing reads again."""
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
-        for value in values if drop else ():
+        for value in gone:
             self.alive.pop(self.step.values[value].storage, None)
         self.lines.append(f"return {given}, [{', '.join(self._held())}]")
         return self.function(head)

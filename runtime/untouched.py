@@ -12,29 +12,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rematplan.runtime.reads import PLAIN
+
 CONTAINERS = (list, dict, set)
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, name: str) -> Iterator[None]:
     """A block after which attributes of the module and its parts are as before it, as is what lists, dictionaries and
-    sets among them hold. Warns of tensors that the block left in public ones, as a planned forward will not."""
-    before = [(name, m, dict(m.__dict__), _contents(m)) for name, m in module.named_modules()]
+    sets among them hold. Warns of tensors and plain values that the block left in public ones, as a planned forward
+    will not. ``name``: the module's."""
+    before = [(path, m, dict(m.__dict__), _contents(m)) for path, m in module.named_modules()]
     try:
         yield
     finally:
         left = []
-        for name, m, attributes, contents in before:
+        for path, m, attributes, contents in before:
             for key, value in m.__dict__.items():
-                if not key.startswith("_") and _tensors(value) - _tensors(attributes.get(key)):
-                    left.append(f"{name}.{key}".lstrip("."))
+                if not key.startswith("_") and _is_new(value, attributes.get(key)):
+                    left.append(f"{path}.{key}".lstrip("."))
             m.__dict__.clear()
             m.__dict__.update(attributes)
             for container, was in contents:
                 _refill(container, was)
     if left:
         warnings.warn(
-            f"the forward of {type(module).__name__} sets {', '.join(left)}, which a planned one does not",
+            f"the forward of {name} sets {', '.join(left)}, which a planned one does not",
             stacklevel=2,
         )
 
@@ -49,6 +52,12 @@ def _refill(container: Any, was: Any) -> None:
     else:
         container.clear()
         container.update(was)
+
+
+def _is_new(value: Any, before: Any) -> bool:
+    return bool(_tensors(value) - _tensors(before)) or (
+        type(value) in PLAIN and (type(before) is not type(value) or before != value)
+    )
 
 
 def _tensors(value: Any) -> set[int]:

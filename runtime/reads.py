@@ -1,0 +1,126 @@
+"""The plain attributes that a forward reads: numbers, flags and tensors that are constants in what is traced, so that a
+plan holds for as long as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+"""Types of which a value says all that there is to know."""
+
+Owner = tuple[int, tuple[str, ...]]
+"""Who has an attribute: a module, by its position in the walk over all of them, or a record that it holds, such as a
+configuration, by the attributes that lead to it."""
+
+_DEPTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Attributes of one owner, with the values that a forward found there. Tensors are compared by identity."""
+
+    owner: Owner
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    same: bool
+
+    def holds(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether they have these values still."""
+        at, path = self.owner
+        place: Any = modules[at]
+        try:
+            for name in path:
+                place = place.__dict__[name]
+            found = itemgetter(*self.names, self.names[0])(place.__dict__)
+            if self.same:
+                return all(a is b for a, b in zip(found, self.values, strict=True))
+            return bool(found == self.values)
+        except (LookupError, AttributeError, RuntimeError, ValueError):
+            return False
+
+
+class Reads:
+    """What was read while it listened."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.owners: dict[int, Owner] = {}
+        self.kinds: set[type] = {nn.Module}
+        self.found: dict[tuple[Owner, str], Any] = {}
+        self.written: set[tuple[Owner, str]] = set()
+        for at, module in enumerate(modules):
+            self._look_into(module, (at, ()))
+
+    def _look_into(self, holder: Any, owner: Owner) -> None:
+        self.owners.setdefault(id(holder), owner)
+        for name, value in vars(holder).items():
+            if _is_record(value) and id(value) not in self.owners and len(owner[1]) < _DEPTH:
+                self.kinds.add(type(value))
+                self._look_into(value, (owner[0], (*owner[1], name)))
+
+    def note(self, holder: Any, name: str, value: Any) -> None:
+        """An attribute was read. One that is found under two values is the forward's own to set."""
+        owner = self.owners.get(id(holder))
+        if owner is None or not (type(value) in PLAIN or isinstance(value, torch.Tensor)):
+            return
+        if name in object.__getattribute__(holder, "__dict__"):
+            before = self.found.setdefault((owner, name), value)
+            if before is not value and not (type(before) is type(value) in PLAIN and before == value):
+                self.written.add((owner, name))
+
+    def listed(self) -> tuple[Read, ...]:
+        """What a plan depends on."""
+        rows: dict[tuple[Owner, bool], dict[str, Any]] = {}
+        for (owner, name), value in self.found.items():
+            if (owner, name) not in self.written:
+                rows.setdefault((owner, type(value) not in PLAIN), {})[name] = value
+        return tuple(
+            Read(owner, tuple(row), (*row.values(), next(iter(row.values()))), same)
+            for (owner, same), row in rows.items()
+        )
+
+
+@contextmanager
+def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
+    """A block in which what is read of the modules' attributes, and of records that they hold, is noted."""
+    reads = Reads(modules)
+    plain = {kind: kind.__getattribute__ for kind in reads.kinds}
+    own = {kind: "__getattribute__" in vars(kind) for kind in reads.kinds}
+
+    def noting(get: Any) -> Any:
+        def noted(holder: Any, name: str) -> Any:
+            value = get(holder, name)
+            reads.note(holder, name, value)
+            return value
+
+        return noted
+
+    try:
+        for kind, get in plain.items():
+            with suppress(TypeError):  # a class of C's does not let itself be changed
+                kind.__getattribute__ = noting(get)  # type: ignore[method-assign]
+        yield reads
+    finally:
+        for kind, get in plain.items():
+            with suppress(TypeError, AttributeError):
+                if own[kind]:
+                    kind.__getattribute__ = get  # type: ignore[method-assign]
+                else:
+                    del kind.__getattribute__
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object is there for its attributes: neither a module, nor a tensor, nor something to call."""
+    kind = type(value)
+    return (
+        kind.__module__ != "builtins"
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, (type, torch.Tensor, torch.Generator, dict, list, set, tuple))
+    )

@@ -1,0 +1,309 @@
+"""Laws of a planned module's state: what a loop changes on it, hangs on it, copies of it or asks of its graph twice
+does what it does to the model, or is refused in a line."""
+
+import copy
+import gc
+import inspect
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rematplan
+from rematplan.ir import ModelError
+from rematplan.runtime.measure import peak_above_entry
+
+SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Settings:
+    """A record that modules read."""
+
+    def __init__(self) -> None:
+        self.scale, self.step = 2.0, 0
+
+
+class Net(nn.Module):
+    """Reads attributes of its own, of a record and of its parts."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+        self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
+        self.temperature, self.unread = 1.0, 0
+        self.mask, self.settings = torch.ones(16), settings or Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(self.body(x))) * self.mask
+        return torch.tanh(y * self.settings.scale / self.temperature)
+
+
+def planned_and_plain(model: nn.Module, *args: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    plain = copy.deepcopy(model)
+    return rematplan.plan_module(model, args or (X,), **SETTINGS | options), plain
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def equal_after(use: Callable[[nn.Module], Any], planned: nn.Module, plain: nn.Module) -> None:
+    """What ``use`` gives, and the gradients, buffers and random state that it leaves, are the same."""
+    left = []
+    for model in (planned, plain):
+        torch.manual_seed(5)
+        given = use(model) or []
+        grads = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+        left.append([*given, *grads, *model.buffers(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+def step(model: nn.Module) -> None:
+    model(X).pow(2).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "temperature", 3.0),
+        lambda m: setattr(m.drop, "p", 0.5),
+        lambda m: setattr(m.settings, "scale", 0.5),
+        lambda m: setattr(m, "mask", torch.arange(16.0)),
+        lambda m: m.mask.mul_(3),
+        lambda m: m.body.__setitem__(1, nn.ReLU()),
+        lambda m: m.body[1].register_forward_hook(lambda _m, _a, y: y * 2),
+        lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+    ],
+)
+def test_what_is_changed_after_planning_counts(change: Callable[[nn.Module], Any]) -> None:
+    planned, plain = planned_and_plain(net())
+
+    def use(model: nn.Module) -> None:
+        step(model)
+        change(model)
+        step(model)
+
+    equal_after(use, planned, plain)
+
+
+def test_what_the_forward_does_not_read_makes_no_new_plan() -> None:
+    planned, _ = planned_and_plain(net())
+    for k in range(3):
+        planned.unread, planned.settings.step = k, k
+        step(planned)
+    assert len(planned.plans) == 1
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon() -> None:
+    planned, plain = planned_and_plain(net())
+
+    def use(model: nn.Module) -> None:
+        for k in range(9):
+            model.temperature = 1 + k / 10
+            step(model)
+
+    with pytest.warns(UserWarning, match="planned for 8 ways"):
+        equal_after(use, planned, plain)
+    assert len({id(plan.schedule) for plan in planned.plans}) == 1
+
+
+def test_hooks_of_parts_are_remarked_upon() -> None:
+    model = net()
+    model.norm.register_forward_pre_hook(lambda _m, _a: None)
+    with pytest.warns(UserWarning, match="hooks on norm"):
+        planned_and_plain(model)
+
+
+def test_backward_hooks_of_the_module_run() -> None:
+    planned, plain = planned_and_plain(net())
+
+    def use(model: nn.Module) -> None:
+        model.register_full_backward_pre_hook(lambda _m, g: tuple(3 * t for t in g))
+        model.register_full_backward_hook(lambda _m, g, _o: tuple(t and 2 * t for t in g))
+        step(model)
+
+    equal_after(use, planned, plain)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    found: nn.Module = torch.load(file, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) -> None:
+    planned, plain = planned_and_plain(net())
+    inner = copied(nn.Sequential(copied(planned)))
+    assert type(inner[0]) is type(planned)
+    equal_after(step, inner, nn.Sequential(plain))
+    assert inner[0].plan.schedule == planned.plan.schedule
+
+
+def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
+    planned, plain = planned_and_plain(net())
+    assert inspect.signature(planned.forward) == inspect.signature(plain.forward)
+
+    def use(model: nn.Module) -> None:
+        inner = model.forward
+        model.forward = lambda x: inner(x) * 3
+        step(model)
+
+    equal_after(use, planned, plain)
+    twice = net()
+    inner = twice.forward
+    twice.forward = lambda x: inner(x) * 3  # type: ignore[method-assign]
+    planned = rematplan.plan_module(twice, (X,), **SETTINGS)
+    plain.zero_grad()
+    plain.load_state_dict(twice.state_dict())
+    equal_after(step, planned, plain)
+
+
+def test_planned_modules_inside_of_what_is_planned() -> None:
+    model = nn.Sequential(net(), net())
+    plain = copy.deepcopy(model)
+    model[0] = rematplan.plan_module(model[0], (X,), **SETTINGS)
+    planned = rematplan.plan_module(rematplan.plan_module(model, (X,), **SETTINGS), (X,), **SETTINGS)
+    equal_after(step, planned, plain)
+    assert type(planned).__name__ == "PlannedSequential"
+
+
+def twice_kept(model: nn.Module) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    y = model(x)
+    rows = [torch.autograd.grad(y[k].sum(), x, retain_graph=True)[0] for k in range(3)]
+    last = [p for p in model.parameters() if p.requires_grad][-1]
+    rows += torch.autograd.grad(y.pow(2).sum(), last, retain_graph=True)
+    y.sum().backward()
+    return [*rows, x.grad]
+
+
+def test_a_graph_that_is_kept_is_gone_through_again() -> None:
+    planned, plain = planned_and_plain(net())
+    equal_after(twice_kept, planned, plain)
+    planned, plain = planned_and_plain(net(), budget="100%", strategy="store_all")
+    equal_after(twice_kept, planned, plain)
+
+
+def test_outputs_that_the_backward_reads_are_neither_changed_nor_held_for_ever() -> None:
+    planned, _ = planned_and_plain(net(), budget="100%", strategy="store_all")
+    y = planned(X)  # its tanh is read
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        y.sum().backward()
+
+    def calls(n: int) -> None:
+        for _ in range(n):
+            planned(X)
+
+    calls(1)
+    gc.disable()
+    try:
+        once, often = (peak_above_entry(lambda n=n: calls(n), torch.device("cpu"))[0] for n in (1, 9))
+    finally:
+        gc.enable()
+    assert often <= 2 * once
+
+
+class Product(nn.Module):
+    """Two inputs, which may be one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.mix(a, b, b)[0] * b
+
+
+def test_an_input_given_twice_is_one_tensor() -> None:
+    x = X.reshape(1, 8, 16).clone().requires_grad_()
+    planned, plain = planned_and_plain(Product(), x, x)
+    equal_after(lambda m: m(x, x).pow(2).sum().backward(), planned, plain)
+    equal_after(lambda m: m(x, x.detach()).pow(2).sum().backward(), planned, plain)
+
+
+class Checkpointed(nn.Module):
+    """A model with checkpoints of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.inner = reentrant, nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_the_model_are_the_plan_s_to_make(reentrant: bool) -> None:
+    x = X.clone().requires_grad_()
+    planned, plain = planned_and_plain(Checkpointed(reentrant), x, budget="100%", strategy="store_all")
+    assert planned.source.count("addmm(") == 1
+    equal_after(lambda m: m(x).pow(2).sum().backward(), planned, plain)
+
+
+class Drawing(nn.Linear):
+    """Draws outside of PyTorch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__(16, 16)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.draw()
+
+
+class Loose(nn.Linear):
+    """Has a trained tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.loose = [torch.ones(16, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.loose[0]
+
+
+class Box:
+    """Hides a tensor."""
+
+    def __init__(self) -> None:
+        self.x = X
+
+
+class Boxed(nn.Linear):
+    """Takes a box."""
+
+    def forward(self, box: Any) -> Tensor:
+        return super().forward(box.x)
+
+
+def test_what_a_plan_would_get_wrong_is_refused() -> None:
+    state = random.getstate()
+    for model, given, why in (
+        (Drawing(random.random), X, "draws from Python's random"),
+        (Drawing(np.random.rand), X, "draws from numpy.random"),
+        (Loose(), X, "none of its parameters"),
+        (Boxed(16, 16), Box(), "is given a Box"),
+        (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes its parameter weight in place"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            rematplan.plan_module(model, (given,), **SETTINGS)
+    assert random.getstate() == state
+    planned, _ = planned_and_plain(net().eval())
+    with pytest.raises(ModelError, match=r"torch\.func"):
+        torch.func.vmap(planned)(X[None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
+        planned(X)
