@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rematplan.ir import UsageError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.constraints import Name
-from rematplan.runtime.joint_graph import read_flat_joint_graph
+from rematplan.runtime.joint_graph import fixed_size, read_flat_joint_graph
 from rematplan.runtime.plan_graphs import plan_graphs
 from rematplan.step_planner import StepPlanner
 
@@ -33,7 +34,11 @@ class PlanningBackend:
         self.plans: list[Plan] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile a graph of forward ops; its backward, where it has one, follows the plan."""
+        """Compile a graph of forward ops; its backward, where it has one, follows the plan.
+
+        Sizes that the compiler left open are fixed, so that it compiles anew for others.
+        """
+        _fix_sizes(inputs)
         compiled: Any
         if self.compiler == "eager":
             compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
@@ -57,16 +62,44 @@ class PlanningBackend:
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
         results: Any = joint.graph.find_nodes(op="output")[0].args[0]
-        _fill(graphs.forward, results[:num_fwd_outputs])
-        _fill(graphs.backward, results[num_fwd_outputs:])
+        sizes = _give_sizes(graphs.forward, joint)
+        _fill(graphs.forward, results[:num_fwd_outputs], sizes)
+        _fill(graphs.backward, results[num_fwd_outputs:], {})
         return graphs.forward, graphs.backward
 
 
-def _fill(module: fx.GraphModule, results: Sequence[Any]) -> None:
+def _fix_sizes(inputs: Sequence[Any]) -> None:
+    for one in inputs:
+        for size in (*one.shape, *one.stride()) if isinstance(one, torch.Tensor) else (one,):
+            if isinstance(size, torch.SymInt):
+                fixed_size(size)
+
+
+def _give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
+    """The sizes among a joint graph's inputs become inputs of its forward, which has them as numbers; by name."""
+    own = iter(module.graph.nodes)
+    here, given = next(own), {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], torch.SymInt):
+            with module.graph.inserting_before(here):
+                given[node.name] = module.graph.placeholder(node.name)
+            given[node.name].meta["val"] = node.meta["val"]
+        elif here.op == "placeholder":
+            here = next(own)
+    return given
+
+
+def _fill(module: fx.GraphModule, results: Sequence[Any], sizes: Mapping[str, fx.Node]) -> None:
     """Put what is no tensor among a graph's outputs where the joint graph has it."""
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
-    output.args = ((*(next(given) if isinstance(r, fx.Node) else r for r in results), *given),)
+
+    def filled(result: Any) -> Any:
+        if not isinstance(result, fx.Node):
+            return result
+        return sizes[result.name] if result.name in sizes else next(given)
+
+    output.args = ((*map(filled, results), *given),)
     module.recompile()
 
 
@@ -98,7 +131,8 @@ def backend(
 
     Arguments as for `plan_module`. The budget holds for each graph that is compiled, so for the whole model where
     nothing breaks it in several. ``compiler``: ``eager`` runs the planned graphs as they are; ``inductor`` hands them
-    to Inductor, which fuses and reorders, so that the plan's peak and overhead are estimates there.
+    to Inductor, which fuses and reorders, so that the plan's peak and overhead are estimates there. Sizes are fixed in
+    a plan, so that each new one is compiled anew, whatever ``dynamic`` says.
 
     Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of
     PyTorch's own error.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import (
@@ -53,9 +54,21 @@ def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> Capt
     All inputs are a batch, all outputs (the first ``early``) and gradients (the rest) go by their position.
 
     Raises:
-        ModelError: shapes are symbolic, or an op changes its arguments.
+        ModelError: a shape depends on what tensors hold, or an op changes its arguments.
     """
     return without_dead_calls(with_phases(_Reader(module, _Flat(module, early)).read(name)))
+
+
+def fixed_size(size: torch.SymInt) -> int:
+    """A size that a compiler may leave open, fixed as it is now.
+
+    Raises:
+        ModelError: it depends on what tensors hold.
+    """
+    try:
+        return int(size)
+    except GuardOnDataDependentSymNode as error:
+        raise ModelError("a size depends on what tensors hold; plans are for fixed shapes") from error
 
 
 class _OfModule:
@@ -109,6 +122,7 @@ class _Reader:
         self.constants: dict[str, torch.Tensor] = {}
         self.item: dict[tuple[str, int], str] = {}  # (call, position) → value name
         self.alias: dict[str, str] = {}  # fx name → value name
+        self.sizes: dict[str, int] = {}  # fx name → what it is
         self.renewed: list[StepOutput] = []  # inputs' new content, where the graph copies it into them
         self.storages: dict[int, str] = {}  # address of a fake's storage → its name
 
@@ -136,7 +150,8 @@ class _Reader:
 
     def _placeholder(self, node: fx.Node, at: int) -> None:
         if isinstance(node.meta.get("val"), torch.SymInt):
-            raise ModelError("a size is symbolic; plans are for fixed shapes: compile with dynamic=False")
+            self.sizes[node.name] = fixed_size(node.meta["val"])
+            return
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise ModelError(f"input {node.name} is no tensor")
         kind, target = self.describe.input(node, at)
@@ -217,7 +232,7 @@ class _Reader:
 
     def _refs(self, args: Any) -> Any:
         if isinstance(args, fx.Node):
-            return Ref(self.alias.get(args.name, args.name))
+            return self.sizes.get(args.name) or Ref(self.alias.get(args.name, args.name))
         if isinstance(args, (tuple, list)):
             return type(args)(self._refs(a) for a in args)
         if isinstance(args, Mapping):
@@ -230,7 +245,7 @@ class _Reader:
         descriptions = node.meta.get("desc") or [None] * len(results)
         for at, (result, description) in enumerate(zip(results, descriptions, strict=True)):
             found = self.describe.output(at, description)
-            if isinstance(result, fx.Node) and found:
+            if isinstance(result, fx.Node) and result.name not in self.sizes and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
             raise ModelError("nothing that the model gives depends on a trainable parameter")

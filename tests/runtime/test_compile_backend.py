@@ -97,6 +97,31 @@ def test_the_peak_is_the_plan_s() -> None:
     assert held + peak <= backend.plans[0].budget * 1.02  # the compiled code's own small objects
 
 
+class Sized(Net):
+    """Gives a size beside its tensors."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out = super().forward(x)
+        return {**out, "view": out["view"].reshape(x.shape[0] * 2), "n": x.shape[0]}
+
+
+def test_batches_of_other_sizes_are_compiled_anew() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Sized()
+    plain = copy.deepcopy(model)
+    backend = rematplan.backend(budget="90%", strategy="approx_dp", costs="roofline")
+    compiled = torch.compile(model, backend=backend)
+    for n in (512, 300, 400, 512):
+        x = torch.randn(n, 64)
+        assert all(map(torch.equal, steps(compiled, x, 1), steps(plain, x, 1)))
+    assert len(backend.plans) == 3
+    assert all(plan.estimate.reruns > 0 for plan in backend.plans)
+    torch._dynamo.mark_dynamic(x := torch.randn(200, 64), 0)
+    with pytest.raises(Exception, match=r"constant \(200\)"):
+        compiled(x)
+
+
 def test_inductor_gets_the_same_plan() -> None:
     compiled, model, backend, plain = compiled_and_plain(compiler="inductor", budget="90%")
     model.eval()  # Inductor draws other random numbers than eager mode
@@ -118,7 +143,3 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(Exception, match="smallest peak") as caught:
         compiled(torch.randn(8, 64))
     assert isinstance(caught.value.inner_exception, InfeasibleBudget)
-    torch._dynamo.reset()
-    backend = rematplan.backend(budget="100%", strategy="store_all", costs="roofline")
-    with pytest.raises(Exception, match="dynamic=False"):
-        torch.compile(Net(), backend=backend, dynamic=True)(torch.randn(8, 64))
