@@ -7,8 +7,8 @@ parameters before it runs the next node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,13 @@ class CompiledPlan:
             (frozenset(), False): halves.backward
         }
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
-        self.tangents = [i for i in step.inputs if i.kind == "tangent"]
+        self.sources = [self._source(i) for i in self.inputs]
+        tangents = [i for i in step.inputs if i.kind == "tangent"]
+        self.tangents = [(int(i.target), i.value, _Layout.of(step.values[i.value].fake)) for i in tangents]
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
-        wanted = {int(i.target) for i in self.tangents}
+        wanted = {at for at, _, _ in self.tangents}
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
@@ -57,7 +59,8 @@ class CompiledPlan:
         self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """The outputs. Raises what the ops raise."""
-        inputs = [self._input(i, named, batch) for i in self.inputs]
+        pools = (named, batch, self.step.constants)
+        inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
@@ -65,14 +68,12 @@ class CompiledPlan:
         first = (inputs[at] for at in self.wanting[0])
         return _First.apply(call, link, *first)  # type: ignore[no-untyped-call,no-any-return]
 
-    def _input(
-        self, i: StepInput, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    @staticmethod
+    def _source(i: StepInput) -> tuple[int, str | int]:
+        """Where an input comes from: the module, the batch or the step's constants; and under which name or number."""
         if i.kind == "batch":
-            return batch[int(i.target)]
-        if i.kind == "constant":
-            return self.step.constants[i.value]
-        return named[_own_name(i.target)]
+            return 1, int(i.target)
+        return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
 
 
 def _own_name(target: str) -> str:
@@ -102,8 +103,8 @@ class _Call:
         plan, named, inputs = self.plan, self.named, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
-        with _plain(plan.step):
-            early, held = plan.halves.forward(*(t.detach() for t in inputs))
+        with _without_autocast(plan.step.device):
+            early, held = plan.halves.forward(*[t.detach() for t in inputs])
             for name, at in plan.buffers:
                 named[name].copy_(early[at])
         # The tensors that autograd gives a place in its graph must not be what that place holds.
@@ -136,7 +137,7 @@ class _Call:
             raise RuntimeError(
                 f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
-        with _plain(self.plan.step):
+        with _without_autocast(self.plan.step.device):
             gradients, self.held = self.plan.backward(self.missing, self.kept)[k].function(held, *tangents)
         if k == len(self.plan.wanting) - 1:
             self.held = None
@@ -148,10 +149,10 @@ def _once_differentiable(backward: Any) -> Any:
     """A backward whose gradients say of themselves that they are the last."""
 
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return results
         given = [r for r in results if r is not None]
         error = torch._C._functions.DelayedError(
             f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
@@ -179,12 +180,11 @@ class _First(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         plan = ctx.call.plan
-        missing = frozenset(i.value for i in plan.tangents if gradients[int(i.target)] is None)
+        missing = frozenset(value for at, value, _ in plan.tangents if gradients[at] is None)
         if len(missing) == len(plan.tangents):
             return (None,) * len(ctx.needs_input_grad)
         ctx.call.begin(missing)
-        fakes = plan.step.values
-        tangents = [_laid_out(gradients[int(i.target)], fakes[i.value].fake) for i in plan.tangents]
+        tangents = [layout.lay_out(gradients[at]) for at, _, layout in plan.tangents]
         del gradients
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
@@ -206,17 +206,28 @@ class _Later(torch.autograd.Function):
         return None, None, link, *ctx.call.backward(ctx.k)
 
 
-@contextmanager
-def _plain(step: CapturedStep) -> Iterator[None]:
-    """Neither autograd nor autocast: the captured calls hold all that they would add."""
-    with torch.no_grad(), torch.autocast(step.device.type, enabled=False):
-        yield
+_NOTHING = nullcontext()
 
 
-def _laid_out(tangent: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor | None:
-    """The tangent with the strides it was captured with; an expanded one (``y.sum().backward()``) becomes dense."""
-    if tangent is None or tangent.stride() == fake.stride():
-        return tangent
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=tangent.dtype, device=tangent.device).copy_(
-        tangent
-    )
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The captured calls hold all casts that it would add."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a tangent stood in memory when it was captured."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        return cls(tuple(tensor.shape), tensor.stride())
+
+    def lay_out(self, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        """The tangent so laid out; an expanded one (``y.sum().backward()``) becomes dense."""
+        if tangent is None or tangent.stride() == self.stride:
+            return tangent
+        dense = torch.empty_strided(self.shape, self.stride, dtype=tangent.dtype, device=tangent.device)
+        return dense.copy_(tangent)

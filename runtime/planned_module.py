@@ -28,7 +28,7 @@ from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.planned_function import CompiledPlan
 from rematplan.runtime.reads import Read, reads_of
-from rematplan.runtime.ways import ModuleState, call_key, check_no_hidden_tensors, hooked, module_state
+from rematplan.runtime.ways import ModuleState, Walk, call_key, check_no_hidden_tensors, hooked
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
 """Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan
@@ -173,10 +173,12 @@ class _Runner:
         self.name, self.planner, self.dynamic = name, planner, dynamic
         self.ways: dict[Any, list[_Way]] = {}
         self.last: _Way
+        self.walk: Walk | None = None
 
     def twin(self, ways: dict[Any, list[_Way]] | None = None) -> _Runner:
         """For a copy of the planned module, with the same plans, or those given."""
         twin = copy.copy(self)
+        twin.walk = None
         twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
         if not twin.ways:
             twin.__dict__.pop("last", None)
@@ -187,7 +189,7 @@ class _Runner:
         if not torch.is_grad_enabled():
             return planned._plain_forward()(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = module_state(cast(nn.Module, planned))
+        state = self._state(cast(nn.Module, planned))
         tensors = _tensors(leaves)
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
@@ -200,7 +202,15 @@ class _Runner:
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._way(planned, leaves, spec, module_state(cast(nn.Module, planned)))
+        self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+
+    def _state(self, planned: nn.Module) -> ModuleState:
+        state = self.walk.state(planned) if self.walk else None
+        if state is None:
+            self.walk = Walk(planned)
+            state = self.walk.state(planned)
+        assert state is not None
+        return state
 
     def _check_first_order(self) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -212,14 +222,14 @@ class _Runner:
     def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
         key = (call_key(leaves, spec), state.key)
         known = self.ways.get(key, ())
-        found = next((way for way in known if all(r.holds(state.modules) for r in way.reads)), None)
+        found = next((way for way in known if all(r.holds(state.attributes) for r in way.reads)), None)
         if found is None:
             if self.ways and not self.dynamic:
                 raise ModelError(
                     f"{self.name} was planned for other shapes, types, modes or attributes; plan it again, or with "
                     f"dynamic=True"
                 )
-            found = self._compile(planned, leaves, spec, state)
+            found = self._compile(planned, leaves, spec)
             self.ways.setdefault(key, []).append(found)
             if sum(map(len, self.ways.values())) == MANY:
                 warnings.warn(
@@ -230,15 +240,13 @@ class _Runner:
         self.last = found
         return found
 
-    def _compile(
-        self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
-    ) -> _Way:
+    def _compile(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec) -> _Way:
         model = cast(nn.Module, planned)
         check_no_hidden_tensors(leaves, f"{self.name} is given")
-        self._say_hooks(model, hooked(state.modules))
+        self._say_hooks(hooked(model))
         flat = _Flat(model, planned._plain_forward(), leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
-        with reads_of(state.modules) as reads:
+        with reads_of(list(model.modules())) as reads:
             step = capture(flat, batch, self.name, model)
         check_no_hidden_tensors(flat.constants, f"{self.name} gives")
         step, plan = self.planner(step)
@@ -248,8 +256,7 @@ class _Runner:
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         return _Way(plan, compiled, flat.outputs, tuple(flat.constants), reads.listed())
 
-    def _say_hooks(self, model: nn.Module, parts: list[nn.Module]) -> None:
-        names = [name for name, m in model.named_modules() if any(m is part for part in parts)]
+    def _say_hooks(self, names: list[str]) -> None:
         if names:
             warnings.warn(
                 f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "

@@ -3,7 +3,7 @@ plan holds for as long as they do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -27,18 +27,18 @@ class Read:
     """Attributes of one owner, with the values that a forward found there. Tensors are compared by identity."""
 
     owner: Owner
-    names: tuple[str, ...]
+    get: Callable[[dict[str, Any]], tuple[Any, ...]]
     values: tuple[Any, ...]
     same: bool
 
-    def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether they have these values still."""
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether they have these values still, given the attributes of all modules."""
         at, path = self.owner
-        place: Any = modules[at]
+        place = attributes[at]
         try:
             for name in path:
-                place = place.__dict__[name]
-            found = itemgetter(*self.names, self.names[0])(place.__dict__)
+                place = place[name].__dict__
+            found = self.get(place)
             if self.same:
                 return all(a is b for a, b in zip(found, self.values, strict=True))
             return bool(found == self.values)
@@ -81,9 +81,15 @@ class Reads:
             if (owner, name) not in self.written:
                 rows.setdefault((owner, type(value) not in PLAIN), {})[name] = value
         return tuple(
-            Read(owner, tuple(row), (*row.values(), next(iter(row.values()))), same)
-            for (owner, same), row in rows.items()
+            Read(owner, _getter(list(row)), (*row.values(),), same) for (owner, same), row in rows.items()
         )
+
+
+def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    (name,) = names
+    return lambda attributes: (attributes[name],)
 
 
 @contextmanager

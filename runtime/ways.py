@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,40 +20,57 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 @dataclass(frozen=True)
 class ModuleState:
-    """``modules``: it and all in it, each once, in one order. ``named``: parameters and buffers, each once, by the name
-    that ``named_parameters`` gives them. ``key``: classes, modes, hooks of the parts, and what the tensors are like."""
+    """``attributes``: of a module and all in it, each once, in one order. ``named``: parameters and buffers, each once,
+    by the name that ``named_parameters`` gives them. ``key``: classes, modes, hooks of the parts, and what the tensors
+    are like."""
 
-    modules: list[nn.Module]
+    attributes: list[dict[str, Any]]
     named: dict[str, torch.Tensor]
     key: tuple[Any, ...]
 
 
-def module_state(module: nn.Module) -> ModuleState:
-    """In one pass: it is made at every call."""
-    modules: list[nn.Module] = []
-    named: dict[str, torch.Tensor] = {}
-    kinds: list[Any] = []
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        prefix, one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        state = one.__dict__
-        kinds.append((type(one), state["training"]))
-        if modules:  # the hooks of the module itself run around its forward, whatever that is
-            kinds += [tuple(state[kind]) for kind in HOOKS if state[kind]]
-        modules.append(one)
-        for held in (state["_parameters"], state["_buffers"]):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    named[prefix + name] = tensor
-        if state["_modules"]:
-            children = reversed(state["_modules"].items())
-            waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
-    return ModuleState(modules, named, (tuple(kinds), tuple(named), tuple(map(_like, named.values()))))
+class Walk:
+    """The way through a module and its parts, found once and checked at every call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        prefixes = [f"{name}." if name else "" for name, _ in module.named_modules()]
+        self.parts = [m for _, m in module.named_modules()][1:]  # not the module: it would hold itself
+        self.attributes = [m.__dict__ for m in module.modules()]
+        self.children = [a["_modules"] for a in self.attributes]
+        self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS]
+        self.holders = [a[kind] for kind in ("_parameters", "_buffers") for a in self.attributes]
+        self.expected = _flat(self.children), _keys(self.children), _keys(self.holders)
+        names = [f"{p}{key}" for p, held in zip(2 * prefixes, self.holders, strict=True) for key in held]
+        first: dict[int, int] = {}
+        self.places = [first.setdefault(id(t), at) for at, t in enumerate(_flat(self.holders))]
+        self.names = [names[at] for at in first.values()]
+        self.firsts = list(first.values())
+
+    def state(self, module: nn.Module) -> ModuleState | None:
+        """The module's state; None if the way is another by now."""
+        tensors = _flat(self.holders)
+        if (
+            self.attributes[0] is not module.__dict__
+            or (_flat(self.children), _keys(self.children), _keys(self.holders)) != self.expected
+            or len(set(map(id, tensors))) != len(self.firsts)
+            or any(tensors[a] is not tensors[b] for b, a in enumerate(self.places) if a != b)
+        ):
+            return None
+        own = [tensors[at] for at in self.firsts]
+        named = {n: t for n, t in zip(self.names, own, strict=True) if t is not None}
+        kinds = (type(module), *map(type, self.parts), *[a["training"] for a in self.attributes])
+        hooks = tuple((at, *hooks) for at, hooks in enumerate(self.hooks) if hooks) if any(self.hooks) else ()
+        return ModuleState(
+            self.attributes, named, (kinds, hooks, tuple(named), tuple(map(_like, named.values())))
+        )
+
+
+def _flat(held: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, held)))
+
+
+def _keys(held: list[dict[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(held))
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
@@ -80,12 +98,13 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:
             )
 
 
-def hooked(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The parts of a module with hooks, other than those of torch's own that reparametrize a layer."""
+def hooked(module: nn.Module) -> list[str]:
+    """The names of the parts of a module that have hooks, other than torch's own that reparametrize a layer."""
     return [
-        m
-        for m in modules[1:]
-        if any(not _reparametrizes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
+        name
+        for name, m in module.named_modules()
+        if m is not module
+        and any(not _reparametrizes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
     ]
 
 
