@@ -90,6 +90,37 @@ def _divide(out: Tensor, y: Tensor, factor: Tensor | float) -> None:
     torch.div(y, factor, out=out)
 
 
+def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
+    """x of y = beta · x + factor · (a product of tensors)."""
+
+    def kernel(out: Tensor, y: Tensor, a: Tensor, b: Tensor, by: float, beta: float) -> None:
+        product(y, a, b, **{factor: -by}, out=out)
+        if beta != 1:
+            out.div_(beta)
+
+    return kernel
+
+
+def _lerp_start(out: Tensor, y: Tensor, end: Tensor, weight: Tensor | float) -> None:
+    share = 1 - weight
+    _divide(out, y - end, share)
+    out.add_(end)
+
+
+def _lerp_end(out: Tensor, y: Tensor, start: Tensor, weight: Tensor | float) -> None:
+    _divide(out, y - start, weight)
+    out.add_(start)
+
+
+def _reorder(out: Tensor, y: Tensor, order: Tensor, dim: int) -> None:
+    places = order % y.shape[dim]
+    if not torch.equal(places.sort().values, torch.arange(len(places), device=places.device)):
+        raise ModelError(
+            "an order by which the plan puts back what was picked names some place twice; plan again"
+        )
+    out.index_copy_(dim, places, y)
+
+
 def _log(out: Tensor, y: Tensor) -> None:
     torch.log(
         y.clamp_min(torch.finfo(y.dtype).tiny), out=out
@@ -166,6 +197,13 @@ KERNELS: Mapping[str, Kernel] = {
     "difference": _scaled_difference,  # (first − second) ÷ alpha
     "shift": lambda out, y, by: torch.add(y, by, out=out),
     "reflect": lambda out, y, c, alpha: torch.sub(y, c, out=out).div_(-alpha),  # x of y = c − alpha · x
+    "addcmul": _fused(torch.addcmul, "value"),
+    "addcdiv": _fused(torch.addcdiv, "value"),
+    "addmm": _fused(torch.addmm, "alpha"),
+    "baddbmm": _fused(torch.baddbmm, "alpha"),
+    "lerp_start": _lerp_start,
+    "lerp_end": _lerp_end,
+    "reorder": _reorder,
     "negate": lambda out, y: torch.neg(y, out=out),
     "divide": _divide,
     "quotient": lambda out, y, factor: torch.div(y, factor, out=out),

@@ -8,17 +8,25 @@ arguments for one result; a product with an activation may be a product with zer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value
+from rematplan.runtime.captured_step import Call, Ref, Value
+from rematplan.runtime.inverse_facts import Facts, Found, Refused, Row, Undone, fits, result
 from rematplan.runtime.inverse_kernels import LEAST_SCALE
-from rematplan.runtime.known_values import KnownValues
-from rematplan.runtime.ranges import Ranges
+from rematplan.runtime.inverse_moves import (
+    concatenated,
+    copied,
+    flipped,
+    padded,
+    picked,
+    rolled,
+    scattered,
+    shuffled,
+    stacked,
+)
 
 aten = torch.ops.aten
 
@@ -29,59 +37,6 @@ STEEP = 4.0
 """Gain of an ELU's inverse: the root of the mean square of its slope for arguments of unit variance, and some more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """``value`` can be had from ``reads`` by a kernel with these constants.
-
-    ``gain``: the growth of relative errors. ``exact``: numbers are only moved.
-    """
-
-    value: str
-    reads: tuple[str, ...]
-    kernel: str
-    constants: tuple[Any, ...] = ()
-    gain: float = 1.0
-    exact: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A value that would have been undone, were it not for ``why`` (one line for a person)."""
-
-    value: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A step, and which of its values are known before it runs."""
-
-    step: CapturedStep
-    known: KnownValues
-    scales: dict[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def ranges(self) -> Ranges:
-        """Bounds of the others."""
-        return Ranges(self.step, self.known)
-
-    def arguments(self, call: Call) -> dict[str, Any]:
-        """A call's arguments by name, defaults included."""
-        found = {}
-        for i, a in enumerate(call.target._schema.arguments):  # type: ignore[attr-defined]
-            given = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
-            found[a.name] = given
-        return found
-
-    def value(self, ref: Ref) -> Value:
-        """The value that a reference names."""
-        return self.step.values[ref.value]
-
-
-Found: TypeAlias = Iterator[Undone | Refused]
-Row: TypeAlias = Callable[[Call, Facts], Found]
-
-
 def undo(call: Call, facts: Facts) -> Found:
     """All that can be had back from a call's results, and what cannot for a reason that a person should hear of."""
     packet = getattr(call.target, "overloadpacket", None)
@@ -89,54 +44,81 @@ def undo(call: Call, facts: Facts) -> Found:
         yield from row(call, facts)
 
 
-def _result(call: Call, facts: Facts) -> Value:
-    return facts.step.values[call.results[0] or ""]
-
-
-def _fits(x: Any, y: Value, facts: Facts) -> bool:
-    """Whether an argument is a real tensor of y's shape that y holds in full precision."""
-    if not isinstance(x, Ref):
-        return False
-    fake = facts.value(x).fake
-    return (
-        fake.shape == y.fake.shape
-        and fake.is_floating_point()
-        and y.fake.is_floating_point()
-        and torch.finfo(y.fake.dtype).eps <= torch.finfo(fake.dtype).eps
-    )
-
-
 def _sum(sign: int) -> Row:
-    """y = first ± alpha · second, the second a tensor or a number."""
+    """y = self ± alpha · other, the other a tensor or a number."""
 
     def row(call: Call, facts: Facts) -> Found:
-        given, y = facts.arguments(call), _result(call, facts)
-        first, second, alpha = given["self"], given["other"], given.get("alpha", 1)
-        if _fits(first, y, facts):
-            gain = _share(first, facts)
-            if isinstance(second, Ref):
-                kernel = "subtract" if sign > 0 else "add"
-                yield Undone(first.value, (y.name, second.value), kernel, (alpha,), gain)
-            else:
-                yield Undone(first.value, (y.name,), "shift", (-sign * alpha * second,), gain)
-        if _fits(second, y, facts) and isinstance(first, Ref):
-            if abs(alpha) < LEAST_SCALE:
-                yield Refused(second.value, f"its factor {alpha:g} is below {LEAST_SCALE:g}")
-                return
-            reads = (y.name, first.value) if sign > 0 else (first.value, y.name)
-            yield Undone(
-                second.value,
-                reads,
-                "difference",
-                (alpha,),
-                _share(second, facts) * max(1.0, 1 / abs(alpha)),
-            )
-        for one, other in ((first, second), (second, first)):
-            if _broadcast_part(one, y, facts) and isinstance(other, Ref):
-                shape, whole = list(facts.value(one).fake.shape), list(y.fake.shape)
-                yield Refused(one.value, f"its shape {shape} is spread over {whole}: no split to undo")
+        given = facts.arguments(call)
+        return _added(call, facts, given["self"], given["other"], sign, given.get("alpha", 1))
 
     return row
+
+
+def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
+    y = result(call, facts)
+    if fits(first, y, facts):
+        gain = _share(first, facts)
+        if isinstance(second, Ref):
+            kernel = "subtract" if sign > 0 else "add"
+            yield Undone(first.value, (y.name, second.value), kernel, (alpha,), gain)
+        else:
+            yield Undone(first.value, (y.name,), "shift", (-sign * alpha * second,), gain)
+    if fits(second, y, facts) and isinstance(first, Ref):
+        if abs(alpha) < LEAST_SCALE:
+            yield Refused(second.value, f"its factor {alpha:g} is below {LEAST_SCALE:g}")
+            return
+        reads = (y.name, first.value) if sign > 0 else (first.value, y.name)
+        gain = _share(second, facts) * max(1.0, 1 / abs(alpha))
+        yield Undone(second.value, reads, "difference", (alpha,), gain)
+    for one, other in ((first, second), (second, first)):
+        if _broadcast_part(one, y, facts) and isinstance(other, Ref):
+            shape, whole = list(facts.value(one).fake.shape), list(y.fake.shape)
+            yield Refused(one.value, f"its shape {shape} is spread over {whole}: no split to undo")
+
+
+def _fused(kernel: str, *names: str) -> Row:
+    """y = beta · self + a product of others, undone by the same call with the product's factor turned."""
+
+    def row(call: Call, facts: Facts) -> Found:
+        given, y = facts.arguments(call), result(call, facts)
+        x, beta, factor = given["self"], given.get("beta", 1), given.get("alpha", given.get("value"))
+        if not fits(x, y, facts):
+            return
+        if abs(beta) < LEAST_SCALE:
+            yield Refused(x.value, f"its factor {beta:g} is below {LEAST_SCALE:g}")
+            return
+        reads = (y.name, *(given[name].value for name in names))
+        gain = _share(x, facts) * max(1.0, 1 / abs(beta))
+        yield Undone(x.value, reads, kernel, (factor, beta), gain)
+
+    return row
+
+
+def _between(call: Call, facts: Facts) -> Found:
+    """y = self + weight · (end − self), which stands between the two as either of them does between y and the other."""
+    given, y = facts.arguments(call), result(call, facts)
+    start, end, weight = given["self"], given["end"], given["weight"]
+    known = (
+        facts.known(weight.value) if isinstance(weight, Ref) else torch.tensor(weight, dtype=torch.float64)
+    )
+    if known is None or not known.numel():
+        return
+    reads = (weight.value,) if isinstance(weight, Ref) else ()
+    constants = () if reads else (weight,)
+    for x, other, share, kernel in (
+        (start, end, 1 - known.double(), "lerp_start"),
+        (end, start, known.double(), "lerp_end"),
+    ):
+        if not fits(x, y, facts):
+            continue
+        if not (least := float(share.abs().amin())) >= LEAST_SCALE:
+            why = (
+                f"its share comes as near zero as {least:.3g}; the least that is inverted is {LEAST_SCALE:g}"
+            )
+            yield Refused(x.value, why)
+            continue
+        gain = _share(x, facts) * max(1.0, _mean_square(1 / share))
+        yield Undone(x.value, (y.name, other.value, *reads), kernel, constants, gain)
 
 
 def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
@@ -149,10 +131,13 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 
 def _reflected(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    x, c, alpha = given["self"], given["other"], given["alpha"]
-    if _fits(x, y, facts) and not isinstance(c, Ref) and abs(alpha) >= LEAST_SCALE:
-        yield Undone(x.value, (y.name,), "reflect", (c, alpha), max(1.0, 1 / abs(alpha)))
+    """y = other − alpha · self."""
+    given, y = facts.arguments(call), result(call, facts)
+    x, other, alpha = given["self"], given["other"], given["alpha"]
+    if isinstance(other, Ref):
+        yield from _added(call, facts, other, x, -1, alpha)
+    elif fits(x, y, facts) and abs(alpha) >= LEAST_SCALE:
+        yield Undone(x.value, (y.name,), "reflect", (other, alpha), max(1.0, 1 / abs(alpha)))
 
 
 def _share(x: Ref, facts: Facts) -> float:
@@ -162,15 +147,15 @@ def _share(x: Ref, facts: Facts) -> float:
 
 
 def _product(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
+    given, y = facts.arguments(call), result(call, facts)
     for x, factor in ((given["self"], given["other"]), (given["other"], given["self"])):
-        if _fits(x, y, facts):
+        if fits(x, y, facts):
             yield from _scaled(x, factor, y, "divide", facts)
 
 
 def _quotient(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    if given.get("rounding_mode") is None and _fits(given["self"], y, facts):
+    given, y = facts.arguments(call), result(call, facts)
+    if given.get("rounding_mode") is None and fits(given["self"], y, facts):
         yield from _scaled(given["self"], given["other"], y, "multiply", facts)
 
 
@@ -229,17 +214,17 @@ def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
     """y = f(self), undone by a kernel without constants."""
 
     def row(call: Call, facts: Facts) -> Found:
-        x, y = facts.arguments(call)["self"], _result(call, facts)
-        if _fits(x, y, facts):
+        x, y = facts.arguments(call)["self"], result(call, facts)
+        if fits(x, y, facts):
             yield Undone(x.value, (y.name,), kernel, (), gain, exact)
 
     return row
 
 
 def _leaky_relu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
+    given, y = facts.arguments(call), result(call, facts)
     x, slope = given["self"], given["negative_slope"]
-    if _fits(x, y, facts):
+    if fits(x, y, facts):
         if slope >= LEAST_SCALE:
             yield Undone(x.value, (y.name,), "leaky_relu", (slope,))
         else:
@@ -247,17 +232,17 @@ def _leaky_relu(call: Call, facts: Facts) -> Found:
 
 
 def _elu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
+    given, y = facts.arguments(call), result(call, facts)
     constants = tuple(given[name] for name in ("alpha", "scale", "input_scale"))
-    if _fits(given["self"], y, facts) and min(constants) >= LEAST_SCALE:
+    if fits(given["self"], y, facts) and min(constants) >= LEAST_SCALE:
         yield Undone(given["self"].value, (y.name,), "elu", constants, STEEP)
 
 
 def _prelu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
+    given, y = facts.arguments(call), result(call, facts)
     x, weight = given["self"], given["weight"]
     slopes = facts.known(weight.value)
-    if _fits(x, y, facts) and slopes is not None:
+    if fits(x, y, facts) and slopes is not None:
         least = float(slopes.amin())
         if least >= LEAST_SCALE:
             yield Undone(x.value, (y.name, weight.value), "prelu", (), max(1.0, _mean_square(1 / slopes)))
@@ -269,8 +254,8 @@ def _norm(kernel: str, x: str = "input") -> Row:
     """A normalisation that gives its statistics too, or (a frozen batch norm) uses given ones."""
 
     def row(call: Call, facts: Facts) -> Found:
-        given, y = facts.arguments(call), _result(call, facts)
-        if not _fits(given[x], y, facts):
+        given, y = facts.arguments(call), result(call, facts)
+        if not fits(given[x], y, facts):
             return
         gain, affine, has = 1.0, [], []
         for name in ("weight", "bias"):
@@ -303,77 +288,15 @@ def _norm(kernel: str, x: str = "input") -> Row:
     return row
 
 
-def _copied(call: Call, facts: Facts) -> Found:
-    """A copy, also one into a wider type: the numbers are all there."""
-    x, y = facts.arguments(call)["self"], _result(call, facts)
-    if not isinstance(x, Ref):
-        return
-    a, b = facts.value(x).fake, y.fake
-    if a.shape == b.shape and a.device == b.device and (a.dtype == b.dtype or _fits(x, y, facts)):
-        yield Undone(x.value, (y.name,), "copy", exact=True)
-
-
-def _concatenated(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    start = 0
-    for x in given["tensors"]:
-        fake = facts.value(x).fake
-        if fake.dim() != y.fake.dim():  # an old kind of empty tensor
-            continue
-        end = start + fake.shape[given["dim"]]
-        if fake.dtype == y.fake.dtype:
-            yield Undone(x.value, (y.name,), "slice", (((given["dim"], start, end, 1),),), exact=True)
-        start = end
-
-
-def _stacked(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    for index, x in enumerate(given["tensors"]):
-        if facts.value(x).fake.dtype == y.fake.dtype:
-            yield Undone(x.value, (y.name,), "select", (given["dim"], index), exact=True)
-
-
-def _padded(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    x, pad = given["self"], given["pad"]
-    if all(p >= 0 for p in pad):
-        fake = facts.value(x).fake
-        dims = [fake.dim() - 1 - i // 2 for i in range(0, len(pad), 2)]
-        ranges = tuple((d, p, p + fake.shape[d], 1) for d, p in zip(dims, pad[::2], strict=True))
-        yield Undone(x.value, (y.name,), "slice", (ranges,), exact=True)
-
-
-def _scattered(call: Call, facts: Facts) -> Found:
-    """A tensor written into a slice of another: it stands there."""
-    given, y = facts.arguments(call), _result(call, facts)
-    whole = y.fake.shape[given["dim"]]
-    start = 0 if given["start"] is None else given["start"]
-    end = whole if given["end"] is None else min(given["end"], whole)
-    yield Undone(
-        given["src"].value, (y.name,), "slice", (((given["dim"], start, end, given["step"]),),), exact=True
-    )
-
-
-def _rolled(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    back = tuple(-s for s in given["shifts"])
-    yield Undone(given["self"].value, (y.name,), "roll", (back, tuple(given["dims"])), exact=True)
-
-
-def _flipped(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    yield Undone(given["self"].value, (y.name,), "flip", (tuple(given["dims"]),), exact=True)
-
-
-def _shuffled(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), _result(call, facts)
-    yield Undone(given["self"].value, (y.name,), "pixel_unshuffle", (given["upscale_factor"],), exact=True)
-
-
 TABLE: Mapping[Any, tuple[Row, ...]] = {
     aten.add: (_sum(+1),),
     aten.sub: (_sum(-1),),
     aten.rsub: (_reflected,),
+    aten.lerp: (_between,),
+    aten.addcmul: (_fused("addcmul", "tensor1", "tensor2"),),
+    aten.addcdiv: (_fused("addcdiv", "tensor1", "tensor2"),),
+    aten.addmm: (_fused("addmm", "mat1", "mat2"),),
+    aten.baddbmm: (_fused("baddbmm", "batch1", "batch2"),),
     aten.neg: (_unary("negate", exact=True),),
     aten.mul: (_product,),
     aten.div: (_quotient,),
@@ -389,14 +312,16 @@ TABLE: Mapping[Any, tuple[Row, ...]] = {
     aten.cudnn_batch_norm: (_norm("batch_norm"),),
     aten.native_layer_norm: (_norm("layer_norm"),),
     aten.native_group_norm: (_norm("group_norm"),),
-    aten.clone: (_copied,),
-    aten._to_copy: (_copied,),
-    aten.cat: (_concatenated,),
-    aten.stack: (_stacked,),
-    aten.constant_pad_nd: (_padded,),
-    aten.slice_scatter: (_scattered,),
-    aten.roll: (_rolled,),
-    aten.flip: (_flipped,),
-    aten.pixel_shuffle: (_shuffled,),
+    aten.clone: (copied,),
+    aten._to_copy: (copied,),
+    aten.cat: (concatenated,),
+    aten.stack: (stacked,),
+    aten.constant_pad_nd: (padded,),
+    aten.slice_scatter: (scattered,),
+    aten.index: (picked,),
+    aten.index_select: (picked,),
+    aten.roll: (rolled,),
+    aten.flip: (flipped,),
+    aten.pixel_shuffle: (shuffled,),
 }
 """Rows by ATen op."""

@@ -14,12 +14,14 @@ import torch
 
 from rematplan.ir.recovery import recoveries
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.inverse_facts import Facts, Refused, Undone
 from rematplan.runtime.inverse_kernels import Fill, Inverse
-from rematplan.runtime.inverse_table import ROUNDING, Facts, Refused, Undone, undo
+from rematplan.runtime.inverse_table import ROUNDING, undo
 from rematplan.runtime.known_values import KnownValues
 from rematplan.runtime.layout import Band, band, bands_tile
 from rematplan.runtime.parting import Parted, part
 from rematplan.runtime.step_problem import CallCost, training_graph
+from rematplan.runtime.unscattered import without_scatters
 
 aten = torch.ops.aten
 
@@ -53,7 +55,7 @@ def with_inverses(
     ``renormalise``: give every batch norm a further recipe that leaves the running statistics alone, for steps in which
     what makes an output may run only once.
     """
-    found = _found(step, named)
+    found = _found(without_scatters(step, named), named)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
 
@@ -96,7 +98,7 @@ def _parted(step: CapturedStep, leave: set[str]) -> Parted:
         parted = part(step, {*leave, *copied})
         if parted.step is step:
             break
-        step = parted.step
+        step = without_scatters(parted.step, {})  # a part copied out need not be copied again
         copied |= parted.copied
     return Parted(step, copied)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rematplan.ir.graph import Node
 from rematplan.runtime.onnx_rows import Rows, integer, refuse, text
 from rematplan.runtime.onnx_values import SAME_WIDTH, WIDER, constant_tensor, signed
+from rematplan.runtime.regular_indices import Slice, picked_slice
 
 ROWS = Rows()
 
@@ -24,13 +25,21 @@ def _wrapped(indices: Tensor, n: int) -> Tensor:
     return torch.where(indices < 0, indices + n, indices)
 
 
+def _sliced(x: Tensor, at: Slice) -> Tensor:
+    view: Tensor = torch.ops.aten.slice(x, at.dim, at.start, at.end, at.step)
+    return view
+
+
 @ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Whole slices by index: one known index is a view, rows of a table of weights are torch's embedding."""
+    """Whole slices by index: known ones at equal distances are a view, rows of a table of weights are torch's
+    embedding."""
     axis = integer(node, "axis", 0) % x.dim()
     if isinstance(indices, np.ndarray):
         if indices.ndim == 0:
             return x.select(axis, int(indices))
+        if (at := picked_slice([*[None] * axis, indices], x.shape)) and indices.ndim == 1:
+            return _sliced(x, at)
         indices = constant_tensor(indices, f"{node.name!r}'s indices").to(x.device)
     flat = _wrapped(indices, x.shape[axis])
     if axis == 0 and x.dim() == 2 and x.is_floating_point() and flat.dim() > 0:
@@ -111,10 +120,17 @@ def scatter(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     return scatter_elements(node, x, indices, updates)
 
 
-@ROWS.add("ScatterND", 11, 13, 16, 18)
-def scatter_nd(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Slices written, or reduced, at tuples of indices."""
+@ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
+def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
+    """Slices written, or reduced, at tuples of indices; known ones may be a slice of the whole."""
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
+    if isinstance(indices, np.ndarray):
+        at = picked_slice(list(np.moveaxis(indices, -1, 0).reshape(depth, -1)), x.shape)
+        if at is not None and how == "none":
+            return torch.slice_scatter(
+                x, updates.reshape(_sliced(x, at).shape), at.dim, at.start, at.end, at.step
+            )
+        indices = constant_tensor(indices, f"{node.name!r}'s indices").to(x.device)
     parts = tuple(_wrapped(p, x.shape[k]).reshape(-1) for k, p in enumerate(indices.unbind(-1)))
     rows = updates.reshape(-1, *x.shape[depth:])
     if how in ("none", "add"):

@@ -84,7 +84,7 @@ class _Parter:
         return Parted(without_dead_calls(with_phases(step)), self.copied)
 
     def _try(self, producer: Call, base: Value) -> None:
-        apart = self._bands(base)
+        apart = self._bands(producer, base)
         if apart is None:
             return
         self._find_sources(producer, apart)
@@ -99,8 +99,8 @@ class _Parter:
             if apart.copied:
                 self.copied[base.storage] = tuple(apart.copied)
 
-    def _bands(self, base: Value) -> _Apart | None:
-        """The parts, if the storage's first partial views tile it."""
+    def _bands(self, producer: Call, base: Value) -> _Apart | None:
+        """The parts: the storage's first partial views, if they tile it, or what it is put together from."""
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
@@ -114,11 +114,17 @@ class _Parter:
                             plain.append(result)
                         else:
                             tops[result] = found
+        together = sorted(b for _, narrow in self._operands(producer, base) if (b := band(narrow)))
         for period in sorted({b.period for b in tops.values()}):
             bands = sorted({b for b in tops.values() if b.period == period})
-            parts = [b for b in bands if not any(o != b and o.holds(b) for o in bands)]
-            if len(parts) > 1 and bands_tile(parts):
-                return _Apart(base, {v: b for v, b in tops.items() if b.period == period}, parts)
+            widest = [b for b in bands if not any(o != b and o.holds(b) for o in bands)]
+            for parts in (widest, together):
+                if (
+                    len(parts) > 1
+                    and bands_tile(parts)
+                    and all(any(p.holds(b) for p in parts) for b in bands)
+                ):
+                    return _Apart(base, {v: b for v, b in tops.items() if b.period == period}, parts)
         return None
 
     def _find_sources(self, producer: Call, apart: _Apart) -> None:
@@ -130,7 +136,7 @@ class _Parter:
                 if own and own.whole and _same_strides(given.fake, within(narrow, found)):
                     apart.sources.setdefault(found, operand)
         for index, one in enumerate(apart.parts):
-            if one not in apart.sources:
+            if one not in apart.sources and any(map(one.holds, apart.tops.values())):
                 self._copy_out(apart, one, f"{base.name}_part_{index}")
 
     def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
