@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds import min_peak_bound
+from rematplan.planner.carried import begun_with
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import Run, runs_of
 from rematplan.planner.sequence_problem import without_inverses
@@ -33,7 +34,8 @@ def smallest_peak(
     ``moves``, if not 0, replaces the time limit, which makes the plan the same on every machine.
     """
     effort = Effort(time_limit, moves)
-    if graph.inverses:
+    starts = [*starts, *(runs_of(p.schedule) for p in begun_with(graph))]
+    if graph.inverses and not begun_with(graph):
         inverses = {inverse.name for inverse in graph.inverses}
         known = [runs for runs in starts if inverses.isdisjoint(runs)]
         plain = smallest_peak(

@@ -59,6 +59,7 @@ class LoadedStep:
 
     ``notes``: what the loader did or noticed that a person should know. ``inexact``: plans may run inverses that round,
     and halves of tensors stand dense where they stood with gaps, so that results need not be equal bit by bit.
+    ``without``: of a step that was opened for inverses, the same with those alone that move numbers.
     """
 
     module: WithLoss
@@ -66,6 +67,7 @@ class LoadedStep:
     step: CapturedStep
     notes: tuple[str, ...] = ()
     inexact: bool = False
+    without: LoadedStep | None = None
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def load_step(
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     """The step with its inverses, what stands in the way of more among the notes."""
+    without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
-        return replace(loaded, step=with_exact_inverses(loaded.step))
+        return without
     blind = is_weightless(loaded.batch)
     found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
     notes = list(found.refused[:MOST_REFUSALS])
@@ -155,7 +158,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     if blind:
         notes.append("without weights no scale is known, and nothing is brought back through one")
     inexact = not all(map(is_exact, found.step.inverses))
-    return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact)
+    return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 
 
 def _load_file(graph: Graph, name: str, loss: str | None, seed: int, weightless: bool) -> LoadedStep:

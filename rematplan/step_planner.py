@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from rematplan.budgets import least_plan, parse_budget
-from rematplan.ir import TrainingGraph, UsageError
+from rematplan.inverting import plan_either
+from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.overlapping import check_mode, overlapped, sharing_here
 from rematplan.planner.lanes import Sharing
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.simulator import simulate
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
@@ -48,6 +50,8 @@ class StepPlanner:
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Plans by all that decides which peaks there are: a step in which only a number is another needs no new search."""
+    better: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of two steps, without inverses and with them, the one that has the better plan."""
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:
@@ -82,8 +86,30 @@ class StepPlanner:
 
         Raises: see `planned`.
         """
+        if self.inverses and isinstance(self.chosen(), Auto):
+            return self._either(with_exact_inverses(step), self.opened(step))
         step = self.opened(step)
         return step, self.planned(step)
+
+    def _either(self, plain: CapturedStep, inverted: CapturedStep) -> tuple[CapturedStep, Plan]:
+        """The step that has the better plan, or that the saved plan is of, and the plan."""
+        steps, graphs = (plain, inverted), (self.problem(plain), self.problem(inverted))
+        if not any(inverse.noise for inverse in graphs[1].inverses):
+            return plain, self._planned(plain, graphs[0])
+        if self.plan is not None:
+            try:
+                return inverted, self._planned(inverted, graphs[1])
+            except ProblemError:
+                return plain, self._planned(plain, graphs[0])
+        both = self._key(graphs[0]), self._key(graphs[1])
+        if both not in self.better:
+            auto, budget = self.chosen(), parse_budget(str(self.budget))
+            assert isinstance(auto, Auto)
+            graph, plan = plan_either(auto, *graphs, budget)
+            self._note(graph, plan)
+            self.better[both] = int(graph is graphs[1])
+        one = self.better[both]
+        return steps[one], self._planned(steps[one], graphs[one])
 
     def planned(self, step: CapturedStep) -> Plan:
         """The plan of a step as it stands.
@@ -92,7 +118,9 @@ class StepPlanner:
             InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
             ProblemError: the saved plan is another graph's, or over the budget.
         """
-        graph = self.problem(step)
+        return self._planned(step, self.problem(step))
+
+    def _planned(self, step: CapturedStep, graph: TrainingGraph) -> Plan:
         plan = self._one_lane(graph) if self.plan is None else load_plan(Path(self.plan), graph)
 
         def sharing() -> Sharing:
@@ -100,14 +128,18 @@ class StepPlanner:
 
         return overlapped(graph, plan, self.overlap, sharing)[0]
 
-    def _one_lane(self, graph: TrainingGraph) -> Plan:
-        recipes = (*graph.ops, *graph.inverses)
+    def _key(self, graph: TrainingGraph) -> tuple[object, ...]:
         sizes = tuple(t.bytes for t in graph.tensors)
-        key = (graph.fingerprint, sizes, tuple(op.workspace for op in recipes))
-        costs = tuple(op.cost for op in recipes)
+        return graph.fingerprint, sizes, tuple(op.workspace for op in (*graph.ops, *graph.inverses))
+
+    def _note(self, graph: TrainingGraph, plan: Plan) -> None:
+        key, costs = self._key(graph), tuple(op.cost for op in (*graph.ops, *graph.inverses))
+        self.made[key] = self.made[*key, costs] = replace(plan, fingerprint=graph.fingerprint)
+
+    def _one_lane(self, graph: TrainingGraph) -> Plan:
+        key, costs = self._key(graph), tuple(op.cost for op in (*graph.ops, *graph.inverses))
         if key not in self.made:
-            self.made[key] = replace(self._searched(graph), fingerprint=graph.fingerprint)
-            self.made[*key, costs] = self.made[key]
+            self._note(graph, self._searched(graph))
         if (*key, costs) not in self.made:  # its bound is of other costs
             known = self.made[key]
             estimate = simulate(graph, known.schedule)

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds import CLOSED, Bound, BoundSearch, min_peak_bound
+from rematplan.planner.carried import begun_with
 from rematplan.planner.cut_start import cut_start
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.kept_plans import keep_plan, kept_plans
@@ -50,7 +51,8 @@ class Auto(Strategy):
     nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
     returns the best plan so far.
 
-    Inverses are used where they help: a part of the time goes into a plan without them, which the rest improves.
+    Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
+    with), which the rest improves.
 
     What was found for a problem is remembered as long as the problem lives and, with ``reuse``, on disk for later
     processes (`kept_plans`): a plan for a smaller budget serves a larger one. Other options as for `Anneal`;
@@ -118,7 +120,8 @@ class _Session:
             InfeasibleBudget: none was found; carries the smallest peak met.
         """
         self.take(kept_plans(self.graph) if self.auto.reuse else ())
-        self.take((*annealed(self.graph, self.auto.keep_order), *self.known_without_inverses()))
+        annealed_ = annealed(self.graph, self.auto.keep_order)
+        self.take((*begun_with(self.graph), *annealed_, *self.known_without_inverses()))
         with self.proof:
             try:
                 if not self.bound.closed(self.best) and not self.solved_exhaustively():
@@ -205,7 +208,8 @@ class _Session:
 
     def search(self) -> None:
         """Anneal, without the inverses first; then wait for the bound."""
-        if self.graph.inverses and not self.bound.closed(self.best):
+        begun = any(p.estimate.peak <= self.budget for p in begun_with(self.graph))
+        if self.graph.inverses and not begun and not self.bound.closed(self.best):
             self.anneal(self.plain, PLAIN * self.left)
         if self.bound.closed(self.best):
             return

@@ -16,6 +16,7 @@ from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.overlapping import ON, overlapped
+from rematplan.planner.carried import begin_with, carried_over
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
@@ -78,15 +79,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     args.overlap = args.overlap or ON
     wanted = parse_budget(args.budget) if args.budget else None
     costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
+    assert loaded.without is not None
     plain, inverted = (
-        price(
-            load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=inverses),
-            out,
-            costs,
-            args.device_model,
-            args.max_inversion_error,
-        )
-        for inverses in (False, True)
+        price(one, out, costs, args.device_model, args.max_inversion_error)
+        for one in (loaded.without, loaded)
     )
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
@@ -128,6 +125,8 @@ def _rivals(
         return
     progress(0.5, "with inverses")
     yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
+    carried = carried_over(without.plan, plain.graph, inverted.graph)
+    begin_with(inverted.graph, [carried] if carried else [])
     both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress))
     # The better of the two is the plan of someone who may invert.
     best = min((both, without), key=lambda r: _rank(r.plan, budget))

@@ -13,12 +13,14 @@ from rematplan.cli.arguments import add_strategy_options, check_outputs, one_str
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
+from rematplan.inverting import plan_either
 from rematplan.ir import TrainingGraph, save_problem
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.overlap import saved
 from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
@@ -60,9 +62,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     source = load(args, out)
     if args.problem_out:
         save_problem(source.graph, args.problem_out)
-    base = no_recompute(source.graph)
     start = time.perf_counter()
-    plan, said = wanted_lanes(source, plan_for(source.graph, base, args, out), args, out)
+    opened, (source, plan) = source, plan_for(source, args, out)
+    if args.problem_out and source is not opened:
+        save_problem(source.graph, args.problem_out)
+    plan, said = wanted_lanes(source, plan, args, out)
+    base = no_recompute(source.graph)
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
@@ -80,18 +85,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def plan_for(graph: TrainingGraph, base: Plan, args: argparse.Namespace, out: Output) -> Plan:
-    """The plan of the strategy within the budget that the arguments name.
+def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
+    """The plan of the strategy within the budget that the arguments name, and what it is a plan of: with inverses, of
+    the problem with or without them that has the better one.
 
     Raises:
         InfeasibleBudget: the strategy cannot.
     """
-    strategy = one_strategy(args)
+    strategy, graph = one_strategy(args), source.graph
     budget = parse_budget(args.budget)
     with out.progress(f"planning {graph.name}") as progress:
+        if source.without and isinstance(strategy, Auto):
+            plain = source.without
+            graph, plan = plan_either(strategy, plain.graph, graph, budget, progress, _leanest_blocks)
+            if graph is plain.graph:
+                better = f"{graph.name}: no plan with inverses is better than this one without"
+                source = replace(plain, notes=(*source.notes, better))
+            return source, plan
         if budget.kind == "min":
-            return least_plan(strategy, graph, progress, starts=_leanest_blocks(graph))
-        return plan_within(strategy, graph, budget.bytes(base.estimate.peak, lambda: 0), progress)
+            return source, least_plan(strategy, graph, progress, starts=_leanest_blocks(graph))
+        base = no_recompute(graph).estimate.peak
+        return source, plan_within(strategy, graph, budget.bytes(base, lambda: 0), progress)
 
 
 def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:

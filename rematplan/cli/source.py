@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, giv
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 from rematplan.planner.inversion_error import with_anchors
+from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device_model")
 
 @dataclass(frozen=True)
 class Source:
-    """A problem to plan. ``loaded``: the captured step behind it, None for a problem file."""
+    """A problem to plan. ``loaded``: the captured step behind it, None for a problem file. ``without``: the problem of
+    the same step without inverses that round, where `auto` is to choose between the two."""
 
     graph: TrainingGraph
     loaded: LoadedStep | None
     notes: tuple[str, ...] = ()
+    without: Source | None = None
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
@@ -122,6 +125,10 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
         args, out, weightless=costs != PROFILE and not runs, inverses=args.inverses or reversible
     )
     source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    if strategy == Auto.name and loaded.without:
+        without = price(loaded.without, out, costs, args.device_model)
+        rounds = any(inverse.noise for inverse in source.graph.inverses)
+        return replace(source, without=without) if rounds else replace(without, notes=source.notes)
     if reversible and not source.graph.inverses:
         why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
         raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")

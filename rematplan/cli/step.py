@@ -12,8 +12,8 @@ from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.source import add_costs, add_model, load
-from rematplan.ir import UsageError
+from rematplan.cli.source import Source, add_costs, add_model, load
+from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.tables import plan_table, split_table, step_table
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     one_strategy(args)
     check_overlap(args)
     source = load(args, out, runs=True)
+    source, plan = _saved(source, args.plan) if args.plan else plan_for(source, args, out)
     assert source.loaded is not None
     base = no_recompute(source.graph)
-    plan = load_plan(args.plan, source.graph) if args.plan else plan_for(source.graph, base, args, out)
     plan, said = wanted_lanes(source, plan, args, out)
     out.show(
         *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
@@ -62,6 +62,20 @@ def run(args: argparse.Namespace, out: Output) -> int:
     report = run_plan(source.loaded, plan, out, args.steps, args.verify)
     out.data(plan_document(source, plan, base, said) | step_document(report))
     return exit_status(report)
+
+
+def _saved(source: Source, path: Path) -> tuple[Source, Plan]:
+    """The plan of a file, and what it is a plan of: the step with inverses or the one without.
+
+    Raises:
+        ProblemError: of neither.
+    """
+    try:
+        return source, load_plan(path, source.graph)
+    except ProblemError:
+        if source.without is None:
+            raise
+        return source.without, load_plan(path, source.without.graph)
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:

@@ -1,0 +1,154 @@
+"""Plans that may invert are never worse than those that may not, whichever command makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.budgets import least_plan, parse_budget
+from rematplan.inverting import plan_either
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.carried import carried_over
+from rematplan.planner.inversion_error import inverses_run
+from rematplan.planner.schedule import runs_of
+from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.capture import capture
+from rematplan.runtime.device_models import device_model
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_exact_inverses, with_inverses
+from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.step_problem import training_graph
+
+
+class Couplings(nn.Module):
+    """``depth`` couplings of halves of one tensor; ``wide``: functions so costly that inverting them hardly pays."""
+
+    def __init__(self, depth: int = 8, wide: int = 1) -> None:
+        super().__init__()
+        self.functions = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8 * wide), nn.GELU(), nn.Linear(8 * wide, 8)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for f in self.functions:
+            a, b = x.chunk(2, -1)
+            x = torch.cat([b, a + f(b)], -1)
+        return x.square().mean()
+
+
+def problems(wide: int = 1) -> tuple[TrainingGraph, TrainingGraph]:
+    """Of a step without inverses that round, and with."""
+    torch.manual_seed(0)
+    model, x = Couplings(wide=wide), torch.randn(64, 16)
+    step, device = capture(model, (x,), f"couplings {wide}"), device_model("laptop-cpu")
+    steps = with_exact_inverses(step), with_inverses(step, named_tensors(model)).step
+    plain, inverted = (training_graph(s, roofline_costs(s, device)) for s in steps)
+    return plain, inverted
+
+
+@cache
+def searched_without(wide: int, budget: int) -> float:
+    return Auto(time_limit=1.5).plan(problems(wide)[0], budget).estimate.cost
+
+
+@pytest.mark.parametrize("wide", [1, 8])
+@pytest.mark.parametrize("budget", ["75%", "50%"])
+def test_never_worse_than_without(wide: int, budget: str) -> None:
+    plain, inverted = problems(wide)
+    amount = parse_budget(budget).bytes(no_recompute(plain).estimate.peak, lambda: 0)
+    try:
+        without = searched_without(wide, amount)
+    except InfeasibleBudget:
+        without = float("inf")
+    # In less time than that search had, of which nothing is known here but what it left on disk.
+    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget(budget))
+    assert plan.estimate.peak <= amount
+    assert plan.estimate.cost <= without
+    assert graph in (plain, inverted)
+    assert set(runs_of(plan.schedule)) <= graph.op.keys()
+
+
+def test_nothing_is_inverted_where_nothing_is_to_be_saved() -> None:
+    plain, inverted = problems()
+    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("100%"))
+    assert graph is plain
+    assert plan.estimate.overhead == 0
+    least = no_recompute(inverted).estimate.peak
+    with pytest.raises(InfeasibleBudget) as error:
+        plan_either(Auto(time_limit=1), plain, inverted, parse_budget("1000B"))
+    assert 1000 < error.value.smallest < least
+
+
+def test_the_least_peak_is_no_larger() -> None:
+    plain, inverted = problems()
+    least = least_plan(Auto(time_limit=1), plain).estimate.peak
+    graph, plan = plan_either(Auto(time_limit=2), plain, inverted, parse_budget("min"))
+    assert plan.estimate.peak <= least
+    assert graph is inverted
+
+
+def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
+    plain, inverted = problems()
+    for plan in (no_recompute(plain), *ChenSqrt().curve(plain, ())):
+        carried = carried_over(plan, plain, inverted)
+        assert carried is not None
+        assert inverses_run(inverted, runs_of(carried.schedule)) == 0
+        assert carried.estimate.reruns >= plan.estimate.reruns - len(plain.ops) // 10
+        assert carried.estimate.cost <= 1.02 * plan.estimate.cost
+        assert carried.estimate.peak <= 1.1 * plan.estimate.peak
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_plan_module_takes_the_better_one_and_loads_it_again(budget: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Couplings(), torch.randn(64, 16)
+    options: dict[str, Any] = {"inverses": True, "costs": "roofline", "time_limit": 1}
+    planned = rematplan.plan_module(model, (x,), budget=budget, **options)
+    rematplan.save_plan(planned.plan, tmp_path / "plan.json")  # type: ignore[arg-type]
+    inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))  # type: ignore[union-attr]
+    assert inverts == (budget == "min")
+    loaded = rematplan.plan_module(model, (x,), plan=tmp_path / "plan.json", **options)
+    assert runs_of(loaded.plan.schedule) == runs_of(planned.plan.schedule)  # type: ignore[union-attr]
+    gradients = []
+    for one in (model, planned, loaded):
+        model.zero_grad()
+        one(x).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for found in gradients[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(gradients[0], found, strict=True))
+
+
+def test_on_the_command_line(call: Callable[..., Any], tmp_path: Path) -> None:
+    model = (
+        "revvit_s",
+        "--image",
+        "64",
+        "--width",
+        "32",
+        "--batch",
+        "8",
+        "--depth",
+        "2",
+        "--costs",
+        "roofline",
+    )
+    for budget in ("100%", "85%"):
+        without = call("plan", *model, "--budget", budget, "--time-limit", "1", "--json").data
+        options = (*model, "--inverses", "--json")
+        path = tmp_path / "plan.json"
+        found = call("plan", *options, "--budget", budget, "--time-limit", "1", "-o", path).data
+        assert found["budget"] == without["budget"]
+        assert found["cost"] <= without["cost"]
+        run = call("step", *options, "--plan", path, "--verify", "--steps", "1")
+        assert run.status == 0
+        assert run.data["cost"] == found["cost"]
+        assert run.data["verification"]["bit_equal"] == (found["inversions"] == 0)
