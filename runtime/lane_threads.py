@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,18 +75,20 @@ class Recovery(Lane):
 
         Raises what either raises.
         """
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         thread = threading.Thread(target=self._run, args=(recover, stream), name="rematplan recovery")
-        thread.start()
         try:
+            thread.start()
             yield
+            thread.join()
         except BaseException as failure:
             self.main.fail(failure)
             raise
         finally:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
             failed, self.failure = self.failure, None
@@ -108,6 +111,12 @@ class Recovery(Lane):
 
 def _on(stream: Any) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@cache
+def recovery_stream(device: torch.device) -> Any:
+    """The stream of a device's recovery lanes: one, since libraries keep a workspace for each that they meet."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:

@@ -29,7 +29,7 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.lane_threads import Lane, taken, two_lanes
+from rematplan.runtime.lane_threads import Lane, recovery_stream, taken, two_lanes
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.step_problem import training_graph
@@ -216,6 +216,22 @@ def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
     assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
 
 
+def test_an_interrupt_of_the_last_wait_ends_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, recovery = two_lanes(CPU)
+    join, interrupted = threading.Thread.join, list[bool]()
+
+    def interrupt_once(thread: threading.Thread, timeout: float | None = None) -> None:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupt_once)
+    with pytest.raises(KeyboardInterrupt), recovery.running(lambda: main.wait(1)):
+        pass
+    assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
+
+
 def test_lanes_that_do_not_wait_for_their_data_are_refused(cache: Path) -> None:
     _, _, step, graph, plan = made(3, cache)
     laned = on_two_lanes(graph, plan, 2**40)
@@ -251,10 +267,11 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     """Stand-ins for CUDA's streams; what is asked of them."""
     main_stream, log = FakeStream("main"), list[tuple[str, ...]]()
     monkeypatch.setattr(FakeStream, "log", log)
+    recovery_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
@@ -264,7 +281,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: log.append((stream.name, "takes over"))
     )
-    return log
+    yield log
+    recovery_stream.cache_clear()
 
 
 def test_on_cuda_a_wait_is_one_of_streams_too(streams: list[tuple[str, ...]]) -> None:
