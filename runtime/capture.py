@@ -60,7 +60,8 @@ def capture(
         raise
     except VALUES_DECIDE as error:
         raise ModelError(
-            f"{name}: its forward looks at what tensors hold ({error}), so that no fixed graph states it"
+            f"{name}: its forward looks at what tensors hold ({error}), so that no fixed graph states it; plan those "
+            f"of its parts that do not"
         ) from error
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
         first = str(error).strip().splitlines()

@@ -48,14 +48,22 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
     """
     check_traceable(model)
     if isinstance(model, _Planned):
-        model = model._unplanned()
+        model = model._model()
     return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic)))
 
 
-@functools.cache
-def _class_of(kind: Any) -> Any:
-    more = {"__module__": kind.__module__, "forward": _Forward(kind), "_kind": kind}
-    return type(f"Planned{kind.__name__}", (_Planned, kind), more)
+_classes: dict[type[nn.Module], Any] = {}
+
+
+def _class_of(kind: type[nn.Module]) -> Any:
+    if kind not in _classes:
+        _classes[kind] = _new_class(kind)
+    return _classes[kind]
+
+
+def _new_class(kind: type[nn.Module]) -> Any:
+    more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}  # some look classes up by name
+    return type(kind.__name__, (_Planned, kind), {**more, "forward": _Forward(kind), "_kind": kind})
 
 
 def _blank(kind: Any) -> nn.Module:
@@ -124,30 +132,36 @@ class _Planned:
         self._rematplan.prepare(self, args, kwargs)
         return self
 
-    def _plain_forward(self) -> Callable[..., Any]:
-        """The model's own forward."""
-        own = self.__dict__.get("forward")
-        return own or super().forward  # type: ignore[misc,no-any-return]
-
-    def _unplanned(self) -> nn.Module:
-        """The model, sharing this one's attributes."""
+    def _model(self) -> nn.Module:
+        """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
+        if type(self) is not _class_of(self._kind):
+            return cast(nn.Module, self)
         model: nn.Module = object.__new__(self._kind)
         object.__setattr__(model, "__dict__", self.__dict__)
         return model
 
+    def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
+        """The model's own forward."""
+        own = self.__dict__.get("forward")
+        inherited = super().forward if isinstance(model, _Planned) else model.forward  # type: ignore[misc]
+        return cast(Callable[..., Any], own or inherited)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward_of(self._model())(*args, **kwargs)
+
     def __copy__(self) -> Any:
         """A further object with the same parts and plans."""
-        return _become(_blank(self._kind), (copy.copy(self._unplanned()), self._rematplan.twin()))
+        return _become(_blank(self._kind), (copy.copy(self._model()), self._rematplan.twin()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy (for an average of weights, say) with weights of its own and the same plans."""
         memo[id(self)] = twin = _blank(self._kind)
-        return _become(twin, (copy.deepcopy(self._unplanned(), memo), self._rematplan.twin()))
+        return _become(twin, (copy.deepcopy(self._model(), memo), self._rematplan.twin()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled with the wish for a plan, not with the plan: it is made anew in the first call."""
         del protocol
-        return _blank, (self._kind,), (self._unplanned(), self._rematplan.twin({})), None, None, _become
+        return _blank, (self._kind,), (self._model(), self._rematplan.twin({})), None, None, _become
 
 
 @dataclass(frozen=True)
@@ -187,13 +201,13 @@ class _Runner:
     def __call__(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
         if not torch.is_grad_enabled():
-            return planned._plain_forward()(*args, **kwargs)
+            return planned._plain(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         state = self._state(cast(nn.Module, planned))
         tensors = _tensors(leaves)
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
-            return planned._plain_forward()(*args, **kwargs)
+            return planned._plain(args, kwargs)
         self._check_first_order()
         way = self._way(planned, leaves, spec, state)
         flat = iter(way.compiled(state.named, tensors))
@@ -241,10 +255,10 @@ class _Runner:
         return found
 
     def _compile(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec) -> _Way:
-        model = cast(nn.Module, planned)
+        model = planned._model()
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
-        flat = _Flat(model, planned._plain_forward(), leaves, spec)
+        flat = _Flat(model, planned._forward_of(model), leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
         with reads_of(list(model.modules())) as reads:
             step = capture(flat, batch, self.name, model)

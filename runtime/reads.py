@@ -53,7 +53,7 @@ class Reads:
         self.owners: dict[int, Owner] = {}
         self.kinds: set[type] = {nn.Module}
         self.found: dict[tuple[Owner, str], Any] = {}
-        self.written: set[tuple[Owner, str]] = set()
+        self.holders: dict[Owner, Any] = {}
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
 
@@ -65,24 +65,35 @@ class Reads:
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """An attribute was read. One that is found under two values is the forward's own to set."""
+        """An attribute was read."""
         owner = self.owners.get(id(holder))
         if owner is None or not (type(value) in PLAIN or isinstance(value, torch.Tensor)):
             return
         if name in object.__getattribute__(holder, "__dict__"):
-            before = self.found.setdefault((owner, name), value)
-            if before is not value and not (type(before) is type(value) in PLAIN and before == value):
-                self.written.add((owner, name))
+            self.holders[owner] = holder
+            first = self.found.setdefault((owner, name), value)
+            if not _same(first, value):
+                self.found[owner, name] = _SET
 
     def listed(self) -> tuple[Read, ...]:
-        """What a plan depends on."""
+        """What a plan depends on. What the forward itself sets is not among it: what it read there has another value
+        now, when all is as it was before."""
         rows: dict[tuple[Owner, bool], dict[str, Any]] = {}
         for (owner, name), value in self.found.items():
-            if (owner, name) not in self.written:
+            if _same(value, vars(self.holders[owner]).get(name, _SET)):
                 rows.setdefault((owner, type(value) not in PLAIN), {})[name] = value
         return tuple(
             Read(owner, _getter(list(row)), (*row.values(),), same) for (owner, same), row in rows.items()
         )
+
+
+_SET = object()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return a is not _SET
+    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from rematplan.runtime.reads import PLAIN
 
-CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set, OrderedDict)
 
 
 @contextmanager
 def untouched(module: nn.Module, name: str) -> Iterator[None]:
     """A block after which attributes of the module and its parts are as before it, as is what lists, dictionaries and
-    sets among them hold. Warns of tensors and plain values that the block left in public ones, as a planned forward
-    will not. ``name``: the module's."""
+    sets among them hold, hooks among these. Warns of tensors and plain values that the block left in public ones, as a
+    planned forward will not. ``name``: the module's."""
     before = [(path, m, dict(m.__dict__), _contents(m)) for path, m in module.named_modules()]
     try:
         yield

@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from rematplan.ir import ModelError
 
 AUTOCAST = ("cpu", "cuda")
+COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
+"""Where hooks come from that do nothing but compute: reparametrizations, outputs of inner layers."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -99,17 +101,17 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """The names of the parts of a module that have hooks, other than torch's own that reparametrize a layer."""
+    """The names of the parts of a module that have hooks, other than those that only compute."""
     return [
         name
         for name, m in module.named_modules()
         if m is not module
-        and any(not _reparametrizes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
+        and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
     ]
 
 
-def _reparametrizes(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils")
+def _only_computes(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(COMPUTING)
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
