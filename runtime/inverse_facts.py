@@ -18,7 +18,8 @@ from rematplan.runtime.ranges import Ranges
 class Undone:
     """``value`` can be had from ``reads`` by a kernel with these constants.
 
-    ``gain``: the growth of relative errors. ``exact``: numbers are only moved.
+    ``gain``: the growth of relative errors. ``exact``: numbers are only moved. ``scale``: what the kernel returns for
+    the scale that it divides by, where training may change that; else 0.
     """
 
     value: str
@@ -27,6 +28,7 @@ class Undone:
     constants: tuple[Any, ...] = ()
     gain: float = 1.0
     exact: bool = False
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

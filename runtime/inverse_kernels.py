@@ -12,18 +12,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from rematplan.ir import ModelError
+from rematplan.runtime.inversion_drift import passed_on
 
 LEAST_SCALE = 1e-3
 """A scale with a smaller factor than this is not inverted: what is divided by it is mostly rounding errors."""
 
 Kernel: TypeAlias = Callable[..., object]
-"""Writes into ``out`` what it finds from tensors and constants."""
+"""Writes into ``out`` what it finds from tensors and constants. One that divides by a scale that training may change
+returns by how much that makes errors larger (root of the mean square)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
     """One piece of an inverse: a kernel of `KERNELS` writes the view of the storage that ``size``, ``stride`` and
-    ``offset`` describe (in elements), from the next ``arity`` tensors."""
+    ``offset`` describe (in elements), from the next ``arity`` tensors. ``scale``: what the kernel
+    returned when the plan was made, if it returns a number."""
 
     kernel: str
     constants: tuple[Any, ...]
@@ -31,6 +34,7 @@ class Fill:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,20 @@ class Inverse:
         return self.noise == 0.0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Run it."""
+        """Run it.
+
+        Raises:
+            ModelError: scales have changed since the plan was made, and now would make the result wrong.
+        """
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
-        at = 0
+        at, drift = 0, 1.0
         for fill in self.fills:
             out = base.as_strided(fill.size, fill.stride, fill.offset)
-            KERNELS[fill.kernel](out, *tensors[at : at + fill.arity], *fill.constants)
+            now = KERNELS[fill.kernel](out, *tensors[at : at + fill.arity], *fill.constants)
+            if fill.scale and isinstance(now, float):
+                drift = max(drift, now / fill.scale)
             at += fill.arity
+        passed_on(tensors, base, self.gain, self.noise, drift)
         return base
 
     def __str__(self) -> str:
@@ -79,15 +90,35 @@ def _scaled_difference(out: Tensor, y: Tensor, b: Tensor, alpha: float) -> None:
         out.div_(alpha)
 
 
-def _divide(out: Tensor, y: Tensor, factor: Tensor | float) -> None:
-    if isinstance(factor, Tensor):
-        least = float(factor.abs().amin())
-        if not least >= LEAST_SCALE:  # it was larger when the plan was made; NaN is refused too
-            raise ModelError(
-                f"a scale by which the plan divides has come near zero ({least:.3g} is below {LEAST_SCALE:g}); plan "
-                f"again, or without inverses"
-            )
+def _divide(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
     torch.div(y, factor, out=out)
+    if not isinstance(factor, Tensor):
+        return None
+    sizes = factor.abs().double()
+    return _checked(sizes.amin(), sizes.pow(-2).mean().sqrt())
+
+
+def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
+    torch.mul(y, factor, out=out)
+    if not isinstance(factor, Tensor):
+        return None
+    sizes = factor.abs().double()
+    return _checked(1 / sizes.amax(), sizes.square().mean().sqrt())
+
+
+def _checked(least: Tensor, inverse: Tensor) -> float:
+    """What a scale does to errors, ``inverse``.
+
+    Raises:
+        ModelError: its least size is too near zero; it was larger when the plan was made.
+    """
+    size, found = torch.stack((least, inverse)).tolist()
+    if not size >= LEAST_SCALE:  # NaN is refused too
+        raise ModelError(
+            f"a scale by which the plan divides has come near zero ({size:.3g} is below {LEAST_SCALE:g}); plan "
+            f"again, or without inverses"
+        )
+    return float(found)
 
 
 def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
@@ -101,15 +132,16 @@ def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
     return kernel
 
 
-def _lerp_start(out: Tensor, y: Tensor, end: Tensor, weight: Tensor | float) -> None:
-    share = 1 - weight
-    _divide(out, y - end, share)
+def _lerp_start(out: Tensor, y: Tensor, end: Tensor, weight: Tensor | float) -> float | None:
+    grown = _divide(out, y - end, 1 - weight)
     out.add_(end)
+    return grown
 
 
-def _lerp_end(out: Tensor, y: Tensor, start: Tensor, weight: Tensor | float) -> None:
-    _divide(out, y - start, weight)
+def _lerp_end(out: Tensor, y: Tensor, start: Tensor, weight: Tensor | float) -> float | None:
+    grown = _divide(out, y - start, weight)
     out.add_(start)
+    return grown
 
 
 def _reorder(out: Tensor, y: Tensor, order: Tensor, dim: int) -> None:
@@ -135,25 +167,28 @@ def _elu(out: Tensor, y: Tensor, alpha: float, scale: float, input_scale: float)
     out.copy_(torch.where(y > 0, y / scale, below))
 
 
-def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> None:
+def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> float | None:
     below = torch.empty_like(out)
-    _divide(below, y, weight)
+    grown = _divide(below, y, weight)
     torch.where(y > 0, y, below, out=out)
+    return grown
 
 
 def _normalised(
     out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> None:
+) -> float | None:
     """x of y = (x − mean) · scale · weight + bias, all broadcast over y; in float32 at least."""
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
+    grown = None
     if weight is not None:
-        _divide(scaled := torch.empty_like(x), x, weight)
+        grown = _divide(scaled := torch.empty_like(x), x, weight)
         x = scaled
     out.copy_(mean + x / scale)
+    return None if weight is None or grown is None else grown * float(weight.double().square().mean().sqrt())
 
 
-def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> None:
+def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
     """``affine``: weight and bias where there are, then which of them are, and the ε of a frozen one (whose
     ``scale`` is the running variance) or None."""
     *tensors, has_weight, has_bias, eps = affine
@@ -162,18 +197,18 @@ def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: An
     weight = next(given).view(shape) if has_weight else None
     bias = next(given).view(shape) if has_bias else None
     scale = scale if eps is None else torch.rsqrt(scale + eps)
-    _normalised(out, y, mean.view(shape), scale.view(shape), weight, bias)
+    return _normalised(out, y, mean.view(shape), scale.view(shape), weight, bias)
 
 
-def _layer_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> None:
+def _layer_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
     *tensors, has_weight, has_bias = affine
     given = iter(tensors)
     weight = next(given) if has_weight else None
     bias = next(given) if has_bias else None
-    _normalised(out, y, mean, scale, weight, bias)
+    return _normalised(out, y, mean, scale, weight, bias)
 
 
-def _group_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> None:
+def _group_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
     *tensors, has_weight, has_bias = affine
     n, groups = mean.shape
     shape = (n, groups, y.shape[1] // groups, math.prod(y.shape[2:]))
@@ -181,8 +216,10 @@ def _group_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: An
     weight = next(given).view(1, groups, -1, 1) if has_weight else None
     bias = next(given).view(1, groups, -1, 1) if has_bias else None
     x = torch.empty(shape, dtype=out.dtype, device=out.device)
-    _normalised(x, y.reshape(shape), mean.view(n, groups, 1, 1), scale.view(n, groups, 1, 1), weight, bias)
+    statistics = mean.view(n, groups, 1, 1), scale.view(n, groups, 1, 1)
+    grown = _normalised(x, y.reshape(shape), *statistics, weight, bias)
     out.copy_(x.view(y.shape))
+    return grown
 
 
 def _slice(out: Tensor, y: Tensor, ranges: tuple[tuple[int, int, int, int], ...]) -> None:
@@ -207,7 +244,8 @@ KERNELS: Mapping[str, Kernel] = {
     "negate": lambda out, y: torch.neg(y, out=out),
     "divide": _divide,
     "quotient": lambda out, y, factor: torch.div(y, factor, out=out),
-    "multiply": lambda out, y, factor: torch.mul(y, factor, out=out),
+    "multiply": _multiply,
+    "product": lambda out, y, factor: torch.mul(y, factor, out=out),
     "log": _log,
     "exp": lambda out, y: torch.exp(y, out=out),
     "leaky_relu": lambda out, y, slope: out.copy_(functional.leaky_relu(y, 1 / slope)),

@@ -118,7 +118,8 @@ def _between(call: Call, facts: Facts) -> Found:
             yield Refused(x.value, why)
             continue
         gain = _share(x, facts) * max(1.0, _mean_square(1 / share))
-        yield Undone(x.value, (y.name, other.value, *reads), kernel, constants, gain)
+        scale = _mean_square(1 / share) if reads else 0.0
+        yield Undone(x.value, (y.name, other.value, *reads), kernel, constants, gain, scale=scale)
 
 
 def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
@@ -159,6 +160,10 @@ def _quotient(call: Call, facts: Facts) -> Found:
         yield from _scaled(given["self"], given["other"], y, "multiply", facts)
 
 
+UNWATCHED = {"divide": "quotient", "multiply": "product"}
+"""The kernels for scales that nothing changes, so that there is nothing to watch at run time."""
+
+
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     """y = x · factor, undone by ``divide``, or y = x ÷ factor, undone by ``multiply``."""
     scale = (
@@ -182,7 +187,10 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     facts.scales[y.storage] = max(1.0, inverse)
     reads = (factor.value,) if isinstance(factor, Ref) else ()
     constants = () if reads else (factor,)
-    yield Undone(x.value, (y.name, *reads), kernel, constants, inverse * direct)
+    lasting = not reads or facts.ranges(factor).lasting
+    kernel = UNWATCHED[kernel] if lasting else kernel
+    watched = 0.0 if lasting else inverse
+    yield Undone(x.value, (y.name, *reads), kernel, constants, inverse * direct, scale=watched)
 
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
@@ -201,9 +209,9 @@ def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
         inverse = math.sqrt((least**-2 - most**-2) / spread)
         direct = math.sqrt((most**2 - least**2) / spread)
     facts.scales[y.storage] = max(1.0, inverse)
-    if kernel == "divide" and bounds.lasting:
-        kernel = "quotient"  # nothing to watch at run time
-    yield Undone(x.value, (y.name, factor.value), kernel, (), inverse * direct)
+    if bounds.lasting:
+        kernel = UNWATCHED[kernel]
+    yield Undone(x.value, (y.name, factor.value), kernel, (), inverse * direct, scale=inverse)
 
 
 def _mean_square(t: torch.Tensor) -> float:
@@ -245,7 +253,8 @@ def _prelu(call: Call, facts: Facts) -> Found:
     if fits(x, y, facts) and slopes is not None:
         least = float(slopes.amin())
         if least >= LEAST_SCALE:
-            yield Undone(x.value, (y.name, weight.value), "prelu", (), max(1.0, _mean_square(1 / slopes)))
+            steepest = _mean_square(1 / slopes)
+            yield Undone(x.value, (y.name, weight.value), "prelu", (), max(1.0, steepest), scale=steepest)
         else:
             yield Refused(x.value, f"a slope of its PReLU is {least:.3g}, below {LEAST_SCALE:g}")
 
@@ -283,7 +292,7 @@ def _norm(kernel: str, x: str = "input") -> Row:
         )
         if all(statistics):
             reads = (y.name, *(s for s in statistics if s), *affine)
-            yield Undone(given[x].value, reads, kernel, (*has, *eps), gain)
+            yield Undone(given[x].value, reads, kernel, (*has, *eps), gain, scale=gain if has[0] else 0.0)
 
     return row
 

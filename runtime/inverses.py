@@ -157,7 +157,15 @@ def _ways(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
 def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int) -> Call:
     fake = step.values[base].fake
     fills = tuple(
-        Fill(w.kernel, w.constants, len(w.reads), tuple(v.shape), tuple(v.stride()), int(v.storage_offset()))
+        Fill(
+            w.kernel,
+            w.constants,
+            len(w.reads),
+            tuple(v.shape),
+            tuple(v.stride()),
+            int(v.storage_offset()),
+            w.scale,
+        )
         for w, v in ((w, step.values[w.value].fake) for w in ways)
     )
     exact = all(w.exact for w in ways)
