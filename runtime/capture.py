@@ -74,15 +74,25 @@ def check_traceable(module: nn.Module) -> None:
     """Refuse a module that is no one graph's yet, or any more.
 
     Raises:
-        ModelError: it is compiled, or the shape of a parameter is not known.
+        ModelError: it is compiled or sharded, or the shape of a parameter is not known.
     """
     name = type(module).__name__
+    if any(hasattr(m, "reshard") for m in list(module.modules())[1:]) or any(
+        map(_is_sharded, module.parameters())
+    ):
+        raise ModelError(
+            f"{name} is sharded, whole or in parts; plan first, then shard what is planned as one unit"
+        )
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ModelError(f"{name} is compiled; plan the module that it was made of, or see rematplan.backend")
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ModelError(
             f"{name} has parameters whose shape is not known yet; call it once before it is planned"
         )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
 
 
 def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: nn.Module) -> CapturedStep:

@@ -18,6 +18,7 @@ from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.executor import Backward, compile_halves
+from rematplan.runtime.tangents import Tangent
 
 
 class CompiledPlan:
@@ -35,12 +36,11 @@ class CompiledPlan:
         }
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
-        tangents = [i for i in step.inputs if i.kind == "tangent"]
-        self.tangents = [(int(i.target), i.value, _Layout.of(step.values[i.value].fake)) for i in tangents]
+        self.tangents = [Tangent(step, int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
-        wanted = {at for at, _, _ in self.tangents}
+        wanted = {t.at for t in self.tangents}
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
@@ -180,11 +180,11 @@ class _First(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         plan = ctx.call.plan
-        missing = frozenset(value for at, value, _ in plan.tangents if gradients[at] is None)
+        missing = frozenset(t.value for t in plan.tangents if gradients[t.at] is None)
         if len(missing) == len(plan.tangents):
             return (None,) * len(ctx.needs_input_grad)
         ctx.call.begin(missing)
-        tangents = [layout.lay_out(gradients[at]) for at, _, layout in plan.tangents]
+        tangents = [t.lay_out(gradients[t.at]) for t in plan.tangents]
         del gradients
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
@@ -212,22 +212,3 @@ _NOTHING = nullcontext()
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """The captured calls hold all casts that it would add."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a tangent stood in memory when it was captured."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Layout:
-        return cls(tuple(tensor.shape), tensor.stride())
-
-    def lay_out(self, tangent: torch.Tensor | None) -> torch.Tensor | None:
-        """The tangent so laid out; an expanded one (``y.sum().backward()``) becomes dense."""
-        if tangent is None or tangent.stride() == self.stride:
-            return tangent
-        dense = torch.empty_strided(self.shape, self.stride, dtype=tangent.dtype, device=tangent.device)
-        return dense.copy_(tangent)

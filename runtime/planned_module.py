@@ -256,6 +256,7 @@ class _Runner:
 
     def _compile(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec) -> _Way:
         model = planned._model()
+        check_traceable(model)
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         flat = _Flat(model, planned._forward_of(model), leaves, spec)
