@@ -72,7 +72,8 @@ def made(name: str, divide: bool = False) -> tuple[nn.Module, Tensor, CapturedSt
 def test_a_coupling_is_inverted_through_a_scale_that_keeps_away_from_zero(name: str, divide: bool) -> None:
     model, x, step = made(name, divide)
     kernels = {fill.kernel for call in step.inverses for fill in call.target.fills}
-    kernel = "multiply" if divide else "divide" if name == "times a parameter" else "quotient"
+    watched, plain = ("multiply", "product") if divide else ("divide", "quotient")
+    kernel = watched if name == "times a parameter" else plain
     assert (kernel in kernels) == SCALES[name][1]
     if not SCALES[name][1]:
         return
