@@ -187,9 +187,9 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     facts.scales[y.storage] = max(1.0, inverse)
     reads = (factor.value,) if isinstance(factor, Ref) else ()
     constants = () if reads else (factor,)
-    lasting = not reads or facts.ranges(factor).lasting
-    kernel = UNWATCHED[kernel] if lasting else kernel
-    watched = 0.0 if lasting else inverse
+    changes = bool(reads) and not facts.ranges(factor).lasting
+    kernel = UNWATCHED[kernel] if reads and not changes else kernel
+    watched = inverse if changes else 0.0
     yield Undone(x.value, (y.name, *reads), kernel, constants, inverse * direct, scale=watched)
 
 
