@@ -102,6 +102,7 @@ def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: n
         native_kernels(),
         without_checkpoints(),
         quiet(),
+        torch.enable_grad(),
         _annotated(root),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(FakeTensorMode(allow_non_fake_inputs=True))),

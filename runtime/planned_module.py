@@ -216,7 +216,8 @@ class _Runner:
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+        with torch.inference_mode(False), torch.enable_grad():
+            self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
 
     def _state(self, planned: nn.Module) -> ModuleState:
         state = self.walk.state(planned) if self.walk else None

@@ -134,6 +134,16 @@ def test_backward_hooks_of_the_module_run() -> None:
     equal_after(use, planned, plain)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_planning_is_the_same_where_gradients_are_off(mode: Callable[[], Any]) -> None:
+    model = net()
+    plain = copy.deepcopy(model)
+    with mode():
+        planned = rematplan.plan_module(model, (X,), **SETTINGS)
+    equal_after(step, planned, plain)
+    assert len(planned.plans) == 1
+
+
 class Recording(nn.Module):
     """Hangs hooks on its parts when it first runs, to give what they give beside its own result."""
 
