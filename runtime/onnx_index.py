@@ -59,6 +59,9 @@ def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     """Slices by tuples of indices, below some batch axes."""
     batch = integer(node, "batch_dims", 0)
+    if not batch and indices.shape[-1] == 1:
+        rows = x.index_select(0, _wrapped(indices, x.shape[0]).reshape(-1))
+        return rows.reshape((*indices.shape[:-1], *x.shape[1:]))
     flat = x.reshape(-1, *x.shape[batch:]) if batch else x.unsqueeze(0)
     tuples = indices.reshape(flat.shape[0], -1, indices.shape[-1])
     rows = torch.arange(flat.shape[0], device=x.device).unsqueeze(1).expand(tuples.shape[:2])
@@ -102,10 +105,15 @@ def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | N
 SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-@ROWS.add("ScatterElements", 11, 13, 16, 18)
-def scatter_elements(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Elements written, or reduced, at indices along one axis."""
-    axis, how = integer(node, "axis", 0), text(node, "reduction", "none")
+@ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
+def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
+    """Elements written, or reduced, at indices along one axis; known ones may be a slice of the whole."""
+    axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
+    if isinstance(indices, np.ndarray):
+        at = _written_slice(indices, axis, x.shape) if how == "none" else None
+        if at is not None:
+            return torch.slice_scatter(x, updates, at.dim, at.start, at.end, at.step)
+        indices = constant_tensor(indices, f"{node.name!r}'s indices").to(x.device)
     places = _wrapped(indices, x.shape[axis])
     if how == "none":
         return x.scatter(axis, places, updates)
@@ -114,8 +122,20 @@ def scatter_elements(node: Node, x: Tensor, indices: Tensor, updates: Tensor) ->
     return x.scatter_reduce(axis, places, updates, SCATTER_REDUCTIONS[how])
 
 
-@ROWS.add("Scatter", 9, 11)
-def scatter(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) -> Slice | None:
+    """The slice that indices along an axis name, if they are the same wherever one is on the other axes."""
+    if (
+        not indices.ndim
+        or not indices.size
+        or np.delete(indices.shape, axis).tolist() != [*shape[:axis], *shape[axis + 1 :]]
+    ):
+        return None
+    lines = np.moveaxis(indices, axis, -1).reshape(-1, indices.shape[axis])
+    return picked_slice([*[None] * axis, lines[0]], shape) if (lines == lines[0]).all() else None
+
+
+@ROWS.add("Scatter", 9, 11, literal=(1,))
+def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """The older name of ScatterElements."""
     return scatter_elements(node, x, indices, updates)
 
@@ -125,7 +145,7 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Slices written, or reduced, at tuples of indices; known ones may be a slice of the whole."""
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
-        at = picked_slice(list(np.moveaxis(indices, -1, 0).reshape(depth, -1)), x.shape)
+        at = picked_slice(list(indices.reshape(-1, depth).T), x.shape) if indices.size else None
         if at is not None and how == "none":
             return torch.slice_scatter(
                 x, updates.reshape(_sliced(x, at).shape), at.dim, at.start, at.end, at.step
