@@ -74,9 +74,11 @@ def check_traceable(module: nn.Module) -> None:
     """Refuse a module that is no one graph's yet, or any more.
 
     Raises:
-        ModelError: it is compiled or sharded, or the shape of a parameter is not known.
+        ModelError: it is compiled, scripted or sharded, or the shape of a parameter is not known.
     """
     name = type(module).__name__
+    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        raise ModelError(f"{name} is scripted, whole or in parts; plan what it was made of")
     if any(hasattr(m, "reshard") for m in list(module.modules())[1:]) or any(
         map(_is_sharded, module.parameters())
     ):

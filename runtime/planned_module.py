@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import RLock
 from types import MethodType
 from typing import Any, cast
 
@@ -63,7 +64,10 @@ def _class_of(kind: type[nn.Module]) -> Any:
 
 def _new_class(kind: type[nn.Module]) -> Any:
     more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}  # some look classes up by name
-    return type(kind.__name__, (_Planned, kind), {**more, "forward": _Forward(kind), "_kind": kind})
+    try:
+        return type(kind.__name__, (_Planned, kind), {**more, "forward": _Forward(kind), "_kind": kind})
+    except TypeError as error:
+        raise ModelError(f"{kind.__name__} leaves no room for a planned subclass: {error}") from error
 
 
 def _blank(kind: Any) -> nn.Module:
@@ -178,6 +182,8 @@ class _Way:
 
 
 _TENSOR = object()
+_CAPTURING = RLock()
+"""While a model is captured, other tensors stand in its places: nobody else may look at them."""
 
 
 class _Runner:
@@ -203,20 +209,22 @@ class _Runner:
         if not torch.is_grad_enabled():
             return planned._plain(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = self._state(cast(nn.Module, planned))
         tensors = _tensors(leaves)
+        with _CAPTURING:
+            state = self._state(cast(nn.Module, planned))
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._plain(args, kwargs)
         self._check_first_order()
-        way = self._way(planned, leaves, spec, state)
+        with _CAPTURING:
+            way = self._way(planned, leaves, spec, state)
         flat = iter(way.compiled(state.named, tensors))
         return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
 
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        with torch.inference_mode(False), torch.enable_grad():
+        with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
             self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
 
     def _state(self, planned: nn.Module) -> ModuleState:

@@ -82,7 +82,8 @@ def _measure_all(
     """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike."""
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
         refused: set[str] = set()
         for turn in range(_ROUNDS):
             for done, (text, name) in enumerate(missing.items()):

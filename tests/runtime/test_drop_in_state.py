@@ -7,6 +7,7 @@ import inspect
 import io
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,15 @@ def test_planning_is_the_same_where_gradients_are_off(mode: Callable[[], Any]) -
         planned = rematplan.plan_module(model, (X,), **SETTINGS)
     equal_after(step, planned, plain)
     assert len(planned.plans) == 1
+
+
+def test_threads_may_meet_new_shapes_at_once() -> None:
+    planned, plain = planned_and_plain(net().eval())
+    batches = [X[: k + 2] for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(planned, batches))
+    assert all(torch.equal(y, plain(x)) for x, y in zip(batches, results, strict=True))
+    assert len(planned.plans) == 5
 
 
 class Recording(nn.Module):

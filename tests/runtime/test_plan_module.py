@@ -321,12 +321,19 @@ class Looks(nn.Linear):
         return super().forward(x) * (2 if x.sum() > 0 else 3)
 
 
+class Slotted(nn.Linear):
+    __slots__ = ("more",)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_no_plan_can_be_made_of_is_said() -> None:
     for model, batch, why in (
         (Looks(2, 2), torch.ones(2, 2), "looks at what tensors hold"),
         (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
         (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
+        (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), torch.ones(2, 2), "is scripted"),
+        (Slotted(2, 2), torch.ones(2, 2), "no room for a planned subclass"),
     ):
         with pytest.raises(ModelError, match=why):
             rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
