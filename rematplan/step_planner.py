@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rematplan.budgets import least_plan, parse_budget
+from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.inverting import plan_either
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.overlapping import check_mode, overlapped, sharing_here
@@ -151,4 +151,4 @@ class StepPlanner:
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
         base = no_recompute(graph).estimate.peak
-        return self.chosen().plan(graph, budget.bytes(base, lambda: 0))
+        return plan_within(self.chosen(), graph, budget.bytes(base, lambda: 0))
