@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,49 +41,105 @@ def of_zoo(name: str) -> Made:
     return build(name, **{k: v for k, v in sizes.items() if k != "batch"}), example_inputs(name, **sizes), {}
 
 
-def of_hugging_face(kind: str, **config: Any) -> Callable[[], Made]:
+Inputs = Callable[[], dict[str, Any]]
+
+
+def of_hugging_face(kind: str, inputs: Inputs, **config: Any) -> Callable[[], Made]:
     """A model of `transformers` from a configuration, with random weights."""
 
     def make() -> Made:
         import transformers
 
         torch.manual_seed(0)
-        prefix = kind.removesuffix("Model").removesuffix("Encoder")
-        model = getattr(transformers, kind)(getattr(transformers, f"{prefix}Config")(**config))
-        return model.train(), *_inputs(config)
+        configured = getattr(
+            transformers, re.sub(r"(Model|EncoderModel|LMHeadModel|For\w+)$", "", kind) + "Config"
+        )
+        return getattr(transformers, kind)(configured(**config)).train(), (), inputs()
 
     return make
 
 
-def _inputs(config: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "image_size" in config:
-        return (), {"pixel_values": torch.randn(2, 3, config["image_size"], config["image_size"])}
-    return (), {"input_ids": torch.randint(0, 100, (4, 64))}
+def tokens() -> dict[str, Any]:
+    """Sentences, one of them padded."""
+    mask = torch.ones(4, 64, dtype=torch.int64)
+    mask[0, -9:] = 0
+    return {"input_ids": torch.randint(3, 100, (4, 64)), "attention_mask": mask}
 
 
-SMALL = {
+def labelled() -> dict[str, Any]:
+    """Sentences and what to predict, so that the loss is the model's own."""
+    batch = tokens()
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def pixels() -> dict[str, Any]:
+    """Images."""
+    return {"pixel_values": torch.randn(8, 3, 64, 64)}
+
+
+def sounds() -> dict[str, Any]:
+    """Spectrograms and what is said."""
+    return {"input_features": torch.randn(4, 8, 128), "labels": torch.randint(3, 100, (4, 32))}
+
+
+def pairs() -> dict[str, Any]:
+    """Images and what stands under them."""
+    return {**tokens(), "pixel_values": torch.randn(4, 3, 64, 64), "return_loss": True}
+
+
+VISION = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+TEXT = {"vocab_size": 500, **VISION}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": 500, "n_embd": 64, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {"vocab_size": 500, "d_model": 64, "d_ff": 128, "num_layers": 3, "num_heads": 4, "d_kv": 16}
+TWO_SIDED = {
     "vocab_size": 500,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
+    "d_model": 64,
+    **{
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("ffn_dim", 128))
+    },
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
+IMAGES = {"image_size": 64, **VISION}
+STAGES = {"hidden_sizes": [16, 32, 40, 64], "depths": [1, 1, 1, 1]}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
 HUGGING_FACE: Mapping[str, Callable[[], Made]] = {
-    "hf_gpt2": of_hugging_face("GPT2Model", vocab_size=500, n_embd=64, n_layer=3, n_head=4),
-    "hf_bert": of_hugging_face("BertModel", **SMALL),
-    "hf_roberta": of_hugging_face("RobertaModel", **SMALL),
-    "hf_llama": of_hugging_face("LlamaModel", **SMALL),
-    "hf_t5": of_hugging_face(
-        "T5EncoderModel", vocab_size=500, d_model=64, d_ff=128, num_layers=3, num_heads=4, d_kv=16
+    "hf_gpt2": of_hugging_face("GPT2Model", tokens, **GPT2),
+    "hf_gpt2_loss": of_hugging_face("GPT2LMHeadModel", labelled, **GPT2),
+    "hf_bert": of_hugging_face("BertModel", tokens, **TEXT),
+    "hf_bert_loss": of_hugging_face("BertForMaskedLM", labelled, **TEXT),
+    "hf_roberta": of_hugging_face("RobertaForMaskedLM", labelled, **TEXT),
+    "hf_albert": of_hugging_face("AlbertForMaskedLM", labelled, embedding_size=32, **TEXT),
+    "hf_deberta": of_hugging_face("DebertaV2ForMaskedLM", labelled, **DISENTANGLED, **TEXT),
+    "hf_distilbert": of_hugging_face(
+        "DistilBertForMaskedLM", labelled, vocab_size=500, dim=64, n_layers=3, n_heads=4, hidden_dim=128
     ),
-    "hf_vit": of_hugging_face(
-        "ViTModel", image_size=64, **{k: v for k, v in SMALL.items() if k != "vocab_size"}
+    "hf_llama": of_hugging_face("LlamaForCausalLM", labelled, **GROUPED),
+    "hf_mistral": of_hugging_face("MistralForCausalLM", labelled, sliding_window=16, **GROUPED),
+    "hf_mixtral": of_hugging_face("MixtralForCausalLM", labelled, num_local_experts=4, **GROUPED),
+    "hf_mamba2": of_hugging_face(
+        "Mamba2ForCausalLM",
+        labelled,
+        **{"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "chunk_size": 16},
+        **{"num_heads": 8, "head_dim": 16, "n_groups": 1},
     ),
+    "hf_t5": of_hugging_face("T5EncoderModel", tokens, **T5),
+    "hf_t5_loss": of_hugging_face("T5ForConditionalGeneration", labelled, decoder_start_token_id=0, **T5),
+    "hf_bart": of_hugging_face("BartForConditionalGeneration", labelled, **TWO_SIDED),
+    "hf_whisper": of_hugging_face(
+        "WhisperForConditionalGeneration", sounds, num_mel_bins=8, max_source_positions=64, **TWO_SIDED
+    ),
+    "hf_vit": of_hugging_face("ViTModel", pixels, **IMAGES),
     "hf_swin": of_hugging_face(
-        "SwinModel", image_size=64, embed_dim=24, depths=[1, 1], num_heads=[2, 4], window_size=4
+        "SwinModel", pixels, image_size=64, embed_dim=24, depths=[1, 1], num_heads=[2, 4], window_size=4
     ),
-    "hf_segformer": of_hugging_face(
-        "SegformerModel", image_size=64, hidden_sizes=[16, 32, 40, 64], decoder_hidden_size=64
+    "hf_convnext": of_hugging_face("ConvNextModel", pixels, drop_path_rate=0.1, **STAGES),
+    "hf_segformer": of_hugging_face("SegformerModel", pixels, decoder_hidden_size=64, **STAGES),
+    "hf_clip": of_hugging_face(
+        "CLIPModel", pairs, text_config={**TEXT, "eos_token_id": 2}, vision_config=IMAGES, projection_dim=32
     ),
 }
 

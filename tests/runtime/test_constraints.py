@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp import fully_shard
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, ProblemError, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.registry import STRATEGIES
 
@@ -199,3 +200,17 @@ def test_a_plan_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "another graph" in capsys.readouterr().err
     assert run(["step", *net]) == 2
     assert "--budget or a --plan" in capsys.readouterr().err
+
+
+def test_what_is_sharded_in_parts_is_refused() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parted = planned()
+        for part in parted:
+            fully_shard(part)
+        with pytest.raises(ModelError, match="plan first, then shard"):
+            fully_shard(parted)(X)
+        with pytest.raises(ModelError, match="plan first, then shard"):
+            rematplan.plan_module(fully_shard(model()), (X,), budget="100%", costs="roofline")
+    finally:
+        distributed.destroy_process_group()
