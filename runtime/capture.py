@@ -33,6 +33,11 @@ from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
 from rematplan.runtime.untouched import untouched
 
+IN_OTHER_WORDS = {
+    "Unexpected fake buffer": "its forward leaves tensors in plain attributes and reads them in the next call; make "
+    "them buffers, or, if they never change, call it once before it is planned",
+}
+"""What the tracer's faults mean, by what they say."""
 VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -64,10 +69,9 @@ def capture(
             f"of its parts that do not"
         ) from error
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
-        first = str(error).strip().splitlines()
-        raise ModelError(
-            f"{name}: cannot be traced: {type(error).__name__}: {first[0] if first else ''}"
-        ) from error
+        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
+        raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
 
 
 def check_traceable(module: nn.Module) -> None:

@@ -339,12 +339,28 @@ class Boxed(nn.Linear):
         return super().forward(box.x)
 
 
+class Carrying(nn.Linear):
+    """Carries a state from call to call."""
+
+    def __init__(self, state: Tensor | None) -> None:
+        super().__init__(16, 16)
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) + (0 if self.state is None else self.state)
+        self.state = y.detach()
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*sets state:UserWarning")
 def test_what_a_plan_would_get_wrong_is_refused() -> None:
     state = random.getstate()
     for model, given, why in (
         (Drawing(random.random), X, "draws from Python's random"),
         (Drawing(np.random.rand), X, "draws from numpy.random"),
         (Loose(), X, "none of its parameters"),
+        (Carrying(None), X, "make them buffers"),
+        (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
         (Boxed(16, 16), Box(), "is given a Box"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes its parameter weight in place"),
     ):
