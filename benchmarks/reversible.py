@@ -1,6 +1,6 @@
 """Inversion measured: memory against depth, errors against their prediction, and the strategies side by side.
 
-    python benchmarks/reversible.py [--quick] [--overlap]
+    python benchmarks/reversible.py [--quick] [--overlap | --compare]
 
 Networks are chains of additive couplings of two-layer functions (GELU), 128 features a half, on the CPU. Peaks are the
 allocator's, above what is held at entry and without the gradients, which every step holds at its end. Errors: of what
@@ -11,6 +11,7 @@ them as one vector, against plain autograd.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rematplan.cli.program import run as command
 from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.planner.inversion_error import worst_error
 from rematplan.planner.lanes import Sharing, place
@@ -234,19 +236,40 @@ def _ahead(graph: TrainingGraph, plan: Plan, laned: Plan) -> str:
     return f"(predicted {shares[0]:.3f}; at 0.75 of the speed {shares[1]:.3f}, at 1 {shares[2]:.3f})"
 
 
+NETWORKS = {
+    "revnet38": ("--batch", "32"),
+    "revvit_s": ("--batch", "8", "--image", "96"),
+    "revcol_t": ("--batch", "4", "--image", "64"),
+    "revbert": ("--batch", "4", "--tokens", "64", "--depth", "8", "--width", "128", "--vocabulary", "1000"),
+}
+
+
+def side_by_side(names: tuple[str, ...], seconds: int) -> None:
+    """What `rematplan compare` says of networks of the zoo: store all, √n, auto without inverses, reversible, auto with
+    inverses, and on two lanes; each as a picture NAME.png, too."""
+    for name in names:
+        sys.stdout.flush()
+        command(["compare", name, *NETWORKS[name], "--time-limit", str(seconds), "--png", f"{name}.png"])
+
+
 def main() -> None:
-    """All of it; ``--quick``: smaller depths; ``--overlap``: two lanes only."""
+    """All of it; ``--quick``: smaller depths; ``--overlap``: two lanes only; ``--compare``: the strategies only."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     args = parser.parse_args()
     quick = args.quick
+    if args.compare:
+        side_by_side(tuple(NETWORKS)[: 2 if quick else None], 5 if quick else 20)
+        return
     overlap((8,) if quick else (1, 8, 9, 32))
     if args.overlap:
         return
     memory((4, 16, 64) if quick else (4, 16, 64, 256))
     errors((6, 24) if quick else (6, 12, 24, 48, 96))
     anchors()
+    side_by_side(tuple(NETWORKS)[: 2 if quick else None], 5 if quick else 20)
 
 
 if __name__ == "__main__":

@@ -107,10 +107,13 @@ def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact:
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []
+    there = {step.values[i.value].storage for i in step.inputs}
     for call in step.calls:
         if call.backward or call.is_view or call.seeded:
             continue
         for found in undo(call, facts):
+            if step.values[found.value].storage in there:
+                continue  # an input
             if isinstance(found, Refused):
                 refused.append(f"{found.value} is not brought back from {call.name}: {found.why}")
             elif found.exact or not exact:
