@@ -160,9 +160,9 @@ class Search:
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
-        for runs in self.starts:
-            self._offer(runs)
-            peak = plan_from_runs(self.graph, runs, "start").estimate.peak
+        peaks = [self._offer(runs).estimate.peak for runs in self.starts]
+        self.base_fits = peaks[0] <= self.budget
+        for runs, peak in zip(self.starts, peaks, strict=True):
             self._offer(self.annealer.tidied(runs, max(peak, self.budget)))
 
     @property
@@ -229,7 +229,7 @@ class Search:
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
-        elif hot == start and self.best is before:
+        elif hot == start and self.best is before and not self.base_fits:
             until = min(effort.total, effort.spent() + length)
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)

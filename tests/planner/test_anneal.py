@@ -218,3 +218,23 @@ def test_the_second_thread_ends_with_the_search(monkeypatch):
     assert sorted(begun) == [5, 6]
     assert threading.active_count() == before
     assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead
+
+
+def test_a_search_ends_where_the_needed_ops_fit_as_they_stand() -> None:
+    """An op whose result nobody reads takes more than the budget alone; without it there is nothing to lower."""
+    sizes = {"x": 13, "unread": 40, "a": 2, "b": 0, "d": 13}
+    graph = TrainingGraph(
+        "unread",
+        tuple(Tensor(t, n) for t, n in sizes.items()),
+        ("x",),
+        ("d",),
+        (
+            Op("idle", ("x",), ("unread",), 7.0, 9, "forward"),
+            Op("f", ("x",), ("a",), 2.0, 0, "forward"),
+            Op("g", ("a", "x"), ("b",), 1.0, 0, "backward"),
+            Op("h", ("b", "x"), ("d",), 0.0, 0, "backward"),
+        ),
+    )
+    plan = Search(graph, 57).run([], Effort(1.0, moves=500))
+    assert plan is not None
+    assert runs_of(plan.schedule) == ["f", "g", "h"]
