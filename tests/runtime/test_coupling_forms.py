@@ -193,9 +193,44 @@ def test_it_is_found_and_gives_the_gradients(name: str) -> None:
     kept = priced(found)
     assert held[1] <= 1.05 * held[0]  # what is held does not grow with the depth
     assert held[1] < 0.6 * activations(no_recompute(kept), kept)
-    outcome = verify(PlannedStep(model, step, plan.schedule), (x,), predicted=worst_error(graph, plan.schedule))
+    outcome = verify(
+        PlannedStep(model, step, plan.schedule), (x,), predicted=worst_error(graph, plan.schedule)
+    )
     assert outcome.passed, outcome.differences
     assert 0 < outcome.error < 1e-12
+
+
+def in_place(x: Tensor, f: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :HALF] += f[:, :HALF]
+    y[:, HALF:] += f[:, HALF:]
+    return y
+
+
+RESIDUALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "lerp": lambda x, f: torch.lerp(x, f, 0.3),
+    "addmm": lambda x, f: torch.addmm(x, f, torch.eye(2 * HALF, dtype=x.dtype)),
+    "addcmul": lambda x, f: torch.addcmul(x, f, f.sigmoid()),
+    "rsub": torch.rsub,
+    "in place": in_place,
+    "halves": lambda x, f: torch.cat([p + q for p, q in zip(x.chunk(2, 1), f.chunk(2, 1), strict=True)], 1),
+}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_an_ordinary_residual_block_is_not_taken_for_one(name: str) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.functions = nn.ModuleList(nn.Linear(2 * HALF, 2 * HALF) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for f in self.functions:
+                x = RESIDUALS[name](x, f(x).sin())
+            return x.square().mean()
+
+    model, x = Residual(), torch.randn(ROWS, 2 * HALF)
+    assert with_inverses(capture(model, (x,), name), named_tensors(model)).step.inverses == ()
 
 
 def test_indices_that_change_after_planning_are_refused_where_they_lose_something() -> None:
