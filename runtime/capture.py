@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -139,14 +140,18 @@ def _annotated(module: nn.Module) -> Iterator[None]:
     """A block in which the tracer notes for each op the innermost submodule whose forward makes it."""
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[Any] = []
+    tracing_thread = get_ident()  # the hooks are everybody's
 
     def enter(module: nn.Module, _args: Any) -> None:
+        if get_ident() != tracing_thread:
+            return
         name = names.get(id(module))
         open_.append(nullcontext() if name is None else annotate({MODULE: name}))
         open_[-1].__enter__()
 
     def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
-        open_.pop().__exit__(None, None, None)
+        if get_ident() == tracing_thread:
+            open_.pop().__exit__(None, None, None)
 
     before = register_module_forward_pre_hook(enter)
     after = register_module_forward_hook(leave, always_call=True)
