@@ -53,6 +53,9 @@ VAST = 3000
 """Ops beyond which no integer programs are solved: one of this size may prove nothing for a minute."""
 VAST_PLACES = 8
 
+DENSE = 5000
+"""Cuts times ops up to which many cuts at once are tried."""
+
 CLOSED = 1e-6
 """A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
 
@@ -73,8 +76,8 @@ class BoundSearch:
     """The search for a bound at one budget; it can be asked, and told to stop, from another thread.
 
     First each of a few places is cut on its own, priced by maximum flows. From the best of them a set of cuts grows
-    by those that lift the linear relaxation most, then by those that lift the integer program. What was proven for a
-    budget holds for smaller ones, and is remembered for them.
+    by those that lift the linear relaxation most, then by those that lift the integer program; small problems are cut
+    at every op too. What was proven for a budget holds for smaller ones, and is remembered for them.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -185,7 +188,10 @@ class _Growth:
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
             self.solve((start,))
-            self.by_integers(self.by_relaxations((start,), alone[start]))
+            unsolved = [*self.by_integers(self.by_relaxations((start,), alone[start])), *self.by_density()]
+            for unfinished in reversed(unsolved):
+                if not self.over():
+                    self.solve(unfinished)
 
     def by_relaxations(self, cuts: tuple[int, ...], value: float) -> tuple[int, ...]:
         """The cuts, and those added while the relaxation gains."""
@@ -208,8 +214,8 @@ class _Growth:
             fresh.add(best)
         return best
 
-    def by_integers(self, cuts: tuple[int, ...]) -> None:
-        """Add cuts while the integer program gains; then solve for as long as there is time what was cut short."""
+    def by_integers(self, cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Add cuts while the integer program gains; returns what was cut short."""
         unsolved = []
         for cut in self.search.places if self.integer else ():
             if cut not in cuts and not self.over():
@@ -218,9 +224,19 @@ class _Growth:
                     unsolved.append(wider)
                 if self.search.best.overhead > before + GAIN:
                     cuts = wider
-        for unfinished in reversed(unsolved):
-            if not self.over():
-                self.solve(unfinished)
+        return unsolved
+
+    def by_density(self) -> list[tuple[int, ...]]:
+        """Cut at every second op of the chain, then at every op, in small problems; returns what was cut short.
+
+        Where many ops hold alike none of them gains anything alone, nor does a second one.
+        """
+        search, unsolved = self.search, []
+        tail = [op for op, _ in search.chain[self.place[search.turn] :]]
+        for cuts in (tuple(tail[::2]), tuple(tail)):
+            if len(cuts) * len(search.graph.ops) <= DENSE and not self.over() and not self.solve(cuts):
+                unsolved.append(cuts)
+        return unsolved
 
     def wider(self, cuts: tuple[int, ...], cut: int) -> tuple[int, ...]:
         return tuple(sorted((*cuts, cut), key=lambda op: self.place[op]))

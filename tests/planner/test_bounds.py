@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 import time
 
 import pytest
@@ -11,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner import bounds
 from rematplan.planner.bounds import BoundSearch, lower_bound, min_peak_bound
 from rematplan.planner.bounds_cuts import _prominence, cut_candidates, heaviest_chain, precedence
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.solver import Solver
+from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.strategies.store_all import no_recompute
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
 SOLVER = Solver()
@@ -245,3 +249,47 @@ def test_precedence_takes_the_alternatives_of_an_inverse_into_account():
     either = TrainingGraph("p", tensors, ("x",), ("c",), ops, (Op("i", ("b",), ("a",), 1.0),))
     assert precedence(plain).before[2] == 0b101
     assert precedence(either).before[2] == 0b100
+
+
+def vgg_like(width=4):
+    """Convolutions and poolings without more, every layer with a backward op that reads its input and its output."""
+    rng, layers, side = random.Random(5), [], 224
+    for channels, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for k in range(repeats + 1):
+            side //= 1 + (k == repeats)
+            cost = 50 + rng.randrange(60) if k == repeats else 300 + rng.randrange(900)
+            layers.append((width * channels * side * side, float(cost)))
+    n = len(layers)
+    sizes = (
+        {"loss": 8}
+        | {f"a{i}": s for i, (s, _) in enumerate(layers)}
+        | {f"d{i}": s for i, (s, _) in enumerate(layers)}
+    )
+    forward = [
+        Op(f"f{i}", (f"a{i - 1}",) if i else (), (f"a{i}",), c, 0, "forward")
+        for i, (_, c) in enumerate(layers)
+    ]
+    backward = [
+        Op(
+            f"b{i}",
+            (f"d{i + 1}" if i + 1 < n else "loss", f"a{i}", *([f"a{i - 1}"] if i else [])),
+            (f"d{i}",),
+            2 * c,
+            0,
+            "backward",
+        )
+        for i, (_, c) in reversed(list(enumerate(layers)))
+    ]
+    loss = Op("loss", (f"a{n - 1}",), ("loss",), 500.0, 0, "forward")
+    return TrainingGraph(
+        "vgg", tuple(Tensor(t, s) for t, s in sizes.items()), (), ("d0",), (*forward, loss, *backward)
+    )
+
+
+def test_many_cuts_at_once_prove_what_none_of_them_proves_alone(monkeypatch):
+    graph = vgg_like()
+    budget = int(0.7 * no_recompute(graph).estimate.peak)
+    plan = Auto(time_limit=20.0, reuse=False).plan(graph, budget)
+    assert plan.status == "optimal"
+    monkeypatch.setattr(bounds, "DENSE", 0)
+    assert lower_bound(vgg_like(), budget, 5.0).overhead < plan.estimate.overhead - 1e-3
