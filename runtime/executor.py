@@ -89,6 +89,7 @@ def compile_halves(
     missing: Iterable[str] = (),
     lanes: Lanes | None = None,
     overwrite: bool = True,
+    note: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
     a tangent (`turn.turning_problem`).
@@ -96,7 +97,7 @@ def compile_halves(
     ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
     what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
     ``lanes``: each segment of the backward half runs on two, unless tangents are missing. ``overwrite``: whether the
-    backward half may write over what it is given.
+    backward half may write over what it is given. ``note`` is told the name and tensor of each value that is made.
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
@@ -108,6 +109,8 @@ def compile_halves(
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
     if not overwrite:
         writer.overwriting = {}
+    if note:
+        writer.noting, writer.scope["note"] = True, note
     writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)

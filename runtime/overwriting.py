@@ -50,12 +50,16 @@ an argument back, against its schema, would have it written over."""
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
 """Calls that may write over their second operand."""
 
+RESHAPE = ATEN.reshape.default
+"""The one call whose result may or may not be its argument's memory."""
+
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
     """By position in the schedule: the call to make instead of the one that stands there, with the same results."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
+    shared |= {s for c in step.priced_calls if c.target is RESHAPE for s in step.reads(c)}
     found = {}
     for at, run, dying in _last_uses(schedule):
         call = step.call.get(run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.executor import Backward, compile_halves
-from rematplan.runtime.tangents import Tangent
+from rematplan.runtime.tangents import Notes, for_any_layout
 
 
 class CompiledPlan:
@@ -31,29 +31,48 @@ class CompiledPlan:
     def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> None:
         self.step, self.schedule = step, schedule
         self.halves = halves = compile_halves(step, schedule, lanes=lanes)
-        self.variants: dict[tuple[frozenset[str], bool], tuple[Backward, ...]] = {
-            (frozenset(), False): halves.backward
-        }
+        self.lanes = lanes
+        self.variants: dict[_Way, tuple[Backward, ...]] = {_Way(): halves.backward}
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
-        self.tangents = [Tangent(step, int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
+        self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
+        self.strides = tuple(step.values[value].fake.stride() for _, value in self.tangents)
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
-        wanted = {t.at for t in self.tangents}
+        wanted = {at for at, _ in self.tangents}
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
 
-    def backward(self, missing: frozenset[str], kept: bool) -> tuple[Backward, ...]:
-        """The segments of the backward half for tangents (values) that are missing; ``kept``: what the forward held is
-        to be used again. Compiled when first met."""
-        key = missing, kept
-        if key not in self.variants:
-            halves = compile_halves(self.step, self.schedule, missing, overwrite=not kept)
-            self.variants[key] = halves.backward
-        return self.variants[key]
+    def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _Way:
+        """The way of a backward that is given these tangents."""
+        missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
+        strides = tuple(
+            like if given is None else given.stride()
+            for given, like in zip(tangents, self.strides, strict=True)
+        )
+        return _Way(missing, kept, None if strides == self.strides else strides)
+
+    def backward(self, way: _Way, notes: Notes) -> tuple[Backward, ...]:
+        """The segments of a backward half, compiled when first met. ``notes``: where it is noted how its values lie, if
+        that has still to be known."""
+        if way in self.variants:
+            return self.variants[way]
+        step = self.step if way.strides is None else for_any_layout(self.step)
+        note = notes.note if way.noted else None
+        overwrite = not (way.kept or way.strides)
+        halves = compile_halves(step, self.schedule, way.missing, overwrite=overwrite, note=note)
+        if not way.noted:
+            self.variants[way] = halves.backward
+        return halves.backward
+
+    def learn(self, way: _Way, notes: Notes) -> None:
+        """How the values of a way lie is known now, and so what may be written over."""
+        if way.noted and way not in self.variants:
+            step = notes.lying(for_any_layout(self.step))
+            self.variants[way] = compile_halves(step, self.schedule, lanes=self.lanes).backward
 
     def __call__(
         self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
@@ -76,6 +95,21 @@ class CompiledPlan:
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a backward is begun: the tangents (values) that are ``missing``, whether what the forward held is ``kept`` to
+    be used again, and the ``strides`` of the tangents, None if they are as captured."""
+
+    missing: frozenset[str] = frozenset()
+    kept: bool = False
+    strides: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def noted(self) -> bool:
+        """Whether its first backward notes how the values lie, so that later ones may write over them."""
+        return self.strides is not None and not (self.kept or self.missing)
+
+
 def _own_name(target: str) -> str:
     return target.removeprefix("model.")
 
@@ -95,8 +129,9 @@ class _Call:
     versions: Sequence[int] = ()
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
-    missing: frozenset[str] = frozenset()
-    kept: bool = False
+    way: _Way = _Way()
+    segments: Sequence[Backward] = ()
+    notes: Notes = field(default_factory=Notes)
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward half; the outputs. From here on only what the plan holds is held."""
@@ -114,7 +149,7 @@ class _Call:
         self.output_versions = [t._version for t in self.outputs]
         return tuple(early[at] for at in plan.outputs)
 
-    def begin(self, missing: frozenset[str]) -> None:
+    def begin(self, tangents: Sequence[torch.Tensor | None]) -> None:
         """A backward begins, the first or, where the one before kept the graph, a further one."""
         name = self.plan.step.name
         if self.start is None:
@@ -124,9 +159,14 @@ class _Call:
             )
         if [t._version for t in self.outputs] != self.output_versions:
             raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
-        self.missing, self.kept = missing, torch._C._autograd._get_current_graph_task_keep_graph()
-        self.held, self.outputs = list(self.start), self.outputs if self.kept else ()
-        self.start = self.start if self.kept else None
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.way, self.notes = self.plan.way(tangents, kept), Notes()
+        self.segments = self.plan.backward(self.way, self.notes)
+        for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
+            if given is not None:
+                self.notes.note(value, given)
+        self.held, self.outputs = list(self.start), self.outputs if kept else ()
+        self.start = self.start if kept else None
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run a segment of the backward half; the gradients that it gives."""
@@ -138,10 +178,11 @@ class _Call:
                 f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
         with _without_autocast(self.plan.step.device):
-            gradients, self.held = self.plan.backward(self.missing, self.kept)[k].function(held, *tangents)
+            gradients, self.held = self.segments[k].function(held, *tangents)
         if k == len(self.plan.wanting) - 1:
-            self.held = None
-            self.inputs = self.inputs if self.kept else ()
+            self.held, self.segments = None, ()
+            self.inputs = self.inputs if self.way.kept else ()
+            self.plan.learn(self.way, self.notes)
         return gradients
 
 
@@ -180,12 +221,11 @@ class _First(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         plan = ctx.call.plan
-        missing = frozenset(t.value for t in plan.tangents if gradients[t.at] is None)
-        if len(missing) == len(plan.tangents):
-            return (None,) * len(ctx.needs_input_grad)
-        ctx.call.begin(missing)
-        tangents = [t.lay_out(gradients[t.at]) for t in plan.tangents]
+        tangents = [gradients[at] for at, _ in plan.tangents]
         del gradients
+        if all(given is None for given in tangents):
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.call.begin(tangents)
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
 

@@ -41,6 +41,8 @@ class Writer:
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
+        self.noting = False
+        """Whether each value that is made is told to ``note(name, tensor)``, which the scope must have."""
 
     def write(self) -> str:
         """The whole schedule as ``step(*inputs)``."""
@@ -150,9 +152,14 @@ class Writer:
             self._replayed(call, expression)
         else:
             self.lines.append(f"{self._results(call)} = {expression}")
-        for result in call.results:
-            if result:
-                self.bring_to_life(result)
+        self._made(call)
+
+    def _made(self, call: Call) -> None:
+        """A call's results stand in their variables."""
+        for result in filter(None, call.results):
+            self.bring_to_life(result)
+            if self.noting:
+                self.lines.append(f"note({result!r}, {self.name(result)})")
 
     def _replayed(self, call: Call, expression: str) -> None:
         state = f"rng_{self.name(call.name)}"
@@ -216,9 +223,7 @@ class Writer:
                 stack += missing
                 continue
             self.lines.append(f"{self._results(call)} = {self._expression(call)}")
-            for result in call.results:
-                if result:
-                    self.bring_to_life(result)
+            self._made(call)
             stack.pop()
         return self.name(value)
 

@@ -1,55 +1,144 @@
-"""The gradients of a step's outputs as a loss gives them, which may be laid out otherwise than when it was captured."""
+"""The gradients of a step's outputs as a loss gives them, laid out otherwise than when the step was captured.
+
+A kernel may add up in the order in which numbers stand in memory, so that a gradient that is laid out anew gives other
+last bits than eager mode. A backward therefore takes them as they come, and repeats the choices that eager mode makes
+by the layout: to view a gradient or to copy it. How all else comes to lie is noted in the first backward of a layout.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs, substitute
+from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value, refs
 
-Strides = tuple[int, ...]
+ATEN = torch.ops.aten
+RESHAPE = ATEN.reshape.default
+VIEWS = frozenset({ATEN.view.default, ATEN._unsafe_view.default})
+
+_NAMES = (
+    "native_group_norm_backward",
+    "_weight_norm_interface_backward",
+    "_cdist_backward",
+    "view_as_complex",
+    "view_as_real",
+    "cudnn_batch_norm_backward",
+    "miopen_batch_norm_backward",
+)
+CONTIGUOUS = frozenset(getattr(ATEN, name).default for name in _NAMES)
+"""Calls whose gradients autograd's formulas make contiguous (derivatives.yaml); it is no call where they are so."""
 
 
-class Tangent:
-    """The gradient of the output ``at``, which the step knows as ``value``."""
+def for_any_layout(step: CapturedStep) -> CapturedStep:
+    """The step with `aten::reshape`, which formulas of gradients call, wherever the layout of a gradient decided at
+    capture whether that is a view or a copy. What it then copies beyond the plan goes with what it copies.
 
-    def __init__(self, step: CapturedStep, at: int, value: str) -> None:
-        self.at, self.value = at, value
-        self._step = step
-        fake = step.values[value].fake
-        self._shape, self._strides = tuple(fake.shape), fake.stride()
-        self._taken = {self._strides: True}
+    Formulas, or backwards that somebody has written, may have asked for contiguous gradients, which nothing shows where
+    they were so: calls of which that is known, or that are not PyTorch's, get them as captured.
+    """
+    late = step.after_turn
+    copies = _copies_to_reshape(step)
 
-    def lay_out(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        """As it is given, where what reads it gives results that stand as they were captured: a kernel may add up in
-        the order in which numbers stand, so that another order would give other bits than eager mode. Else as it was
-        captured."""
-        if given is None:
-            return None
-        strides = given.stride()
-        if strides not in self._taken:
-            self._taken[strides] = self._is_taken(strides)
-        if self._taken[strides]:
-            return given
-        dense = torch.empty_strided(self._shape, self._strides, dtype=given.dtype, device=given.device)
-        return dense.copy_(given)
+    def open_(call: Call) -> Call:
+        if call.name not in late:
+            return call
+        if call.name in copies:
+            return replace(call, target=RESHAPE, args=(call.args[0], copies[call.name]), kwargs={})
+        if call.target in VIEWS:
+            return replace(call, target=RESHAPE)
+        own = getattr(call.target, "namespace", "aten") == "aten"
+        return call if own and call.target not in CONTIGUOUS else _as_captured(step, call)
 
-    def _is_taken(self, strides: Strides) -> bool:
-        readers = [c for c in self._step.calls if Ref(self.value) in refs((c.args, c.kwargs))]
-        if any(c.is_view for c in readers):
-            return False
-        with FakeTensorMode(), torch.no_grad():
-            return all(self._results(c, strides) == self._results(c, self._strides) for c in readers)
+    return replace(step, calls=tuple(map(open_, step.calls)))
 
-    def _results(self, call: Call, strides: Strides) -> list[Strides]:
-        """How the results of a call stand if the tangent stands so."""
 
-        def fake(name: str) -> torch.Tensor:
-            like = self._step.values[name].fake
-            stand = strides if name == self.value else like.stride()
-            return torch.empty_strided(like.shape, stand, dtype=like.dtype, device=like.device)
+def _as_captured(step: CapturedStep, call: Call) -> Call:
+    def strides(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return [strides(a) for a in arg]
+        return step.values[arg.value].fake.stride() if isinstance(arg, Ref) else None
 
-        results: Any = call.target(*substitute(call.args, fake), **substitute(call.kwargs, fake))
-        return [r.stride() for r in ((results,) if call.single else results) if r is not None]
+    return replace(call, target=AsCaptured(call.target, tuple(map(strides, call.args))))
+
+
+@dataclass(frozen=True, eq=False)
+class AsCaptured:
+    """An op that gets the arguments for which strides are stated, one a position, laid out so."""
+
+    op: Callable[..., Any]
+    strides: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}.as_captured"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the op gives."""
+        return self.op(*map(_lie, args, self.strides), **kwargs)
+
+
+def _lie(arg: Any, strides: Any) -> Any:
+    if isinstance(strides, list):
+        return type(arg)(map(_lie, arg, strides))
+    if strides is None or arg.stride() == strides:
+        return arg
+    return torch.empty_strided(arg.shape, strides, dtype=arg.dtype, device=arg.device).copy_(arg)
+
+
+def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
+    """The calls that only copy what could not be reshaped otherwise, and the shapes."""
+    outputs = {step.values[o.value].storage for o in step.outputs}
+    readers: dict[str, list[Call]] = defaultdict(list)
+    for call in step.calls:
+        for ref in refs((call.args, call.kwargs)):
+            readers[ref.value].append(call)
+    found = {}
+    for call in step.calls:
+        if call.target is ATEN.clone.default and step.values[call.results[0] or ""].storage not in outputs:
+            by = readers[call.results[0] or ""]
+            if len(by) == 1 and by[0].target is ATEN._unsafe_view.default:
+                found[call.name] = by[0].args[1]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: int
+    """Bytes."""
+
+
+@dataclass
+class Notes:
+    """How the values of a step lay when they were made."""
+
+    layouts: dict[str, _Layout] = field(default_factory=dict)
+
+    def note(self, value: str, tensor: torch.Tensor | None) -> None:
+        """A value is made, or None for a gradient that nobody wants."""
+        if tensor is None:
+            return
+        self.layouts[value] = _Layout(
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.untyped_storage().nbytes(),
+        )
+
+    def lying(self, step: CapturedStep) -> CapturedStep:
+        """The step with fakes that lie as noted."""
+        with FakeTensorMode():
+            noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
+        return replace(step, values={**step.values, **noted})
+
+
+def _fake(value: Value, layout: _Layout) -> Value:
+    like = value.fake
+    storage = torch.empty(layout.storage // like.element_size(), dtype=like.dtype, device=like.device)
+    return replace(value, fake=storage.as_strided(layout.shape, layout.strides, layout.offset))

@@ -10,7 +10,7 @@ from rematplan.runtime.captured_step import CapturedStep
 OLD_BUFFERS = "old_buffers"
 """The tensor that stands for the copies of buffers as they were before the step."""
 GIVEN_TANGENTS = "given_tangents"
-"""The tensor that stands for tangents as they come, where they may have to be copied to be laid out as captured."""
+"""The tensor that stands for copies of tangents that do not lie as when they were captured."""
 
 
 def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
@@ -20,7 +20,7 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
     and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
     input. So are the tangents of outputs that are not contiguous, since a loss may give them laid out otherwise, and
-    its own stay where they are.
+    what was a view of them is a copy then.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}

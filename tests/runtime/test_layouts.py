@@ -1,0 +1,129 @@
+"""Laws of layouts: however tensors lie in memory, a planned step's gradients have eager mode's bits."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+
+
+class Permute(nn.Module):
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.order)
+
+
+class Scale(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+C = 8
+
+
+def stem() -> nn.Module:
+    return nn.Conv2d(3, C, 4, 4)
+
+
+def block(*end: nn.Module) -> nn.Module:
+    """A block of ConvNeXt, which permutes to have its channels last, and scales them."""
+    wide = (nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
+    return Residual(nn.Conv2d(C, C, 7, padding=3, groups=C), Permute(0, 2, 3, 1), *wide, *end)
+
+
+BACK = (0, 3, 1, 2)
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "scaled, then permuted": lambda: nn.Sequential(stem(), *(block(Scale(C), Permute(*BACK)) for _ in "ab")),
+    "permuted, then scaled": lambda: nn.Sequential(
+        stem(), *(block(Permute(*BACK), Scale(C, 1, 1)) for _ in "ab")
+    ),
+    "linear, permuted": lambda: nn.Sequential(
+        stem(), Permute(0, 2, 3, 1), nn.Linear(C, 5), nn.Tanh(), Permute(*BACK)
+    ),
+    "layer norm, permuted": lambda: nn.Sequential(
+        stem(), Permute(0, 2, 3, 1), nn.LayerNorm(C), Permute(*BACK)
+    ),
+    "batch norm": lambda: nn.Sequential(
+        stem(), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, C, 3), nn.BatchNorm2d(C)
+    ),
+    "group norm": lambda: nn.Sequential(
+        stem(), nn.GroupNorm(2, C), nn.SiLU(), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)
+    ),
+    "tokens": lambda: nn.Sequential(
+        stem(), nn.Flatten(2), Permute(0, 2, 1), nn.Linear(C, C), Scale(143, 1), Permute(0, 2, 1)
+    ),
+}
+
+
+def backward_of_dense(y: Tensor) -> None:
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def backward_of_transposed(y: Tensor) -> None:
+    tangent = torch.randn(y.transpose(1, -1).shape, generator=torch.Generator().manual_seed(1))
+    y.backward(tangent.transpose(1, -1))
+
+
+LOSSES: dict[str, Callable[[Tensor], None]] = {
+    "sum": lambda y: y.sum().backward(),
+    "mean": lambda y: y.mean().backward(),
+    "square": lambda y: (y * y).mean().backward(),
+    "dense": backward_of_dense,
+    "transposed": backward_of_transposed,
+}
+
+
+def planned_and_plain(name: str, x: Tensor, last: bool, budget: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model = model.to(memory_format=torch.channels_last) if last else model
+    plain = copy.deepcopy(model)
+    options = {"strategy": "approx_dp" if budget == "min" else "store_all", "costs": "roofline"}
+    return rematplan.plan_module(model, (x,), budget=budget, **options), plain
+
+
+def gradients(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None]) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    backward(model(x))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_eager_mode_s_bits_however_tensors_lie(name: str, form: torch.memory_format) -> None:
+    x = torch.randn(3, 3, 52, 44, generator=torch.Generator().manual_seed(0)).to(memory_format=form)
+    last = form is torch.channels_last
+    planned, plain = planned_and_plain(name, x, last, "min" if last else "100%")
+    for loss, backward in LOSSES.items():
+        for _ in range(2):  # what may be written over is known from the second time on
+            found, expected = gradients(planned, x, backward), gradients(plain, x, backward)
+            wrong = [n for n in expected if not torch.equal(found[n], expected[n])]
+            assert not wrong, loss
+
+
+def test_a_backward_learns_what_it_may_write_over_in_each_layout() -> None:
+    x = torch.randn(3, 3, 52, 44).to(memory_format=torch.channels_last)
+    planned, _ = planned_and_plain("batch norm", x, True, "100%")
+    compiled = planned._rematplan.last.compiled
+    assert len(compiled.variants) == 1
+    for _ in range(2):
+        planned(x).mean().backward()  # contiguous, where the output has its channels last
+    assert len(compiled.variants) == 2
+    (way,) = (w for w in compiled.variants if w.strides)
+    assert way.strides == (planned(x).contiguous().stride(),)
+    assert "aten_threshold_backward_grad_input" in compiled.variants[way][0].function.__code__.co_names
