@@ -84,7 +84,10 @@ class AsCaptured:
 def _lie(arg: Any, strides: Any) -> Any:
     if isinstance(strides, list):
         return type(arg)(map(_lie, arg, strides))
-    if strides is None or arg.stride() == strides:
+    # Where a dimension is 1 its stride says nothing, and no formula copies for its sake.
+    if strides is None or all(
+        n == 1 or a == b for n, a, b in zip(arg.shape, arg.stride(), strides, strict=True)
+    ):
         return arg
     return torch.empty_strided(arg.shape, strides, dtype=arg.dtype, device=arg.device).copy_(arg)
 
