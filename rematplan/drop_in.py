@@ -61,7 +61,8 @@ def plan_module(
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
         UsageError: a malformed budget or none, an unknown strategy, option, kind of costs, overlap, module or op.
         ProblemError: the saved plan is another graph's.
-        ModelError: the model cannot be captured.
+        ModelError: the model cannot be captured. What the model raises of itself for these arguments (it is run once,
+            without gradients kept, if it cannot be captured) is raised as it is.
     """
     planner = StepPlanner(
         budget,

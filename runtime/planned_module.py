@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from types import MethodType
@@ -27,6 +28,7 @@ from rematplan.ir import ModelError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
 from rematplan.runtime.reads import Read, reads_of
 from rematplan.runtime.ways import ModuleState, Walk, call_key, check_no_hidden_tensors, hooked
@@ -181,6 +183,20 @@ class _Way:
     """What the traced forward read of the modules' attributes."""
 
 
+@contextmanager
+def _own_errors(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """A block that captures; where that fails as the model by itself would, it raises what the model does."""
+    try:
+        yield
+    except ModelError as error:
+        own = own_error(model, forward, args, kwargs) if error.__cause__ else None
+        if own is None:
+            raise
+        raise own from None
+
+
 _TENSOR = object()
 _CAPTURING = RLock()
 """While a model is captured, other tensors stand in its places: nobody else may look at them."""
@@ -268,9 +284,13 @@ class _Runner:
         check_traceable(model)
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
-        flat = _Flat(model, planned._forward_of(model), leaves, spec)
+        forward = planned._forward_of(model)
+        flat = _Flat(model, forward, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
-        with reads_of(list(model.modules())) as reads:
+        with (
+            _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)),
+            reads_of(list(model.modules())) as reads,
+        ):
             step = capture(flat, batch, self.name, model)
         check_no_hidden_tensors(flat.constants, f"{self.name} gives")
         step, plan = self.planner(step)

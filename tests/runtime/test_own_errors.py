@@ -1,0 +1,105 @@
+"""Laws of what a model raises of itself: its own exception comes through a planned module as it is."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import ModelError
+
+
+class Careful(nn.Module):
+    """Raises in each way that a forward may, as its argument and attributes say."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.embed = nn.Embedding(4, 4)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, *, more: bool = False) -> Tensor:
+        self.calls += 1
+        y = functional.dropout(self.norm(self.linear(x)))
+        if x.shape[0] == 3:
+            raise ValueError(f"three rows,\nof {x.shape[1]}")
+        if self.fault == "data" and x.sum() > 100:
+            raise OverflowError("too large")
+        if self.fault == "assert":
+            raise AssertionError("three dimensions")
+        if self.fault == "attribute":
+            return self.nothing(y)
+        if self.fault == "loss":
+            return functional.cross_entropy(y, torch.zeros(x.shape[0] + 1, dtype=torch.int64))
+        if self.fault == "tracing" and type(x) is not Tensor:
+            raise RuntimeError("only plain tensors")
+        return y
+
+
+def planned(model: nn.Module, *args: Any) -> nn.Module:
+    return rematplan.plan_module(model, args, budget="100%", strategy="store_all", costs="roofline")
+
+
+def raised_by(call: Any) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("fault", ["data", "assert", "attribute", "loss"])
+def test_what_the_model_raises_is_raised_when_it_is_planned(fault: str) -> None:
+    model, x = Careful(fault), torch.full((5, 4), 9.0)
+    expected = raised_by(lambda: copy.deepcopy(model)(x))
+    found = raised_by(lambda: planned(model, x))
+    assert (type(found), str(found)) == (type(expected), str(expected))
+    assert not isinstance(found, ModelError)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((torch.ones(3, 4),), {}),  # its own check
+        ((torch.ones(5, 6),), {}),  # an op's
+        ((torch.ones(1, 4),), {}),  # a layer's
+        ((torch.ones(5, 4), 1), {}),
+        ((torch.ones(5, 4),), {"less": True}),
+        ((torch.ones(5, 4, dtype=torch.int64),), {}),
+    ],
+)
+def test_what_the_model_raises_is_raised_when_it_is_called(arguments: tuple[Any, Any]) -> None:
+    args, kwargs = arguments
+    model = Careful()
+    expected = raised_by(lambda: copy.deepcopy(model)(*args, **kwargs))
+    one = planned(model, torch.ones(5, 4))
+    found = raised_by(lambda: one(*args, **kwargs))
+    assert (type(found), str(found)) == (type(expected), str(expected))
+    one(torch.ones(5, 4)).sum().backward()
+
+
+def test_an_op_that_fails_while_a_step_runs_raises_its_own() -> None:
+    one = planned(nn.Embedding(4, 4), torch.tensor([1]))
+    with pytest.raises(IndexError, match="out of range"):
+        one(torch.tensor([7]))
+
+
+def test_what_only_the_tracer_meets_is_the_planner_s() -> None:
+    with pytest.raises(ModelError, match="cannot be traced: RuntimeError: only plain tensors"):
+        planned(Careful("tracing"), torch.ones(5, 4))
+
+
+def test_looking_for_the_model_s_error_leaves_everything_as_it_was() -> None:
+    model = Careful("loss")
+    before, state, python = copy.deepcopy(model.state_dict()), torch.get_rng_state(), random.getstate()
+    x = torch.ones(5, 4)
+    raised_by(lambda: planned(model, x))
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert all(p.grad is None for p in model.parameters())
