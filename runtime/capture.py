@@ -19,7 +19,6 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -32,6 +31,7 @@ from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
+from rematplan.runtime.true_layouts import TrueLayouts
 from rematplan.runtime.untouched import untouched
 
 IN_OTHER_WORDS = {
@@ -112,7 +112,7 @@ def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: n
         torch.enable_grad(),
         _annotated(root),
         # Tensors that a module holds as plain attributes become constants.
-        tracing(TracingContext(FakeTensorMode(allow_non_fake_inputs=True))),
+        tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
     ):
         warnings.simplefilter("ignore")
         untied = _Untied(module)

@@ -28,6 +28,11 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class Roll(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll((1, 2), (2, 3))
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -63,6 +68,15 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     ),
     "group norm": lambda: nn.Sequential(
         stem(), nn.GroupNorm(2, C), nn.SiLU(), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)
+    ),
+    "rolled": lambda: nn.Sequential(stem(), Roll(), nn.Linear(11, 5), nn.Tanh(), Roll()),
+    "norms of what is permuted": lambda: nn.Sequential(
+        Permute(3, 1, 2, 0),
+        nn.BatchNorm2d(3),
+        nn.Linear(3, 6),
+        nn.LayerNorm(6),
+        Permute(1, 3, 0, 2),
+        nn.Softmax(1),
     ),
     "tokens": lambda: nn.Sequential(
         stem(), nn.Flatten(2), Permute(0, 2, 1), nn.Linear(C, C), Scale(143, 1), Permute(0, 2, 1)

@@ -1,0 +1,76 @@
+"""Fake tensors that lie in memory as real ones would.
+
+For some ops PyTorch's fakes keep the layout of an argument that the kernel does not keep, or the other way round, where
+tensors are permuted or have their channels last. The tracer chooses by it between a view and a copy, so that a step
+would fail when it runs, or add up in another order than eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+ATEN = torch.ops.aten
+_NAMES = (
+    "_log_softmax_backward_data",
+    "_native_batch_norm_legit_functional",
+    "_softmax_backward_data",
+    "batch_norm_backward",
+    "channel_shuffle",
+    "huber_loss_backward",
+    "log_sigmoid_forward",
+    "max_unpool2d",
+    "max_unpool3d",
+    "mse_loss_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "native_dropout_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "reflection_pad2d_backward",
+    "replication_pad2d_backward",
+    "roll",
+    "smooth_l1_loss_backward",
+)
+UNSURE = frozenset(getattr(ATEN, name).default for name in _NAMES)
+"""Ops whose fakes have been seen to lie otherwise than the kernel's results, where an argument is not contiguous."""
+
+
+class TrueLayouts(FakeTensorMode):
+    """Runs such an op once, on numbers that mean nothing, where its fake may lie otherwise."""
+
+    def _cached_dispatch_impl(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        result = super()._cached_dispatch_impl(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func not in UNSURE or _all_contiguous((args, kwargs)):
+            return result
+        with _disable_current_modes():
+            real = func(*pytree.tree_map_only(torch.Tensor, _real, args), **_reals(kwargs))
+        leaves, spec = pytree.tree_flatten(result)
+        with self:
+            lying = map(_lying, leaves, pytree.tree_leaves(real))
+            return pytree.tree_unflatten(lying, spec)
+
+
+def _all_contiguous(given: Any) -> bool:
+    return all(t.is_contiguous() for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+
+
+def _reals(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: pytree.tree_map_only(torch.Tensor, _real, value) for key, value in kwargs.items()}
+
+
+def _real(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+
+
+def _lying(fake: Any, real: Any) -> Any:
+    if not isinstance(real, torch.Tensor) or fake.stride() == real.stride():
+        return fake
+    return torch.empty_strided(fake.shape, real.stride(), dtype=fake.dtype, device=fake.device)
