@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         run_step,
     )
     from rematplan.compile_backend import backend
-    from rematplan.drop_in import plan_module
+    from rematplan.drop_in import plan_module, planning
     from rematplan.planner.plan import Plan, save_plan
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "no_recompute",
     "plan",
     "plan_module",
+    "planning",
     "problem",
     "run_step",
     "save_plan",
@@ -74,6 +75,7 @@ _HOMES = {
     ),
     "backend": "rematplan.compile_backend",
     "plan_module": "rematplan.drop_in",
+    "planning": "rematplan.drop_in",
     "Plan": "rematplan.planner.plan",
     "save_plan": "rematplan.planner.plan",
 }

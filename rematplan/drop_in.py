@@ -11,7 +11,7 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.runtime.constraints import Name
 from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.planned_module import planned_module
+from rematplan.runtime.planned_module import Planning, planned_module
 from rematplan.step_planner import StepPlanner
 
 
@@ -36,8 +36,9 @@ def plan_module(
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
     It shares the model's parameters, buffers and state; ``planned.plan`` is the plan for the last way in which it was
-    called. A first plan is made here, for ``args`` and ``kwargs``, without running the model; another shape, type or
-    mode makes a further one when it is met, or is refused with ``dynamic=False``.
+    called (`planning` gives it where the model has a ``plan`` of its own). A first plan is made here, for ``args`` and
+    ``kwargs``, without running the model; another shape, type or mode makes a further one when it is met, or is refused
+    with ``dynamic=False``.
 
     ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
     that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients
@@ -79,7 +80,16 @@ def plan_module(
         {f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
     )
     planned = planned_module(model, planner, dynamic)
-    return planned.prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return,operator]
+    return Planning(planned).prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return]
+
+
+def planning(planned: nn.Module) -> Planning:
+    """The ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, whatever its model calls by these names.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+    return Planning(planned)
 
 
 def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:

@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
@@ -51,7 +51,7 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
     """
     check_traceable(model)
     if isinstance(model, _Planned):
-        model = model._model()
+        model = model._rematplan_model()
     return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic)))
 
 
@@ -67,7 +67,9 @@ def _class_of(kind: type[nn.Module]) -> Any:
 def _new_class(kind: type[nn.Module]) -> Any:
     more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}  # some look classes up by name
     try:
-        return type(kind.__name__, (_Planned, kind), {**more, "forward": _Forward(kind), "_kind": kind})
+        ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}
+        own = {"forward": _Forward(kind), "_rematplan_kind": kind}
+        return type(kind.__name__, (_Planned, kind), {**more, **ours, **own})
     except TypeError as error:
         raise ModelError(f"{kind.__name__} leaves no room for a planned subclass: {error}") from error
 
@@ -80,7 +82,7 @@ def _blank(kind: Any) -> nn.Module:
 def _become(planned: nn.Module, state: tuple[nn.Module, _Runner]) -> nn.Module:
     """A blank becomes the planned module of a model, whose attributes it shares, later ones too."""
     model, runner = state
-    for name, value in (("__dict__", model.__dict__), ("_rematplan", runner), ("_replaced", None)):
+    for name, value in (("__dict__", model.__dict__), ("_rematplan", runner), ("_rematplan_replaced", None)):
         object.__setattr__(planned, name, value)
     return planned
 
@@ -100,74 +102,117 @@ class _Forward:
     def __get__(self, planned: _Planned | None, kind: type | None = None) -> Any:
         if planned is None:
             return self.function
-        return planned._replaced or MethodType(self.function, planned)
+        return planned._rematplan_replaced or MethodType(self.function, planned)
 
     def __set__(self, planned: _Planned, value: Any) -> None:
-        planned._replaced = value
+        planned._rematplan_replaced = value
 
     def __delete__(self, planned: _Planned) -> None:
-        planned._replaced = None
+        planned._rematplan_replaced = None
+
+
+class Planning:
+    """What a planned module is planned to do.
+
+    Planned modules have these as attributes of their own, but for names that their model uses itself.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+
+    def __init__(self, planned: nn.Module) -> None:
+        if not isinstance(planned, _Planned):
+            raise UsageError(f"a {type(planned).__name__} is not planned; see rematplan.plan_module")
+        self._planned = planned
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last way in which the module was called."""
+        return self._planned._rematplan.last.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans made so far."""
+        return tuple(way.plan for ways in self._planned._rematplan.ways.values() for way in ways)
+
+    @property
+    def source(self) -> str:
+        """The generated source of `plan`."""
+        return self._planned._rematplan.last.compiled.halves.source
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the plan for these arguments without running anything; returns the module."""
+        self._planned._rematplan.prepare(self._planned, args, kwargs)
+        return self._planned
+
+
+OURS = ("plan", "plans", "source", "prepare")
+
+
+class _Ours:
+    """An attribute of `Planning` on planned modules whose class has none of that name. What the model holds under it,
+    as a part, parameter, buffer or plain attribute, goes before."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, planned: Any, kind: type | None = None) -> Any:
+        if planned is None:
+            return self
+        for held in ("_parameters", "_buffers", "_modules"):
+            if self.name in planned.__dict__[held]:
+                return planned.__dict__[held][self.name]
+        return getattr(Planning(planned), self.name)
 
 
 class _Planned:
     """What a planned module has beyond its model."""
 
-    __slots__ = ("_rematplan", "_replaced")
+    __slots__ = ("_rematplan", "_rematplan_replaced")
 
-    _kind: type[nn.Module]
+    _rematplan_kind: type[nn.Module]
     _rematplan: _Runner
-    _replaced: Any
+    _rematplan_replaced: Any
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of the last way in which the module was called."""
-        return self._rematplan.last.plan
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """All plans made so far."""
-        return tuple(way.plan for ways in self._rematplan.ways.values() for way in ways)
-
-    @property
-    def source(self) -> str:
-        """The generated source of `plan`."""
-        return self._rematplan.last.compiled.halves.source
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan for these arguments without running anything; returns the module."""
-        self._rematplan.prepare(self, args, kwargs)
-        return self
-
-    def _model(self) -> nn.Module:
+    def _rematplan_model(self) -> nn.Module:
         """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
-        if type(self) is not _class_of(self._kind):
+        if type(self) is not _class_of(self._rematplan_kind):
             return cast(nn.Module, self)
-        model: nn.Module = object.__new__(self._kind)
+        model: nn.Module = object.__new__(self._rematplan_kind)
         object.__setattr__(model, "__dict__", self.__dict__)
         return model
 
-    def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
+    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward."""
         own = self.__dict__.get("forward")
         inherited = super().forward if isinstance(model, _Planned) else model.forward  # type: ignore[misc]
         return cast(Callable[..., Any], own or inherited)
 
-    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._forward_of(self._model())(*args, **kwargs)
+    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
 
     def __copy__(self) -> Any:
         """A further object with the same parts and plans."""
-        return _become(_blank(self._kind), (copy.copy(self._model()), self._rematplan.twin()))
+        return _become(
+            _blank(self._rematplan_kind), (copy.copy(self._rematplan_model()), self._rematplan.twin())
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy (for an average of weights, say) with weights of its own and the same plans."""
-        memo[id(self)] = twin = _blank(self._kind)
-        return _become(twin, (copy.deepcopy(self._model(), memo), self._rematplan.twin()))
+        memo[id(self)] = twin = _blank(self._rematplan_kind)
+        return _become(twin, (copy.deepcopy(self._rematplan_model(), memo), self._rematplan.twin()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled with the wish for a plan, not with the plan: it is made anew in the first call."""
         del protocol
-        return _blank, (self._kind,), (self._model(), self._rematplan.twin({})), None, None, _become
+        return (
+            _blank,
+            (self._rematplan_kind,),
+            (self._rematplan_model(), self._rematplan.twin({})),
+            None,
+            None,
+            _become,
+        )
 
 
 @dataclass(frozen=True)
@@ -223,14 +268,14 @@ class _Runner:
     def __call__(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
         if not torch.is_grad_enabled():
-            return planned._plain(args, kwargs)
+            return planned._rematplan_plain(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = _tensors(leaves)
         with _CAPTURING:
             state = self._state(cast(nn.Module, planned))
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
-            return planned._plain(args, kwargs)
+            return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
         with _CAPTURING:
             way = self._way(planned, leaves, spec, state)
@@ -280,11 +325,11 @@ class _Runner:
         return found
 
     def _compile(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec) -> _Way:
-        model = planned._model()
+        model = planned._rematplan_model()
         check_traceable(model)
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
-        forward = planned._forward_of(model)
+        forward = planned._rematplan_forward_of(model)
         flat = _Flat(model, forward, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
         with (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rematplan
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.measure import peak_above_entry
 
 SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
@@ -372,3 +372,48 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         torch.func.vmap(planned)(X[None])
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
         planned(X)
+
+
+class Named(nn.Module):
+    """A model that calls parts, methods and buffers of its own what planned modules have beside."""
+
+    plans = ("a", "b")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(16, 4)
+        self.register_buffer("source", torch.ones(4))
+        self._model = nn.Tanh()
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._model(self.plan(self.prepare(x))) * self.source
+
+
+def test_what_the_model_calls_by_our_names_is_still_its_own() -> None:
+    planned, plain = planned_and_plain(Named())
+    assert isinstance(planned.plan, nn.Linear)
+    assert isinstance(planned._model, nn.Tanh)
+    assert planned.plans == ("a", "b")
+    assert torch.equal(planned.source, torch.ones(4))
+    assert torch.equal(planned.prepare(X), X * 2)
+    equal_after(lambda model: model(X).sum().backward(), planned, plain)
+    planning = rematplan.planning(planned)
+    assert planning.plan.estimate.peak <= planning.plan.budget
+    assert len(planning.prepare(X[:3]).plans) == len(planning.plans) == 2
+    assert "def forward(" in planning.source
+
+
+def test_attributes_that_are_set_later_go_before_ours() -> None:
+    planned, plain = planned_and_plain(net())
+    assert planned.plan is rematplan.planning(planned).plan
+    planned.source, plain.source = "mine", "mine"
+    planned.plan = nn.Identity()
+    assert planned.source == "mine"
+    assert isinstance(planned.plan, nn.Identity)
+    del planned.plan
+    assert planned.plan is rematplan.planning(planned).plan
+    with pytest.raises(UsageError, match="not planned"):
+        rematplan.planning(plain)
