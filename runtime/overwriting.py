@@ -1,7 +1,9 @@
 """Where a schedule's pointwise calls may write over an operand that nothing reads again.
 
 Autograd does so when it adds gradients up. The bits are the same, a page of memory less is touched, and one tensor
-less is held than the plan counts.
+less is held than the plan counts. A plan does not count on it, and its least peak is stated without it: a backward that
+keeps its graph writes over nothing, nor does the first one of a layout of gradients that was not met before, and the
+budget holds for these too.
 """
 
 from __future__ import annotations
