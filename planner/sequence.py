@@ -116,6 +116,10 @@ class Annealer:
         """Let the penalty's price rise no higher than this until told otherwise, or loaded anew."""
         self.state.value[CEILING] = most
 
+    def set_price(self, price: float) -> None:
+        """Set what a byte over the budget costs; it may fall, but not rise, until told otherwise."""
+        self.state.value[PRICE] = self.state.value[CEILING] = price
+
     def restart(self) -> None:
         """Go back to the best feasible sequence."""
         if self.feasible:

@@ -23,6 +23,7 @@ from rematplan.planner.sequence_chain import (
     supply,
 )
 from rematplan.planner.sequence_edits import commit, do_remove, do_shift, undo
+from rematplan.planner.sequence_plain import drop_with_siblings, remove_run
 from rematplan.planner.sequence_random import below, uniform
 from rematplan.planner.sequence_state import (
     BEST,
@@ -51,6 +52,7 @@ SEARCH = 16  # tries to find a candidate
 EARLY = 0.5  # share of the candidates that would run again while their inputs are there
 ADAPT = 500  # most moves between two changes of the penalty's price
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
+PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
 
 
 @inner
@@ -209,7 +211,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     """Make one random move; False if it came to nothing (edits may be logged all the same)."""
     kind = uniform(S.random)
-    if orders_only or REMOVE <= kind < SHIFT:
+    if orders_only:
+        return shift_one(P, S)
+    if P.plain and not P.several:
+        return propose_plain(P, S, allowed, kind)
+    if REMOVE <= kind < SHIFT:
         return shift_one(P, S)
     if kind < DROP_ANY:
         return drop_one(P, S, kind < DROP_OVER, allowed)
@@ -219,6 +225,22 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     if not remove_one(P, S):
         return False
     return drop_one(P, S, True, allowed + before - S.value[COST])
+
+
+@inner
+def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
+    """`propose` for problems without phases; ``kind``: a random number that chooses the move."""
+    if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
+        return shift_one(P, S)
+    if kind < PLAIN_ANY:
+        return drop_with_siblings(P, S, choose_slot(S, kind < PLAIN_OVER), allowed)
+    if kind < PLAIN_REMOVE:
+        return remove_run(P, S, allowed)
+    before = S.value[COST] + S.value[PRICE] * S.value[PENALTY]
+    if not remove_one(P, S):
+        return False
+    gain = before - S.value[COST] - S.value[PRICE] * S.value[PENALTY]
+    return drop_with_siblings(P, S, choose_slot(S, True), allowed + gain) or gain >= -allowed
 
 
 @inner

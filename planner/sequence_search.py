@@ -5,8 +5,9 @@ A hot round starts from the base order, a reheated one from the best sequence so
 anew although nothing feasible is known starts from the best start instead. Doubling keeps small problems
 short and leaves large ones to one slow cooling.
 
-In problems without phases the order decides, and which one a round finds is a matter of luck: a hot round looks for
-an order first, rounds grow slowly so that there are many, and a second thread does the same from another seed.
+In problems without phases a hot round looks for an order first, and a second thread does the same from another seed.
+What an order alone can save is soon found; which tensors to drop then takes one slow cooling, so that hot rounds grow
+fast and what stands between them is short.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ ORDERING = 0.4  # share of a hot round without phases that only reorders
 ORDERING_HEAT = (300.0, 1.0)
 """Temperatures of reordering, in tensors of mean size that are over the budget at one run. The price stands still
 then: were it raised as long as nothing fits, it would freeze the order."""
-PRICES, FREE = (0.08, 4.0), 0.8
-"""Most that a tensor of mean size over the budget at one run may cost, in runs of mean cost: at the beginning of a
-stage without phases, and after the share of it from which on there is no such limit. Where the order can change, it
-freezes at higher prices before it has found its shape."""
+PRICES, FREE = (0.1, 10.0), 0.9
+"""What a tensor of mean size over the budget at one run costs, in runs of mean cost: at the beginning of a stage
+without phases, and after the share of it from which on it rises as long as nothing fits. At low budgets nothing fits
+for long; a price that rises all the while freezes the drops that happen to be there."""
+PLAIN_HEAT, PLAIN_COLD = (0.1, 30.0), 0.003
+"""Without phases: least temperature of a hot round, its product with the number of ops otherwise, and the last one."""
 
 
-GROWTH, SLOW_GROWTH = 2.0, 1.2  # of a round's length, the second without phases
+GROWTH = 2.0  # of a round's length
+PLAIN_GROWTH, BETWEEN = 3.0, 0.33  # without phases: of hot rounds' length; length of what stands between them
 TWO = 40  # ops from which on two threads are worth it
 
 STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
@@ -175,6 +179,15 @@ class Search:
     def _reorders(self) -> bool:
         return not self.graph.has_phases and not self.keep_order
 
+    @property
+    def _heat(self) -> tuple[float, float]:
+        """The first and the last temperature of a hot round, percent of the base cost."""
+        ops = len(self.base)
+        if not self._reorders:
+            return _hot(ops), COLD
+        least, product = PLAIN_HEAT
+        return max(least, product / max(ops, 1)), PLAIN_COLD
+
     def _wants_twin(self, effort: Effort) -> bool:
         """Not where moves are counted: the result would not be the same on a machine of one core."""
         return self._reorders and not effort.moves and len(self.base) >= TWO and (os.cpu_count() or 1) > 1
@@ -201,15 +214,16 @@ class Search:
 
     def _rounds(self, effort: Effort) -> None:
         length = effort.first_round(len(self.base))
-        hot = _hot(len(self.base))
+        hot = self._heat[0]
         k = stale = 0
         while stale < STALE and not self._satisfied() and effort.spent() < effort.total:
             left = effort.total - effort.spent()
             length = left if 2 * length > left else length
             before = self.best
-            self._round(k, hot, length, effort)
+            short = self._reorders and k % 2 and self.best is not None
+            self._round(k, hot, BETWEEN * length if short else length, effort)
             stale = stale + 1 if self.best is before else 0
-            length *= SLOW_GROWTH if self._reorders else GROWTH
+            length *= GROWTH if not self._reorders else 1.0 if k % 2 == 0 else PLAIN_GROWTH
             k += 1
         self.ended_early = stale >= STALE
 
@@ -225,12 +239,13 @@ class Search:
         orders = hot == start and self._reorders
         if orders:
             self._reorder(ORDERING * length, effort)
-        self._stage(ALL_MOVES, (hot, COLD), (1 - ORDERING) * length if orders else length, effort, self._most)
+        rest = (1 - ORDERING) * length if orders else length
+        self._stage(ALL_MOVES, (hot, self._heat[1]), rest, effort, self._set_price)
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
         elif hot == start and self.best is before and not self.base_fits:
-            until = min(effort.total, effort.spent() + length)
+            until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
 
@@ -238,7 +253,9 @@ class Search:
         """Look for an order of the present runs with few bytes over the budget."""
         price = 1.0 / self.annealer.mean_size
         self.annealer.load(self.annealer.current(), self.budget, price)
-        self._stage(SHIFTS_ONLY, ORDERING_HEAT, length, effort, lambda _share: price)
+        self._stage(
+            SHIFTS_ONLY, ORDERING_HEAT, length, effort, lambda _share: self.annealer.limit_price(price)
+        )
 
     def _stage(
         self,
@@ -246,10 +263,10 @@ class Search:
         heat: tuple[float, float],
         length: float,
         effort: Effort,
-        most: Callable[[float], float] = lambda _share: math.inf,
+        set_price: Callable[[float], None],
     ) -> None:
-        """Cool the present sequence down from one temperature to another with moves of one kind. ``most``: what
-        the price of a byte over the budget may be, by the share of the stage that is done."""
+        """Cool the present sequence down from one temperature to another with moves of one kind. ``set_price``: called
+        before each slice with the share of the stage that is done."""
         began = effort.spent()
         hot, cold = heat
         while (spent := effort.spent() - began) < length and not self._satisfied():
@@ -257,19 +274,20 @@ class Search:
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)
             clock = time.monotonic()
-            self.annealer.limit_price(most(share))
+            set_price(share)
             moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
             effort.made(moves, time.monotonic() - clock)
             self._take(self.annealer)
             self._report(effort)
 
-    def _most(self, share: float) -> float:
-        """The price that a stage of all moves may ask for at most, a share of it done."""
+    def _set_price(self, share: float) -> None:
+        """Set the price of a byte over the budget in a stage of all moves, a share of it done."""
         if not self._reorders or share >= FREE:
-            return math.inf
+            self.annealer.limit_price(math.inf)
+            return
         low, high = PRICES
         unit = self.annealer.mean_cost / self.annealer.mean_size
-        return unit * low * math.pow(high / low, share / FREE)
+        self.annealer.set_price(unit * low * math.pow(high / low, share / FREE))
 
     def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
         """Lower the smallest peak, or with ``anew`` the base order's, step by step,
