@@ -134,6 +134,26 @@ def test_inductor_gets_the_same_plan() -> None:
         assert torch.allclose(p.grad, q.grad, rtol=1e-3, atol=1e-4)
 
 
+def test_inductor_holds_what_the_plan_says_of_convolutions() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+            for _ in range(4)
+        )
+    )
+    x, tangent = torch.randn(8, 32, 32, 32), torch.randn(8, 32, 32, 32)
+    backend = rematplan.backend(budget="85%", strategy="approx_dp", compiler="inductor")
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).backward(tangent)
+    model.zero_grad(set_to_none=True)
+    held = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
+    peak, _ = peak_above_entry(lambda: compiled(x).backward(tangent), torch.device("cpu"))
+    assert held + peak <= backend.plans[0].budget * 1.02
+    assert backend.plans[0].estimate.reruns > 0
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(UsageError, match="unknown compiler"):
         rematplan.backend(budget="1GiB", compiler="gcc")
