@@ -6,8 +6,8 @@ anew although nothing feasible is known starts from the best start instead. Doub
 short and leaves large ones to one slow cooling.
 
 In problems without phases a hot round looks for an order first, and a second thread does the same from another seed.
-What an order alone can save is soon found; which tensors to drop then takes one slow cooling, so that hot rounds grow
-fast and what stands between them is short.
+What an order alone can save is soon found; which tensors to drop then takes a slow cooling, and depends on the order
+that was drawn: hot rounds grow slowly, so that there are several, and what stands between them is short.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ PLAIN_HEAT, PLAIN_COLD = (0.1, 30.0), 0.003
 
 
 GROWTH = 2.0  # of a round's length
-PLAIN_GROWTH, BETWEEN = 3.0, 0.33  # without phases: of hot rounds' length; length of what stands between them
+PLAIN_GROWTH, BETWEEN = 1.5, 0.33  # without phases: of hot rounds' length; length of what stands between them
 TWO = 40  # ops from which on two threads are worth it
 
-STALE = 5  # rounds without improvement after which a search ends: they took 31 times the first of them
+STALE, PLAIN_STALE = 5, 11
+"""Rounds without improvement after which a search ends, the second without phases: both took over 30 times the first
+of them."""
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
 CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is cheapened, and their temperature
@@ -216,7 +218,8 @@ class Search:
         length = effort.first_round(len(self.base))
         hot = self._heat[0]
         k = stale = 0
-        while stale < STALE and not self._satisfied() and effort.spent() < effort.total:
+        most = PLAIN_STALE if self._reorders else STALE
+        while stale < most and not self._satisfied() and effort.spent() < effort.total:
             left = effort.total - effort.spent()
             length = left if 2 * length > left else length
             before = self.best
@@ -225,7 +228,7 @@ class Search:
             stale = stale + 1 if self.best is before else 0
             length *= GROWTH if not self._reorders else 1.0 if k % 2 == 0 else PLAIN_GROWTH
             k += 1
-        self.ended_early = stale >= STALE
+        self.ended_early = stale >= most
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
