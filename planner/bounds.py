@@ -8,14 +8,15 @@ its arithmetic.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_set
 from rematplan.planner.bounds_flow import flow_bound
+from rematplan.planner.bounds_growth import Growth
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
+from rematplan.planner.cut_rounding import rounded_runs
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
 from rematplan.planner.solver import Solver
@@ -37,24 +38,9 @@ LARGE = 200
 PLACES = 24
 """Places along the network at which cuts are tried."""
 
-ALONE = 4
-"""The likeliest of them, of which the growth begins with the best where they cannot be priced."""
-
-FIRST = 1.0
-"""Seconds that any integer program may take; later ones may take as long as has been spent before."""
-
-SCREENING = 0.3
-"""Share of the time for the linear relaxations that choose the cuts."""
-
-GAIN = 1e-5
-"""What a cut must add to a relaxation, in overhead, to be chosen by it."""
-
 VAST = 3000
 """Ops beyond which no integer programs are solved: one of this size may prove nothing for a minute."""
 VAST_PLACES = 8
-
-DENSE = 5000
-"""Cuts times ops up to which many cuts at once are tried."""
 
 CLOSED = 1e-6
 """A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
@@ -75,9 +61,11 @@ class Bound:
 class BoundSearch:
     """The search for a bound at one budget; it can be asked, and told to stop, from another thread.
 
-    First each of a few places is cut on its own, priced by maximum flows. From the best of them a set of cuts grows
-    by those that lift the linear relaxation most, then by those that lift the integer program; small problems are cut
-    at every op too. What was proven for a budget holds for smaller ones, and is remembered for them.
+    First each of a few places is cut on its own, priced by maximum flows; from the best of them a set of cuts grows
+    (`bounds_growth`). What was proven for a budget holds for smaller ones, and is remembered for them.
+
+    ``rounded``: the run sequence of the last integer program's solution, empty if there is none; ``nearest``: of the
+    one that proved most so far. Both may be over the budget.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -85,13 +73,15 @@ class BoundSearch:
         self.order = precedence(graph)
         self.chain = heaviest_chain(graph, self.order)
         self.quantum = _quantum(graph)
-        self._vast = len(graph.ops) > VAST
-        self.places = cut_candidates(graph, self.chain, VAST_PLACES if self._vast else PLACES)
+        self.vast = len(graph.ops) > VAST
+        self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
         self.turn = self.places[0] if self.places else -1
         self._proven: dict[int, float] = remember(graph, "bounds", dict)
         known = [floor for larger, floor in self._proven.items() if larger >= budget]
         least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
         self.best = Bound(max([least, *known]))
+        self.rounded: Sequence[str] = ()
+        self.nearest: Sequence[str] = ()
         self._stopped = False
         self._solver = Solver()
 
@@ -101,7 +91,7 @@ class BoundSearch:
         ``enough``: asked between programs with the bound so far; True ends the search.
         """
         with Solver() as self._solver:
-            _Growth(self, time_limit, enough).run()
+            Growth(self, time_limit, enough).run()
         return self.best
 
     def price(self, cut: int) -> float:
@@ -147,7 +137,8 @@ class BoundSearch:
         Returns the overhead that it proves and whether there is no more to learn from it.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
-        rows = CutProgram(self.graph, self.order, cuts, self.budget, tiny).rows
+        program = CutProgram(self.graph, self.order, cuts, self.budget, tiny)
+        rows = program.rows
         if rows.impossible:
             self._raise(math.inf)
             return math.inf, True
@@ -158,6 +149,10 @@ class BoundSearch:
         if math.isfinite(proven):
             proven = (proven + rows.constant - MARGIN) * COST_UNIT - 1
         self._raise(proven)
+        if integer:
+            self.rounded = () if answer.values is None else rounded_runs(program, answer.values)
+            if self.rounded and answer.done and self.reached(proven):
+                self.nearest = self.rounded
         return proven, answer.done
 
     def _rounded_up(self, overhead: float) -> float:
@@ -166,102 +161,6 @@ class BoundSearch:
             return overhead
         steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
         return steps * self.quantum / self.graph.base_cost - 1
-
-
-class _Growth:
-    """The growth of a set of cuts within a time."""
-
-    def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
-        self.search, self.enough = search, enough
-        self.began, self.time_limit = time.monotonic(), time_limit
-        self.integer = not search._vast
-        self.place = {op: k for k, (op, _) in enumerate(search.chain)}
-
-    def run(self) -> None:
-        """Until the time is up or there is nothing left to try."""
-        search = self.search
-        alone = {cut: search.price(cut) for cut in search.places if not self.over()}
-        if self.over() or not search.graph.base_cost or (search._vast and not search.graph.inverses):
-            return
-        if search.graph.inverses:
-            alone = {cut: self.relaxed((cut,)) for cut in search.places[:ALONE] if not self.over()}
-        if alone:
-            start = max(alone, key=lambda cut: alone[cut])
-            self.solve((start,))
-            unsolved = [*self.by_integers(self.by_relaxations((start,), alone[start])), *self.by_density()]
-            for unfinished in reversed(unsolved):
-                if not self.over():
-                    self.solve(unfinished)
-
-    def by_relaxations(self, cuts: tuple[int, ...], value: float) -> tuple[int, ...]:
-        """The cuts, and those added while the relaxation gains."""
-        gains = dict.fromkeys((c for c in self.search.places if c not in cuts), math.inf)
-        while gains and not self.over():
-            best = self.most_gain(cuts, value, gains)
-            if gains[best] <= GAIN:
-                break
-            value += gains.pop(best)
-            cuts = self.wider(cuts, best)
-            self.solve(cuts)
-        return cuts
-
-    def most_gain(self, cuts: tuple[int, ...], value: float, gains: dict[int, float]) -> int:
-        """The cut that adds most, in the hope that none adds more than it did to fewer cuts; ``gains`` are renewed."""
-        fresh: set[int] = set()
-        while (best := max(gains, key=lambda cut: gains[cut])) not in fresh:
-            late = self.over() or self.spent > SCREENING * self.time_limit
-            gains[best] = 0.0 if late else self.relaxed(self.wider(cuts, best)) - value
-            fresh.add(best)
-        return best
-
-    def by_integers(self, cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Add cuts while the integer program gains; returns what was cut short."""
-        unsolved = []
-        for cut in self.search.places if self.integer else ():
-            if cut not in cuts and not self.over():
-                before, wider = self.search.best.overhead, self.wider(cuts, cut)
-                if not self.solve(wider):
-                    unsolved.append(wider)
-                if self.search.best.overhead > before + GAIN:
-                    cuts = wider
-        return unsolved
-
-    def by_density(self) -> list[tuple[int, ...]]:
-        """Cut at every second op of the chain, then at every op, in small problems; returns what was cut short.
-
-        Where many ops hold alike none of them gains anything alone, nor does a second one.
-        """
-        search, unsolved = self.search, []
-        tail = [op for op, _ in search.chain[self.place[search.turn] :]]
-        for cuts in (tuple(tail[::2]), tuple(tail)):
-            if len(cuts) * len(search.graph.ops) <= DENSE and not self.over() and not self.solve(cuts):
-                unsolved.append(cuts)
-        return unsolved
-
-    def wider(self, cuts: tuple[int, ...], cut: int) -> tuple[int, ...]:
-        return tuple(sorted((*cuts, cut), key=lambda op: self.place[op]))
-
-    def relaxed(self, cuts: tuple[int, ...]) -> float:
-        """What the linear relaxation proves."""
-        return self.search.solve(cuts, self.left, integer=False)[0]
-
-    def solve(self, cuts: tuple[int, ...]) -> bool:
-        """Solve the integer program, within a share of the time; whether it is solved."""
-        limit = min(self.left, max(FIRST, self.spent))
-        return self.integer and self.search.solve(cuts, limit, integer=True)[1]
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.began
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.time_limit - self.spent)
-
-    def over(self) -> bool:
-        """Whether to go on is of no use."""
-        best = self.search.best
-        return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:

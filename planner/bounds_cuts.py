@@ -112,7 +112,7 @@ def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most:
     own = [working_set(graph, i) for i in ops]
     ranks = [
         sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
-        for prominent in (_prominence(own, held), _prominence(held, own))
+        for prominent in (prominence(own, held), prominence(held, own))
     ]
     picked = [peak - first]
     for k in (k for pair in zip_longest(*ranks) for k in pair if k is not None):
@@ -121,9 +121,10 @@ def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most:
     return [ops[k] for k in picked]
 
 
-def _prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
-    """How far each entry stands out; among equal neighbours the one that is higher in ``second``, then the
-    first."""
+def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
+    """How far each entry stands out from the saddle towards a higher one; among equal neighbours the one that is higher
+    in ``second``, then the first.
+    """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]
     keys = [(h, s, -k) for k, (h, s) in enumerate(zip(height, second, strict=True))]

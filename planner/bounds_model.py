@@ -148,7 +148,7 @@ class CutProgram:
         """y[v,i] = v runs in interval i or later.
 
         Implied for integers; in the relaxation these rows say that what several intervals share is paid for
-        once. Without them more cuts make it weaker; with them, never.
+        once. Without them more cuts make it much weaker.
         """
         y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
         for i in range(self.last - 1, 0, -1):

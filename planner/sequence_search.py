@@ -35,6 +35,7 @@ SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
 COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
+SUGGESTED = 0.3  # of a hot round's temperature, for what is suggested from elsewhere
 
 ORDERING = 0.4  # share of a hot round without phases that only reorders
 ORDERING_HEAT = (300.0, 1.0)
@@ -130,6 +131,11 @@ class Search:
     keep_order: bool = False
     enough: Callable[[float], bool] = lambda _: False
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
+    suggest: Callable[[], Sequence[str]] = tuple
+    """A sequence to begin with that may be over the budget, or an empty one; asked before each round."""
+    suggested_to: int = 1
+    """Which rounds begin with it: 1, every second one, for half of it, before the best sequence has the rest; 0, those
+    that would begin anew."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
@@ -234,6 +240,12 @@ class Search:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
         starts."""
         annealer, before, start = self.annealer, self.best, hot
+        if near := self._suggested(k):
+            length = length / 2 if k % 2 else length
+            annealer.load(near, self.budget)
+            self._stage(ALL_MOVES, (SUGGESTED * hot, self._heat[1]), length, effort, self._set_price)
+            if not k % 2:
+                return
         if k % 2 and self.best is not None:
             annealer.load(runs_of(self.best.schedule), self.budget)
             hot *= REHEAT
@@ -251,6 +263,11 @@ class Search:
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
+
+    def _suggested(self, k: int) -> Sequence[str]:
+        """What is suggested now, if a round can make use of it."""
+        near = () if self._reorders or k % 2 != self.suggested_to else self.suggest()
+        return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, length: float, effort: Effort) -> None:
         """Look for an order of the present runs with few bytes over the budget."""

@@ -35,6 +35,7 @@ MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 CORES = 2  # from which on a second search runs where the bound's has ended
+PROVING = 0.5  # share of the time for the bound's search where a second search takes its core over
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -111,7 +112,8 @@ class _Session:
         self.known = _known(graph, auto.keep_order)
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
-        self.proof = Proof(self.bound, auto.time_limit)
+        self.two = graph.has_phases and (os.cpu_count() or 1) >= CORES
+        self.proof = Proof(self.bound, (PROVING if self.two else 1.0) * auto.time_limit)
 
     def plan(self) -> Plan:
         """The best plan found, with its bound.
@@ -229,6 +231,8 @@ class _Session:
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
         usable = [runs for runs in starts if inverses.isdisjoint(runs)]
         other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
+        search.suggest = other.suggest = lambda: self.bound.nearest
+        other.suggested_to = 0
         effort = Effort(seconds)
         try:
             with self.beside(other, usable, time.monotonic() + seconds):
@@ -244,7 +248,7 @@ class _Session:
         self, other: Search, starts: Sequence[Sequence[str]], until: float
     ) -> AbstractContextManager[object]:
         """The second search, where the first is not one in two threads already and there is a core for it."""
-        if not self.graph.has_phases or (os.cpu_count() or 1) < CORES:
+        if not self.two:
             return nullcontext()
         return SecondSearch(other, self.proof, until, starts)
 
