@@ -48,8 +48,9 @@ class Auto(Strategy):
     `approx_dp`; and as many as two fifths of the time (a second at least) allow.
 
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
-    of the op sequence, while another process searches for a lower bound; the search ends when the gap is closed,
-    nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
+    of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
+    cores the bound has half of the time, if it needs it, and a second annealing the rest. The search ends when the gap
+    is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
     returns the best plan so far.
 
     Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
