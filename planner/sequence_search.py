@@ -36,6 +36,7 @@ MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of
 COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
 SUGGESTED = 0.3  # of a hot round's temperature, for what is suggested from elsewhere
+BEFORE = 0.25  # share of a reheated round that it gets first
 
 ORDERING = 0.4  # share of a hot round without phases that only reorders
 ORDERING_HEAT = (300.0, 1.0)
@@ -134,8 +135,7 @@ class Search:
     suggest: Callable[[], Sequence[str]] = tuple
     """A sequence to begin with that may be over the budget, or an empty one; asked before each round."""
     suggested_to: int = 1
-    """Which rounds begin with it: 1, every second one, for half of it, before the best sequence has the rest; 0, those
-    that would begin anew."""
+    """Which rounds begin with it: 1, the reheated ones, for a part of each; 0, those that would begin anew, whole."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
@@ -241,11 +241,12 @@ class Search:
         starts."""
         annealer, before, start = self.annealer, self.best, hot
         if near := self._suggested(k):
-            length = length / 2 if k % 2 else length
+            share = BEFORE if k % 2 else 1.0
             annealer.load(near, self.budget)
-            self._stage(ALL_MOVES, (SUGGESTED * hot, self._heat[1]), length, effort, self._set_price)
+            self._stage(ALL_MOVES, (SUGGESTED * hot, self._heat[1]), share * length, effort, self._set_price)
             if not k % 2:
                 return
+            length *= 1 - share
         if k % 2 and self.best is not None:
             annealer.load(runs_of(self.best.schedule), self.budget)
             hot *= REHEAT
