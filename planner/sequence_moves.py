@@ -22,7 +22,7 @@ from rematplan.planner.sequence_chain import (
     place_chain,
     supply,
 )
-from rematplan.planner.sequence_edits import commit, do_remove, do_shift, undo
+from rematplan.planner.sequence_edits import commit, do_shift, undo
 from rematplan.planner.sequence_plain import drop_with_siblings, remove_run
 from rematplan.planner.sequence_random import below, uniform
 from rematplan.planner.sequence_state import (
@@ -32,7 +32,6 @@ from rematplan.planner.sequence_state import (
     COST,
     FREE,
     HALF,
-    MULTI,
     OVERFLOW,
     PENALTY,
     PRICE,
@@ -46,7 +45,7 @@ from rematplan.planner.sequence_state import (
     node_after,
     price,
 )
-from rematplan.planner.sequence_sweep import is_spare, queue_servers, sweep
+from rematplan.planner.sequence_sweep import random_spare, take_out
 
 SEARCH = 16  # tries to find a candidate
 EARLY = 0.5  # share of the candidates that would run again while their inputs are there
@@ -58,17 +57,10 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 @inner
 def remove_one(P: Problem, S: State) -> bool:
     """Remove a random repeated run; the run before it serves instead. Cascades to what only it read."""
-    if S.number[MULTI] == 0:
+    node = random_spare(P, S)
+    if node < 0:
         return False
-    op = S.multi[below(S.random, S.number[MULTI])]
-    node = S.links.last[op]
-    for _ in range(below(S.random, S.runs[op] - P.least[op])):
-        node = S.links.prev[node]
-    if not is_spare(P, S, node):
-        return False
-    slot = S.links.slot[node]
-    do_remove(P, S, node)
-    sweep(P, S, queue_servers(P, S, op, slot, 0))
+    take_out(P, S, node)
     return True
 
 

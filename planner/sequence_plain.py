@@ -24,11 +24,10 @@ from rematplan.planner.sequence_chain import (
     place_chain,
     supply,
 )
-from rematplan.planner.sequence_edits import do_insert, do_remove
+from rematplan.planner.sequence_edits import do_insert
 from rematplan.planner.sequence_random import below, uniform
 from rematplan.planner.sequence_state import (
     LOGGED,
-    MULTI,
     NO_SLOT,
     PENALTY,
     PRICE,
@@ -39,7 +38,7 @@ from rematplan.planner.sequence_state import (
     last_read,
     price,
 )
-from rematplan.planner.sequence_sweep import is_spare, queue_servers, sweep
+from rematplan.planner.sequence_sweep import is_spare, random_spare, sweep, take_out
 
 TRIES = 24  # to find a tensor that is idle across a slot
 EARLY = 0.5  # share of the drops that run again while their inputs are there
@@ -138,14 +137,6 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 
 @inner
-def take_out(P: Problem, S: State, node: int) -> None:
-    """Remove a run, and then what only it read."""
-    op, slot = S.op[node], S.links.slot[node]
-    do_remove(P, S, node)
-    sweep(P, S, queue_servers(P, S, op, slot, 0))
-
-
-@inner
 def removal(P: Problem, S: State, node: int) -> float:
     """By about how much the energy rises if a run goes and earlier copies serve (exactly, if it reads
     nothing and writes one tensor); -inf if others may go with it."""
@@ -173,13 +164,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
     """Remove a random repeated run, unless the energy would rise by more than is allowed."""
-    if S.number[MULTI] == 0:
-        return False
-    op = S.multi[below(S.random, S.number[MULTI])]
-    node = S.links.last[op]
-    for _ in range(below(S.random, S.runs[op] - P.least[op])):
-        node = S.links.prev[node]
-    if not is_spare(P, S, node) or removal(P, S, node) > allowed:
+    node = random_spare(P, S)
+    if node < 0 or removal(P, S, node) > allowed:
         return False
     take_out(P, S, node)
     return True

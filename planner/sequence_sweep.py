@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rematplan.planner.kernel import inner
 from rematplan.planner.sequence_edits import do_remove
-from rematplan.planner.sequence_state import LOGGED, Problem, State, copy_before, end_of, is_unread
+from rematplan.planner.sequence_random import below
+from rematplan.planner.sequence_state import LOGGED, MULTI, Problem, State, copy_before, end_of, is_unread
 
 
 @inner
@@ -56,3 +57,23 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
             S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
             waiting += 1
     return waiting
+
+
+@inner
+def random_spare(P: Problem, S: State) -> int:
+    """A random repeated run that can go; -1 if none is met at once."""
+    if S.number[MULTI] == 0:
+        return -1
+    op = S.multi[below(S.random, S.number[MULTI])]
+    node = S.links.last[op]
+    for _ in range(below(S.random, S.runs[op] - P.least[op])):
+        node = S.links.prev[node]
+    return node if is_spare(P, S, node) else -1
+
+
+@inner
+def take_out(P: Problem, S: State, node: int) -> None:
+    """Remove a run, and then what only it read."""
+    op, slot = S.op[node], S.links.slot[node]
+    do_remove(P, S, node)
+    sweep(P, S, queue_servers(P, S, op, slot, 0))
