@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.options import DefaultOptions
+
+UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+"""numba's option for loops that count no references; it works without, only slower."""
 
 Loop = TypeVar("Loop", bound=Callable[..., object])
 
@@ -22,9 +26,15 @@ def kernel(loop: Loop) -> Loop:
 
 
 def inner(loop: Loop) -> Loop:
-    """As `kernel`, for loops that only other kernels call: compiled without an entry from Python, which takes
+    """As `borrowing`, for loops that only other kernels call: compiled without an entry from Python, which takes
     longer to compile than a short loop itself."""
-    return compiled(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return borrowing(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def borrowing(loop: Loop, **options: bool) -> Loop:
+    """As `compiled`, for loops that neither make nor return arrays: they do not count references to those that they
+    are given. Counting takes atomic steps for each array at each call: three quarters of the annealer's time."""
+    return compiled(loop, **UNCOUNTED, **options)
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:

@@ -15,6 +15,7 @@ from rematplan.planner.sequence_state import (
     LOGGED,
     PRICE,
     RUNS,
+    Ints,
     Problem,
     State,
     copy_before,
@@ -107,8 +108,19 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
         S.stamp[S.chain[k]] = 0
     if cost > limit:
         return 0
-    S.chain[:length].sort()
+    sort(S.chain, length)
     return length
+
+
+@inner
+def sort(items: Ints, length: int) -> None:
+    """Bring the first items into ascending order, by insertion: there are few."""
+    for k in range(1, length):
+        item, at = items[k], k
+        while at > 0 and items[at - 1] > item:
+            items[at] = items[at - 1]
+            at -= 1
+        items[at] = item
 
 
 @inner

@@ -40,6 +40,7 @@ from rematplan.planner.sequence_state import (
     State,
     copy_before,
     copy_stop,
+    first_over,
     free_kernel,
     last_read,
     node_after,
@@ -132,14 +133,11 @@ def random_node(S: State, start: int) -> int:
 @inner
 def choose_slot(S: State, over: bool) -> int:
     """A random slot; with ``over`` and a penalty, one whose cap is exceeded."""
-    n = S.at.size
-    slot = below(S.random, n)
-    if over and S.value[PENALTY] > HALF:
-        for _ in range(n):
-            if S.mem[slot] > S.cap[slot]:
-                return slot
-            slot = slot + 1 if slot + 1 < n else 0
-    return slot
+    slot = below(S.random, S.at.size)
+    if not over or S.value[PENALTY] <= HALF:
+        return slot
+    found = first_over(S.mem, S.cap, slot)
+    return found if found >= 0 else max(0, first_over(S.mem, S.cap, 0))
 
 
 @inner

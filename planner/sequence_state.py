@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.kernel import compiled, inner
+from rematplan.planner.kernel import borrowing, inner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -31,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 NO_CAP = 1e300
 NO_SLOT = 2**62
+BLOCK = 64  # slots that are looked through at once
 HALF = 0.5  # penalties are whole bytes; below this they are none
 
 # Columns of `State.number`.
@@ -46,12 +47,12 @@ def vector_kernel(function: F) -> F:
 
     No kernel of the annealer may call itself: reloading such a one from the disk cache crashes.
     """
-    return compiled(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def free_kernel(function: F) -> F:
     """As `kernel`, and other Python threads run meanwhile."""
-    return compiled(function, nogil=True)
+    return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
@@ -131,9 +132,13 @@ class State(NamedTuple):
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """Add bytes to the slots low..high; returns the change of the penalty."""
     change = 0.0
-    for s in range(low, high + 1):
-        over = mem[s] - cap[s]
-        mem[s] += bytes_
+    held, most = (
+        mem[low : high + 1],
+        cap[low : high + 1],
+    )  # from 0 on: indices that may be negative are not vectorised
+    for s in range(held.size):
+        over = held[s] - most[s]
+        held[s] += bytes_
         then = over + bytes_
         change += (then if then > 0.0 else 0.0) - (over if over > 0.0 else 0.0)
     return change
@@ -143,11 +148,28 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """What `spread` would return, without doing it."""
     change = 0.0
-    for s in range(low, high + 1):
-        over = mem[s] - cap[s]
+    held, most = mem[low : high + 1], cap[low : high + 1]
+    for s in range(held.size):
+        over = held[s] - most[s]
         then = over + bytes_
         change += (then if then > 0.0 else 0.0) - (over if over > 0.0 else 0.0)
     return change
+
+
+@vector_kernel
+def first_over(mem: Floats, cap: Floats, start: int) -> int:
+    """The first slot from a slot on whose cap is exceeded, or -1."""
+    for low in range(start, mem.size, BLOCK):
+        held, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
+        found = 0
+        for s in range(held.size):
+            found += held[s] > most[s]
+        if found > 0:
+            s = 0
+            while held[s] <= most[s]:
+                s += 1
+            return low + s
+    return -1
 
 
 @inner
