@@ -213,7 +213,7 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
     """A sequence (with the virtual end) seated in every second slot."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
-    slots = 2 * length + max(ops, 128)
+    slots = 3 * length // 2 + max(ops // 2, 128)
 
     def ints(n: int, fill: int = -1) -> Ints:
         return np.full(n, fill, dtype=np.int64)

@@ -1,9 +1,12 @@
-"""How the annealer's time is spent: rounds of cooling, each longer than the one before, hot ones and reheated
-ones.
+"""How the annealer's time is spent: rounds of cooling, hot ones and reheated ones in turn.
 
 A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start
-anew although nothing feasible is known starts from the best start instead. Doubling keeps small problems
-short and leaves large ones to one slow cooling.
+anew although nothing feasible is known starts from the best start instead.
+
+In which valley a hot round ends is decided early and hardly depends on its length, so that many short ones find a
+deep one sooner than a few slow ones. How short they may be differs from problem to problem: their lengths follow
+the sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time
+and takes no more than a logarithm longer than the best length, were it known.
 
 In problems without phases a hot round looks for an order first, and a second thread does the same from another seed.
 What an order alone can save is soon found; which tensors to drop then takes a slow cooling, and depends on the order
@@ -50,13 +53,16 @@ PLAIN_HEAT, PLAIN_COLD = (0.1, 30.0), 0.003
 """Without phases: least temperature of a hot round, its product with the number of ops otherwise, and the last one."""
 
 
-GROWTH = 2.0  # of a round's length
+SHORTEST = (75.0, 5000.0)
+PLAIN_SHORTEST = (150.0, 1000.0)  # without phases
+"""Moves an op in the shortest round, and the number of ops at which it is twice as many."""
+MOVES_A_SECOND = 300_000
 PLAIN_GROWTH, BETWEEN = 1.5, 0.33  # without phases: of hot rounds' length; length of what stands between them
 TWO = 40  # ops from which on two threads are worth it
 
-STALE, PLAIN_STALE = 5, 11
-"""Rounds without improvement after which a search ends, the second without phases: both took over 30 times the first
-of them."""
+STALE, PLAIN_STALE = 62, 11
+"""Rounds without improvement after which a search ends, the second without phases: both take over 30 times the
+shortest round."""
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
 CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is cheapened, and their temperature
@@ -85,10 +91,10 @@ class Effort:
         """What has been spent."""
         return float(self.done) if self.moves else time.monotonic() - self.began
 
-    def first_round(self, ops: int) -> float:
-        """What the first round may take: more moves an op the more ops there are."""
-        moves = 150.0 * ops * (1 + ops / 1000) + 1000
-        return moves if self.moves else moves / 50_000
+    def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
+        """What the shortest round may take: more moves an op the more ops there are."""
+        moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
+        return moves if self.moves else moves / MOVES_A_SECOND
 
     def stop(self) -> None:
         """Have everything spent; may be called from another thread."""
@@ -109,6 +115,14 @@ def _started() -> float:
     """The time at which a search's clock starts: once its hot loops are compiled."""
     compile_kernels()
     return time.monotonic()
+
+
+def luby(k: int) -> int:
+    """The k-th term, from 0 on, of 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ..."""
+    term = k + 1
+    while term & (term + 1):  # until it is 2^i - 1, the end of a repetition, which is followed by 2^(i-1)
+        term -= (1 << term.bit_length() - 1) - 1
+    return (term + 1) // 2
 
 
 def _hot(ops: int) -> float:
@@ -221,20 +235,24 @@ class Search:
                         self._offer(runs_of(plan.schedule))
 
     def _rounds(self, effort: Effort) -> None:
-        length = effort.first_round(len(self.base))
+        shortest = effort.shortest_round(len(self.base), PLAIN_SHORTEST if self._reorders else SHORTEST)
         hot = self._heat[0]
         k = stale = 0
         most = PLAIN_STALE if self._reorders else STALE
         while stale < most and not self._satisfied() and effort.spent() < effort.total:
             left = effort.total - effort.spent()
-            length = left if 2 * length > left else length
+            length = shortest * self._length(k)
             before = self.best
-            short = self._reorders and k % 2 and self.best is not None
-            self._round(k, hot, BETWEEN * length if short else length, effort)
+            self._round(k, hot, left if 2 * length > left else length, effort)
             stale = stale + 1 if self.best is before else 0
-            length *= GROWTH if not self._reorders else 1.0 if k % 2 == 0 else PLAIN_GROWTH
             k += 1
         self.ended_early = stale >= most
+
+    def _length(self, k: int) -> float:
+        """Of a round, in shortest rounds."""
+        if not self._reorders:
+            return luby(k // 2)
+        return PLAIN_GROWTH ** (k // 2) * (BETWEEN if k % 2 and self.best is not None else 1.0)
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the

@@ -35,7 +35,7 @@ MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 CORES = 2  # from which on a second search runs where the bound's has ended
-PROVING = 0.5  # share of the time for the bound's search where a second search takes its core over
+PROVING = 0.65  # share of the time for the bound's search where a second search takes its core over
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -49,8 +49,8 @@ class Auto(Strategy):
 
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
     of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
-    cores the bound has half of the time, if it needs it, and a second annealing the rest. The search ends when the gap
-    is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
+    cores the bound has two thirds of the time, if it needs them, and a second annealing the rest. The search ends when
+    the gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
     returns the best plan so far.
 
     Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
