@@ -65,6 +65,9 @@ STALE, PLAIN_STALE = 62, 11
 shortest round."""
 STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
+DESCENTS = 6
+"""Which of every eight rounds is followed by descents, if it is a hot one that found nothing better; without phases
+each is."""
 CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is cheapened, and their temperature
 
 
@@ -148,8 +151,8 @@ class Search:
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     suggest: Callable[[], Sequence[str]] = tuple
     """A sequence to begin with that may be over the budget, or an empty one; asked before each round."""
-    suggested_to: int = 1
-    """Which rounds begin with it: 1, the reheated ones, for a part of each; 0, those that would begin anew, whole."""
+    suggested_to: tuple[int, ...] = (1, 3)
+    """Which of every four rounds begin with it: the odd, reheated ones for a part of each, the others whole."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
@@ -278,14 +281,19 @@ class Search:
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
-        elif hot == start and self.best is before and not self.base_fits:
+        elif (
+            hot == start
+            and self.best is before
+            and not self.base_fits
+            and (self._reorders or k % 8 == DESCENTS)
+        ):
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
 
     def _suggested(self, k: int) -> Sequence[str]:
         """What is suggested now, if a round can make use of it."""
-        near = () if self._reorders or k % 2 != self.suggested_to else self.suggest()
+        near = () if self._reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, length: float, effort: Effort) -> None:

@@ -35,7 +35,8 @@ MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
 CORES = 2  # from which on a second search runs where the bound's has ended
-PROVING = 0.65  # share of the time for the bound's search where a second search takes its core over
+PROVING = 0.75  # share of the time for the bound's search where a second search takes its core over
+FIRST = 0.3  # share of the time for a first annealing, which makes the members unnecessary where it closes the gap
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -49,9 +50,10 @@ class Auto(Strategy):
 
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
     of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
-    cores the bound has two thirds of the time, if it needs them, and a second annealing the rest. The search ends when
-    the gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C
-    returns the best plan so far.
+    cores the bound has three quarters of the time, if it needs them, and a second annealing the rest; a first annealing
+    goes before the members, which would compete with the bound's search. The search ends when the gap is closed,
+    nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C returns the
+    best plan so far.
 
     Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
     with), which the rest improves.
@@ -170,12 +172,17 @@ class _Session:
         return max(0.0, self.began + self.auto.time_limit - time.monotonic())
 
     def gather(self) -> None:
-        """Take in what the loss cut suggests, and the members' plans."""
+        """Take in what the loss cut suggests, what a first annealing finds, and the members' plans."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
+        if self.two and len(self.graph.ops) <= VAST:
+            self.anneal(self.plain, FIRST * self.left, alone=True)
+            if self.bound.closed(self.best):
+                return
         seconds = max(MEMBERS_LEAST, MEMBERS * self.auto.time_limit)
-        until = min(time.monotonic() + self.left, self.began + seconds)
+        begun = self.began if self.best else time.monotonic()  # the more urgent where nothing fits yet
+        until = min(time.monotonic() + self.left, begun + seconds)
         self.take(members_plans(self.plain, max(until, self.began + MEMBERS_LEAST), self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
@@ -219,7 +226,7 @@ class _Session:
         if self.anneal(self.graph, self.left) and not self.bound.closed(self.best):
             self.proof.wait(self.left)
 
-    def anneal(self, graph: TrainingGraph, seconds: float) -> bool:
+    def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
         """Take in the best plan of an annealing, and the leanest; whether it gave up before its time."""
 
         def report(_fraction: float, overhead: float | None) -> None:
@@ -227,16 +234,17 @@ class _Session:
                 self.proof.overhead = min(self.proof.overhead, overhead)
             self.report(_text(overhead, self.bound.best.overhead))
 
-        search = Search(graph, self.budget, self.auto.seed, self.auto.keep_order, self.bound.reached, report)
+        seed = self.auto.seed + (2 if alone else 0)
+        search = Search(graph, self.budget, seed, self.auto.keep_order, self.bound.reached, report)
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
         usable = [runs for runs in starts if inverses.isdisjoint(runs)]
         other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
         search.suggest = other.suggest = lambda: self.bound.nearest
-        other.suggested_to = 0
+        other.suggested_to = (0,)
         effort = Effort(seconds)
         try:
-            with self.beside(other, usable, time.monotonic() + seconds):
+            with nullcontext() if alone else self.beside(other, usable, time.monotonic() + seconds):
                 search.run(usable, effort)
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)

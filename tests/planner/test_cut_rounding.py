@@ -103,7 +103,7 @@ def test_a_round_begins_with_what_is_suggested(problems):
         asked.append(1)
         return [step.op for step in good.best.schedule if hasattr(step, "op")]
 
-    short = Search(graph, budget, seed=3, suggest=suggest, suggested_to=0)
+    short = Search(graph, budget, seed=3, suggest=suggest, suggested_to=(0,))
     short.run((), Effort(0, moves=400))
     assert asked
     assert short.best.estimate.cost <= good.best.estimate.cost
