@@ -37,6 +37,7 @@ REFUSAL = 0.1  # share of the time for finding what peak could be had, where the
 CORES = 2  # from which on a second search runs where the bound's has ended
 PROVING = 0.75  # share of the time for the bound's search where a second search takes its core over
 FIRST = 0.3  # share of the time for a first annealing, which makes the members unnecessary where it closes the gap
+SMALL = 200  # ops below which the members take no time worth mentioning, and go first
 NEAR = 0.005
 """A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
 
@@ -51,9 +52,9 @@ class Auto(Strategy):
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
     of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
     cores the bound has three quarters of the time, if it needs them, and a second annealing the rest; a first annealing
-    goes before the members, which would compete with the bound's search. The search ends when the gap is closed,
-    nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively. Ctrl-C returns the
-    best plan so far.
+    of larger problems goes before the members, which would compete with the bound's search. The search ends when the
+    gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively.
+    Ctrl-C returns the best plan so far.
 
     Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
     with), which the rest improves.
@@ -115,8 +116,9 @@ class _Session:
         self.known = _known(graph, auto.keep_order)
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
-        self.two = graph.has_phases and (os.cpu_count() or 1) >= CORES
-        self.proof = Proof(self.bound, (PROVING if self.two else 1.0) * auto.time_limit)
+        cores = (os.cpu_count() or 1) >= CORES
+        self.two = graph.has_phases and cores  # without phases one search has two threads
+        self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit)
 
     def plan(self) -> Plan:
         """The best plan found, with its bound.
@@ -176,7 +178,7 @@ class _Session:
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
-        if self.two and len(self.graph.ops) <= VAST:
+        if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.plain, FIRST * self.left, alone=True)
             if self.bound.closed(self.best):
                 return
