@@ -33,7 +33,7 @@ def inner(loop: Loop) -> Loop:
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
     """As `compiled`, for loops that neither make nor return arrays: they do not count references to those that they
-    are given. Counting takes atomic steps for each array at each call: three quarters of the annealer's time."""
+    are given. Counting takes atomic steps for each array at each call: more than half of the annealer's time."""
     return compiled(loop, **UNCOUNTED, **options)
 
 

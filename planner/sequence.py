@@ -210,7 +210,7 @@ def compile_kernels() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """A sequence (with the virtual end) seated in every second slot."""
+    """A sequence (with the virtual end) seated evenly over half as many slots again."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)

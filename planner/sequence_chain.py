@@ -114,7 +114,7 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
 
 @inner
 def sort(items: Ints, length: int) -> None:
-    """Bring the first items into ascending order, by insertion: there are few."""
+    """Bring the first items into ascending order, by insertion: there are few, and numpy's sort allocates."""
     for k in range(1, length):
         item, at = items[k], k
         while at > 0 and items[at - 1] > item:

@@ -281,15 +281,14 @@ class Search:
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
-        elif (
-            hot == start
-            and self.best is before
-            and not self.base_fits
-            and (self._reorders or k % 8 == DESCENTS)
-        ):
+        elif self.best is before and not self.base_fits and self._descends(k):
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
+
+    def _descends(self, k: int) -> bool:
+        """Whether a round is one that descents follow where it found nothing better."""
+        return k % 2 == 0 if self._reorders else k % 8 == DESCENTS
 
     def _suggested(self, k: int) -> Sequence[str]:
         """What is suggested now, if a round can make use of it."""

@@ -132,10 +132,8 @@ class State(NamedTuple):
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """Add bytes to the slots low..high; returns the change of the penalty."""
     change = 0.0
-    held, most = (
-        mem[low : high + 1],
-        cap[low : high + 1],
-    )  # from 0 on: indices that may be negative are not vectorised
+    # Slices, to count from 0 on: a loop whose indices may be negative is not vectorised.
+    held, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(held.size):
         over = held[s] - most[s]
         held[s] += bytes_

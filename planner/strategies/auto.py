@@ -179,7 +179,7 @@ class _Session:
         if len(self.graph.ops) > VAST and near:
             return
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
-            self.anneal(self.plain, FIRST * self.left, alone=True)
+            self.anneal(self.graph, FIRST * self.left, alone=True)
             if self.bound.closed(self.best):
                 return
         seconds = max(MEMBERS_LEAST, MEMBERS * self.auto.time_limit)
@@ -229,7 +229,8 @@ class _Session:
             self.proof.wait(self.left)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
-        """Take in the best plan of an annealing, and the leanest; whether it gave up before its time."""
+        """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with
+        a seed of its own, and no second search beside it."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:
