@@ -2,12 +2,13 @@
 overruns a time limit by seconds, but a process can be killed.
 
 Run as a script (`solver.Solver` does), it reads requests from its standard input and writes responses to its standard
-output, each preceded by its length, until its input ends. Nothing but OR-tools is imported, so it starts in a
-fraction of a second.
+output, each preceded by its length, until its input ends. HiGHS prints there too, now and then, though told to be
+silent: what it prints is sent elsewhere. Nothing but OR-tools is imported, so it starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from typing import IO
@@ -59,9 +60,10 @@ def respond(request: bytes) -> bytes:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    answers = sys.stdout.buffer
-    while (request := read_message(sys.stdin.buffer)) is not None:
-        write_message(answers, respond(request))
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        while (request := read_message(sys.stdin.buffer)) is not None:
+            write_message(answers, respond(request))
 
 
 if __name__ == "__main__":

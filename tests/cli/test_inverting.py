@@ -107,15 +107,15 @@ def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
         assert carried.estimate.peak <= 1.1 * plan.estimate.peak
 
 
-@pytest.mark.parametrize("budget", ["100%", "min"])
-def test_plan_module_takes_the_better_one_and_loads_it_again(budget: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("budget", "depth"), [("100%", 8), ("min", 24)])
+def test_plan_module_takes_the_better_one_and_loads_it_again(budget: str, depth: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Couplings(), torch.randn(64, 16)
+    model, x = Couplings(depth), torch.randn(64, 16)
     options: dict[str, Any] = {"inverses": True, "costs": "roofline", "time_limit": 1}
     planned = rematplan.plan_module(model, (x,), budget=budget, **options)
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")  # type: ignore[arg-type]
     inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))  # type: ignore[union-attr]
-    assert budget == "min" or not inverts  # with all the memory there is nothing to be saved
+    assert inverts == (budget == "min")  # with all the memory there is nothing to be saved
     loaded = rematplan.plan_module(model, (x,), plan=tmp_path / "plan.json", **options)
     assert runs_of(loaded.plan.schedule) == runs_of(planned.plan.schedule)  # type: ignore[union-attr]
     gradients = []

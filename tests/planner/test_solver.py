@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 import threading
 import time
 from random import Random
@@ -11,6 +12,7 @@ from random import Random
 import pytest
 
 from rematplan.planner.bounds_model import Rows
+from rematplan.planner.highs_process import read_message, write_message
 from rematplan.planner.solver import Answer, Solver
 
 
@@ -79,3 +81,21 @@ def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with Solver() as solver:
         assert solver.solve(cover(), 10, integer=True, gap=0.0).dual == pytest.approx(3.0)
+
+
+def test_what_highs_prints_is_no_part_of_an_answer():
+    prints = (
+        "import os; from rematplan.planner import highs_process as p; "
+        "p.respond = lambda request: (os.write(1, b'HighsMipSolverData'), request)[1]; p.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", prints],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        for body in (b"one", b"another"):
+            write_message(process.stdin, body)
+            assert read_message(process.stdout) == body
+        process.stdin.close()
+        assert process.stdout.read() == b""
