@@ -94,6 +94,15 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     return chain[::-1]
 
 
+def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
+    """The needed recipes, in their order, that must precede, or be preceded by, each of these."""
+    return [
+        v
+        for v, before in enumerate(order.before)
+        if order.needed >> v & 1 and all(before >> b & 1 or order.before[b] >> v & 1 for b in cuts)
+    ]
+
+
 def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most: int) -> list[int]:
     """Ops of the chain to cut at, the likeliest to matter first: the one that holds most in the base order, and of
     those after it (of all, where there is no backward half; cuts before it were never seen to add anything) where

@@ -3,15 +3,19 @@
 From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
 sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
 lifts the linear relaxation most is tried. It stays if it lifts the integer program. docs/lower-bound.md has figures.
+
+A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
+it begins again then, with cuts along the chain only.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from rematplan.planner.bounds_cuts import prominence
+from rematplan.planner.bounds_cuts import in_line, prominence
 from rematplan.planner.cut_rounding import first_held
 
 if TYPE_CHECKING:
@@ -41,8 +45,10 @@ class Growth:
     def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
         self.search, self.enough = search, enough
         self.began, self.time_limit = time.monotonic(), time_limit
-        self.place = {op: k for k, (op, _) in enumerate(search.chain)}
+        self.among = range(len(search.graph.ops)), dict(search.chain)
         self._relaxed: dict[Cuts, float] = {}
+        self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
+        self._held: Mapping[int, int] = {op: held for op, held in search.chain if op in search.places}
 
     def run(self) -> None:
         """Until the time is up or there is nothing left to try."""
@@ -54,44 +60,43 @@ class Growth:
             alone = {cut: self.relaxed((cut,)) for cut in search.places[:ALONE] if not self.over()}
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
-            for unfinished in reversed(self.grow((start,))):
+            unsolved = [cuts for among in self.among for cuts in self.grow((start,), among)]
+            for cuts in dict.fromkeys(reversed(unsolved)):
                 if not self.over():
-                    self.solve(unfinished)
+                    self.solve(cuts)
 
-    def grow(self, cuts: Cuts) -> list[Cuts]:
-        """Add cuts while any that is likely lifts the bound; returns what was cut short."""
-        unsolved = [] if self.solve(cuts) else [cuts]
-        held, tried = self.overfull(), set(cuts)
+    def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
+        """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short."""
+        if self.over():
+            return []
+        proven, solved = self.solve(cuts)
+        unsolved = [] if solved else [cuts]
+        held, tried = self.held(cuts, among), set(cuts)
         while not self.over() and (likely := self.likely(held, tried)):
-            before = self.search.best.overhead
             cut = self.most_lifting(cuts, likely)
             tried.add(cut)
             wider = self.wider(cuts, cut)
-            if not self.solve(wider):
+            lifted, solved = self.solve(wider)
+            if not solved:
                 unsolved.append(wider)
-            if self.search.best.overhead > before + GAIN:
-                cuts, tried = wider, set(wider)
-                if self.search.rounded:
-                    held = self.overfull()
+            if lifted > proven + GAIN:
+                cuts, proven, tried = wider, lifted, set(wider)
+                held = self.held(cuts, among)
         return unsolved
 
-    def overfull(self) -> Mapping[int, int]:
-        """Ops of the chain to cut at, with what is held there: those over the budget in the last program's solution;
-        where it has none, the places chosen before."""
-        search = self.search
-        if not search.rounded:
-            return {op: bytes_ for op, bytes_ in search.chain if op in search.places}
-        held = first_held(search.graph, search.rounded)
-        names = {op: search.graph.ops[op].name for op in self.place}
-        return {op: held[name] for op, name in names.items() if held[name] > search.budget}
+    def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
+        """What the last program's solution holds at those of these ops that can be cut at beside these cuts."""
+        return {
+            op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
+        }
 
     def likely(self, held: Mapping[int, int], tried: Collection[int]) -> list[int]:
-        """The few of them that stand out most, and the one that the network's shape makes likeliest."""
-        left = [op for op in held if op not in tried]
-        over = [max(0, held.get(op, 0) - self.search.budget) for op in self.place]
-        prominent = prominence(over, over)
-        peaks = [op for op in left if prominent[self.place[op]] > 0]
-        peaks.sort(key=lambda op: -prominent[self.place[op]])
+        """Of those over the budget the few that stand out most, and the one that the network's shape makes
+        likeliest."""
+        over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
+        prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
+        left = [op for op in held if op not in tried and held[op] > self.search.budget]
+        peaks = sorted((op for op in left if prominent[op] > 0), key=lambda op: -prominent[op])
         likeliest = [op for op in self.search.places if op in left][:1]
         return list(dict.fromkeys((*likeliest, *peaks[:FEW]))) or sorted(left, key=lambda op: -held[op])[:1]
 
@@ -103,8 +108,8 @@ class Growth:
         return best if lifted and lifted[best] > value + GAIN else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
-        """The cuts and one more, in the chain's order."""
-        return tuple(sorted((*cuts, cut), key=lambda op: self.place[op]))
+        """The cuts and one more, in the base order."""
+        return tuple(sorted((*cuts, cut)))
 
     def relaxed(self, cuts: Cuts) -> float:
         """What the linear relaxation proves."""
@@ -112,10 +117,20 @@ class Growth:
             self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
         return self._relaxed[cuts]
 
-    def solve(self, cuts: Cuts) -> bool:
-        """Solve the integer program, within a share of the time; whether it is solved."""
-        limit = min(self.left, max(FIRST, self.spent))
-        return not self.search.vast and self.search.solve(cuts, limit, integer=True)[1]
+    def solve(self, cuts: Cuts) -> tuple[float, bool]:
+        """Solve the integer program, within a share of the time; what it proves, and whether it is solved."""
+        if self.search.vast:
+            return -math.inf, False
+        if cuts in self._solved:
+            proven, self._held = self._solved[cuts]
+            return proven, True
+        proven, solved = self.search.solve(cuts, min(self.left, max(FIRST, self.spent)), integer=True)
+        if self.search.rounded:
+            held = first_held(self.search.graph, self.search.rounded)
+            self._held = {i: held[op.name] for i, op in enumerate(self.search.graph.ops) if op.name in held}
+        if solved:
+            self._solved[cuts] = proven, self._held
+        return proven, solved
 
     @property
     def spent(self) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.bounds import BoundSearch, lower_bound, min_peak_bound
-from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, prominence
+from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, in_line, precedence, prominence
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.solver import Solver
@@ -130,6 +130,68 @@ def test_programs_of_any_cuts_are_at_most_the_optimum(graph, slack, chosen):
         search = BoundSearch(graph, budget)
         for integer in (False, True):
             assert search.solve(cuts, 5, integer=integer)[0] <= optimum(graph, budget) + 1e-9
+
+
+@LAWS
+@given(graphs(inverses=True), st.integers(0, 2**30))
+def test_in_line_is_what_a_chain_of_cuts_can_be_widened_by(graph, chosen):
+    order = precedence(graph)
+    needed = [v for v in range(len(order.before)) if order.needed >> v & 1]
+    cuts = []
+    while line := [v for v in in_line(order, cuts) if v not in cuts]:
+        assert set(line) <= set(needed)
+        assert sorted(line) == line
+        cuts.append(line[chosen % len(line)])
+    for u in cuts:
+        assert all(order.before[u] >> v & 1 or order.before[v] >> u & 1 for v in cuts)
+    for v in set(needed).difference(cuts):  # none was left out that could have been taken
+        assert any(not (order.before[u] >> v & 1 or order.before[v] >> u & 1) for u in cuts)
+
+
+def branched(trunk, branches):
+    """A chain of unit ops that forks into chains of some (length, size), and its gradient."""
+    tensors, ops = [Tensor("a0", 1)], []
+
+    def op(name, reads, size):
+        tensors.append(Tensor(name, size))
+        ops.append(Op(f"make_{name}", tuple(reads), (name,), 1.0))
+        return name
+
+    for k in range(trunk):
+        op(f"a{k + 1}", [f"a{k}"], 1)
+    fork, ends, backs = f"a{trunk}", [], []
+    for b, (length, size) in enumerate(branches):
+        at = fork
+        for k in range(length):
+            at = op(f"b{b}{k}", [at], size)
+        ends.append(at)
+    loss = op("loss", ends, 1)
+    for b, (length, size) in enumerate(branches):
+        at = loss
+        for k in reversed(range(length)):
+            at = op(f"e{b}{k}", [at, f"b{b}{k}"], size)
+        backs.append(op(f"e{b}", [at, fork], 1))
+    at = op("d", backs, 1)
+    for k in reversed(range(trunk)):
+        at = op(f"d{k}", [at, f"a{k}"], 1)
+    return TrainingGraph("branched", tuple(tensors), ("a0",), (at,), tuple(ops))
+
+
+def test_cuts_lie_in_branches_that_the_chain_does_not_pass_through():
+    for (trunk, branches), budget, least in (  # along the chain alone 0.17, 0.09
+        ((5, [(4, 2), (4, 4)]), 16, 0.3),
+        ((2, [(1, 5), (1, 1), (4, 1)]), 12, 1 / 3),
+    ):
+        graph = branched(trunk, branches)
+        floor = lower_bound(graph, budget, 5).overhead
+        assert floor >= least - 1e-6
+        assert floor <= Auto(time_limit=1, reuse=False).plan(graph, budget).estimate.overhead
+
+
+def test_what_is_known_of_a_larger_budget_does_not_end_the_growth():
+    graph = branched(8, [(2, 3)] * 3)
+    BoundSearch(graph, 13).run(5)
+    assert BoundSearch(graph, 11).run(5).overhead == pytest.approx(2 / 3)
 
 
 def test_cuts_are_chosen_where_the_tensors_change_their_size(problems):
