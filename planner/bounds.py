@@ -15,6 +15,7 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_set
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_growth import Growth
+from rematplan.planner.bounds_loops import pairs, violated
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
 from rematplan.planner.cut_rounding import rounded_runs
 from rematplan.planner.memo import remember
@@ -80,6 +81,7 @@ class BoundSearch:
         known = [floor for larger, floor in self._proven.items() if larger >= budget]
         least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
         self.best = Bound(max([least, *known]))
+        self.loops = dict.fromkeys(pairs(graph, self.order))
         self.rounded: Sequence[str] = ()
         self.nearest: Sequence[str] = ()
         self._stopped = False
@@ -134,10 +136,11 @@ class BoundSearch:
     def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
         """Solve the program of these cuts, or its relaxation, and take its bound in.
 
-        Returns the overhead that it proves and whether there is no more to learn from it.
+        Returns the overhead that it proves and whether there is no more to learn from it. Loops (`bounds_loops`) that
+        its solution has are ruled out from the next program on.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
-        program = CutProgram(self.graph, self.order, cuts, self.budget, tiny)
+        program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
         rows = program.rows
         if rows.impossible:
             self._raise(math.inf)
@@ -145,15 +148,20 @@ class BoundSearch:
         if not rows.cost:
             return self.best.overhead, True
         answer = self._solver.solve(rows, seconds, integer=integer, gap=GAP)
+        if integer:
+            self.rounded = ()
         proven = answer.dual
         if math.isfinite(proven):
             proven = (proven + rows.constant - MARGIN) * COST_UNIT - 1
         self._raise(proven)
-        if integer:
-            self.rounded = () if answer.values is None else rounded_runs(program, answer.values)
-            if self.rounded and answer.done and self.reached(proven):
-                self.nearest = self.rounded
-        return proven, answer.done
+        if not integer or answer.values is None:
+            return proven, answer.done
+        loops = violated(program, answer.values) if self.graph.inverses else ()
+        self.loops.update(dict.fromkeys(loops))
+        self.rounded = rounded_runs(program, answer.values)
+        if answer.done and self.reached(proven):
+            self.nearest = self.rounded
+        return proven, answer.done and not loops
 
     def _rounded_up(self, overhead: float) -> float:
         """The least overhead not below this one that sums of the ops' costs can have."""

@@ -124,7 +124,12 @@ class Growth:
         if cuts in self._solved:
             proven, self._held = self._solved[cuts]
             return proven, True
-        proven, solved = self.search.solve(cuts, min(self.left, max(FIRST, self.spent)), integer=True)
+        until = self.spent + min(self.left, max(FIRST, self.spent))
+        proven, solved, known = -math.inf, False, -1
+        while known < len(self.search.loops) and self.spent < until and not self.over():
+            known = len(self.search.loops)  # those that this solution has are ruled out in the next
+            floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
+            proven = max(proven, floor)
         if self.search.rounded:
             held = first_held(self.search.graph, self.search.rounded)
             self._held = {i: held[op.name] for i, op in enumerate(self.search.graph.ops) if op.name in held}

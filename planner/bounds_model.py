@@ -12,19 +12,21 @@ Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the firs
     (first)   x[v,i] = 0 for i < j if bⱼ must precede v; x[bᵢ,i] = 1; Σ_{i<j} x[v,i] ≥ 1 if v must precede bⱼ
     (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
     (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
+    (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
     (memory)  Σ m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import Precedence
 
 Term = tuple[int, float]
+Loop = tuple[str, ...]
 
 
 @dataclass
@@ -65,10 +67,16 @@ COST_UNIT = 1e-6
 
 class CutProgram:
     """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only
-    lowers it."""
+    lowers it. ``loops``: sets of tensors that must not be made of each other alone (`bounds_loops`)."""
 
     def __init__(
-        self, graph: TrainingGraph, order: Precedence, cuts: Sequence[int], budget: int, tiny: int
+        self,
+        graph: TrainingGraph,
+        order: Precedence,
+        cuts: Sequence[int],
+        budget: int,
+        tiny: int,
+        loops: Iterable[Loop] = (),
     ) -> None:
         self.graph, self.order, self.cuts = graph, order, cuts
         scale = 1e9 / graph.base_cost if graph.base_cost else 0.0
@@ -84,6 +92,7 @@ class CutProgram:
         self.x: dict[tuple[int, int], int] = {}
         self.h: dict[tuple[str, int], int] = {}
         self._make_variables()
+        self.loops = [loop for loop in loops if all((t, 0) in self.h for t in loop)]
         self._write_rows()
         self._write_suffix_rows()
 
@@ -141,8 +150,19 @@ class CutProgram:
         for t in self.tracked:
             for i in range(self.last + 1):
                 self._row([(self.h[t, i], 1.0), *self._made(t, i), (self.h[t, i + 1], -1.0)], 0.0)
+        for loop in self.loops:
+            for i in range(self.last + 1):
+                self._support(loop, i, self.x)
         for i in range(1, self.last + 2):
             self._memory(i)
+
+    def _support(self, loop: Loop, i: int, runs: Mapping[tuple[int, int], int]) -> None:
+        """What reads one of the loop's tensors and writes one runs only if one of them comes from elsewhere."""
+        makers = {u for t in loop for u in self.order.makers[t]}
+        inner = {u for u in makers if not set(loop).isdisjoint(self.order.recipes[u].reads)}
+        sources = [(self.h[t, i], 1.0) for t in loop] + [(runs[u, i], 1.0) for u in sorted(makers - inner)]
+        for v in sorted(inner):
+            self._row([*sources, (runs[v, i], -1.0)], 0.0)
 
     def _write_suffix_rows(self) -> None:
         """y[v,i] = v runs in interval i or later.
@@ -159,6 +179,8 @@ class CutProgram:
                     if (t, i) in self.h:
                         made = [(y[u, i], 1.0) for u in self.order.makers[t]]
                         self._row([(self.h[t, i], 1.0), *made, (y[v, i], -1.0)], 0.0)
+            for loop in self.loops:
+                self._support(loop, i, y)
 
     def _suffix(self, v: int, i: int, after: int) -> int:
         runs = [self.x[v, j] for j in range(i, self.last + 1)]
