@@ -13,7 +13,7 @@ Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the firs
     (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
     (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
     (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
-    (memory)  Σ m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
+    (memory)  Σ_{t not written by bᵢ} m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
 """
 
 from __future__ import annotations
@@ -199,15 +199,17 @@ class CutProgram:
 
     def _memory(self, i: int) -> None:
         room, size = self.room, self.graph.size
-        if i <= self.last:
+        written: set[str] = set()
+        if i <= self.last:  # what the cut writes is held while it runs, resident before or not
             cut = self.order.recipes[self.cuts[i - 1]]
-            # A write that another recipe makes too may have been resident, and counted, before.
-            room -= cut.workspace + sum(size[t] for t in cut.writes if len(self.order.makers[t]) == 1)
-        room -= sum(size[t] for t in self.tracked if self.h[t, i] == ONE)
+            written.update(cut.writes)
+            room -= cut.workspace + sum(size[t] for t in written)
+        counted = [t for t in self.tracked if t not in written]
+        room -= sum(size[t] for t in counted if self.h[t, i] == ONE)
         if room < 0:
             self.rows.impossible = True
             return
-        held = [(self.h[t, i], -float(size[t])) for t in self.tracked if self.h[t, i] >= 0 and size[t]]
+        held = [(self.h[t, i], -float(size[t])) for t in counted if self.h[t, i] >= 0 and size[t]]
         scale = max((-m for _, m in held), default=1.0)
         self._row([(j, m / scale) for j, m in held], -room / scale)
 
