@@ -16,7 +16,7 @@ import networkx as nx
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import Precedence
-from rematplan.planner.bounds_model import ONE, ZERO, CutProgram, Loop
+from rematplan.planner.bounds_model import CutProgram, Loop, is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
@@ -39,9 +39,9 @@ def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
 def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
     """Those of one interval."""
     recipes = program.order.recipes
-    there = {t for t in program.tracked if _is_set(values, program.h[t, i])}
+    there = {t for t in program.tracked if is_set(values, program.h[t, i])}
     tracked = set(program.tracked)
-    waiting = [v for v in range(len(recipes)) if _is_set(values, program.x[v, i])]
+    waiting = [v for v in range(len(recipes)) if is_set(values, program.x[v, i])]
     while True:
         missing = {v: [t for t in recipes[v].reads if t in tracked and t not in there] for v in waiting}
         ready = [v for v in waiting if not missing[v]]
@@ -57,7 +57,3 @@ def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator
     for loop in nx.strongly_connected_components(made):
         if len(loop) > 1 and all(source in loop for t in loop for source in made.predecessors(t)):
             yield tuple(sorted(loop))
-
-
-def _is_set(values: Sequence[float], variable: int) -> bool:
-    return variable == ONE or (variable != ZERO and values[variable] > 0.5)

@@ -61,6 +61,11 @@ ZERO, ONE = -1, -2
 """In place of a variable's number: it is known to be 0, or 1."""
 
 
+def is_set(values: Sequence[float], variable: int) -> bool:
+    """Whether a variable, or what stands in its place, is 1 in a solution."""
+    return variable == ONE or (variable != ZERO and values[variable] > 0.5)
+
+
 COST_UNIT = 1e-6
 """Costs are counted in millionths of the base cost, rounded down to thousandths of that."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_model import ONE, ZERO, CutProgram
+from rematplan.planner.bounds_model import CutProgram, is_set
 from rematplan.planner.indexed import indexed
 from rematplan.planner.schedule import Run, with_frees
 from rematplan.planner.simulator import resident_bytes
@@ -25,17 +25,13 @@ def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
     forward = indexed(program.graph).forward
     writer = _Writer(program)
     for i in range(program.last + 1):
-        asked = [v for v in range(len(program.order.recipes)) if _asked(values, program.x[v, i])]
+        asked = [v for v in range(len(program.order.recipes)) if is_set(values, program.x[v, i])]
         asked = [v for v in asked if not writer.ran_early(v)]
         first = [v for v in asked if v < len(forward) and v not in writer.ran and not (i and forward[v])]
         cut = [program.cuts[i - 1]] if i else []
         writer.write(set(cut), cut)
         writer.write(set(asked).difference(cut), (*first, *asked))
     return [program.order.recipes[v].name for v in writer.runs]
-
-
-def _asked(values: Sequence[float], variable: int) -> bool:
-    return variable == ONE or (variable != ZERO and values[variable] > 0.5)
 
 
 class _Writer:
