@@ -45,7 +45,6 @@ class Growth:
     def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
         self.search, self.enough = search, enough
         self.began, self.time_limit = time.monotonic(), time_limit
-        self.among = range(len(search.graph.ops)), dict(search.chain)
         self._relaxed: dict[Cuts, float] = {}
         self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
         self._held: Mapping[int, int] = {op: held for op, held in search.chain if op in search.places}
@@ -60,7 +59,8 @@ class Growth:
             alone = {cut: self.relaxed((cut,)) for cut in search.places[:ALONE] if not self.over()}
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
-            unsolved = [cuts for among in self.among for cuts in self.grow((start,), among)]
+            everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
+            unsolved = [*self.grow((start,), everywhere), *self.grow((start,), along_the_chain)]
             for cuts in dict.fromkeys(reversed(unsolved)):
                 if not self.over():
                     self.solve(cuts)
