@@ -7,8 +7,9 @@ inverse of the whole; and of these stay the ones that lead somewhere (`rematplan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -68,16 +69,32 @@ def is_exact(call: Call) -> bool:
 def _renormalisations(step: CapturedStep) -> Iterator[Call]:
     """The same kernels without running statistics, so the same bits."""
     for call in step.calls:
-        if call.target is aten._native_batch_norm_legit_functional.default and not call.backward:
-            x, weight, bias, _mean, _variance, training, momentum, eps = call.args
-            if training and not call.kwargs:
-                yield replace(
-                    call,
-                    name=f"{call.name}_again",
-                    target=aten._native_batch_norm_legit.no_stats,
-                    args=(x, weight, bias, training, momentum, eps),
-                    results=call.results[:3],
-                )
+        row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
+        twin = row and row(*call.args)
+        if not twin:
+            continue
+        target, *args = twin
+        fresh = call.results[: len(target._schema.returns)]
+        yield replace(call, name=f"{call.name}_again", target=target, args=tuple(args), results=fresh)
+
+
+_RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
+    aten._native_batch_norm_legit_functional.default: lambda x, weight, bias, mean, variance, training, *how: (
+        (aten._native_batch_norm_legit.no_stats, x, weight, bias, True, *how) if training else None
+    ),
+    # Captured of cuDNN's kernel alone.
+    aten._batch_norm_with_update_functional.default: lambda x, weight, bias, mean, variance, *how: (
+        aten.cudnn_batch_norm.default,
+        x,
+        weight,
+        bias,
+        None,
+        None,
+        True,
+        *how,
+    ),
+}
+"""By a batch norm that gives new running statistics: the op that gives the same without them, and its arguments."""
 
 
 def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:

@@ -4,12 +4,12 @@ For some ops PyTorch registers a Python decomposition that replaces the C++ kern
 ``upsample_bilinear2d`` becomes forty index calls, slower, with other rounding, and keeping several times the
 memory. Eager mode runs the kernel, so the step that is planned has to as well. A ``dropout`` becomes the fused one,
 which on a CPU eager mode does not run, and which scales by another last bit at some rates (0.15 for one). A recurrent
-layer becomes a loop over its steps.
+layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's own, which has other bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,17 +19,29 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+ATEN = torch.ops.aten
 PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", "lstm", "gru", "rnn_tanh", "rnn_relu")
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+_Kernels = dict[tuple[OpOverload, DispatchKey], Callable[..., Any] | None]
 
 
 def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
     """The kernel leaves its backward what that reads only where gradients are enabled, whatever its ``train`` says."""
     with torch.enable_grad():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+        return ATEN.mkldnn_rnn_layer.default(*args, **kwargs)
 
 
-_AS_IN_EAGER: dict[Any, Callable[..., Any]] = {torch.ops.aten.mkldnn_rnn_layer.default: _training_rnn_layer}
+def _batch_norm_backward(*args: Any) -> Any:
+    """cuDNN's kernel may write over what its forward left for it (autograd's own formula copies that where it is needed
+    again), and a plan may run it twice."""
+    return ATEN.batch_norm_backward.default(*args[:-1], args[-1].clone())
+
+
+_AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
+    ATEN.mkldnn_rnn_layer.default: _training_rnn_layer,
+    ATEN.batch_norm_backward.default: _batch_norm_backward,
+}
 
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,9 +51,9 @@ def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _overloads() -> Iterator[OpOverload]:
-    for name in dir(torch.ops.aten):
+    for name in dir(ATEN):
         if name.startswith(PREFIXES):
-            packet = getattr(torch.ops.aten, name)
+            packet = getattr(ATEN, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
@@ -66,25 +78,53 @@ def _dropout_of(fused: Callable[..., Any]) -> Callable[..., Any]:
     return dropout
 
 
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """cuDNN's batch norm. It changes the running statistics, which its schema does not say; the op that says so runs the
+    same kernel."""
+    if training and mean is not None:
+        return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
+    cudnn = ATEN.cudnn_batch_norm.default
+    with _with_kernels({(cudnn, key): None for key in KEYS}):
+        return cudnn(x, weight, bias, mean, variance, training, momentum, eps)
+
+
 @contextmanager
 def native_kernels() -> Iterator[None]:
     """Within it, tracing sees these ops as eager mode runs them."""
-    dropout = torch.ops.aten.dropout.default
-    before = [(op, key, op.py_kernels[key]) for op in _overloads() for key in KEYS if key in op.py_kernels]
-    fused = [(dropout, key, dropout.py_kernels[key]) for key in KEYS if key in dropout.py_kernels]
-    for op, key, _ in before:
-        del op.py_kernels[key]
-    for op, key, kernel in fused:
-        op.py_kernels[key] = _dropout_of(kernel)
-    _forget_dispatch(before + fused)
+    dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
+    kernels: _Kernels = {(op, key): None for op in _overloads() for key in KEYS}
+    kernels |= {
+        (dropout, key): _dropout_of(kernel) for key, kernel in dropout.py_kernels.items() if key in KEYS
+    }
+    kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
+    with _with_kernels(kernels):
+        yield
+
+
+@contextmanager
+def _with_kernels(kernels: _Kernels) -> Iterator[None]:
+    """Within it, the Python kernels of these ops are others; None: there are none."""
+    before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
+    _put(kernels)
     try:
         yield
     finally:
-        for op, key, kernel in before + fused:
+        _put(before)
+
+
+def _put(kernels: _Kernels) -> None:
+    for (op, key), kernel in kernels.items():
+        if kernel is None:
+            op.py_kernels.pop(key, None)
+        else:
             op.py_kernels[key] = kernel
-        _forget_dispatch(before + fused)
-
-
-def _forget_dispatch(kernels: Iterable[tuple[OpOverload, DispatchKey, Any]]) -> None:
-    for op, _, _ in kernels:
         op._dispatch_cache.clear()

@@ -1,5 +1,7 @@
 """Ops that tracing alone would decompose are captured whole, and so run as in eager mode, bit by bit."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,10 +57,59 @@ def test_dropout_has_the_bits_of_eager_mode_at_any_rate(rate, dtype):
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
 
 
+class Norm(nn.Module):
+    """What `batch_norm` calls on a CUDA device."""
+
+    def __init__(self, training, stats=True):
+        super().__init__()
+        self.training_, self.norm = training, nn.BatchNorm2d(3, track_running_stats=stats)
+
+    def forward(self, x):
+        n = self.norm
+        return torch.cudnn_batch_norm(
+            x, n.weight, n.bias, n.running_mean, n.running_var, self.training_, 0.1, n.eps
+        )[0]
+
+
+def test_cudnns_batch_norm_gives_its_running_statistics():
+    torch.manual_seed(0)
+    module, batch = with_loss(Norm(True), (torch.randn(2, 3, 8, 8),), "mse")
+    step = capture(module, batch, "norm")
+    targets = [c.target for c in step.calls]
+    assert torch.ops.aten._batch_norm_with_update_functional.default in targets
+    assert torch.ops.aten.batch_norm_backward.default in targets
+    assert [o.target for o in step.outputs if o.kind == "buffer"] == [
+        "model.norm.running_mean",
+        "model.norm.running_var",
+    ]
+    plan = api.no_recompute(api.problem(api.LoadedStep(module, batch, step)))
+    planned, plain = PlannedStep(module, step, plan.schedule), copy.deepcopy(module)
+    plain.model = plain.model.norm  # on a CPU both run the same kernel
+    loss = plain(*batch)
+    loss.backward()
+    assert torch.equal(planned(*batch), loss)
+    pairs = zip(module.model.norm.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert torch.equal(module.model.norm.running_var, plain.model.running_var)
+
+
+@pytest.mark.parametrize(("training", "stats"), [(False, True), (True, False)])
+def test_cudnns_batch_norm_stays_where_it_changes_nothing(training, stats):
+    module, batch = with_loss(Norm(training, stats), (torch.randn(2, 3, 8, 8),), "mse")
+    step = capture(module, batch, "norm")
+    assert torch.ops.aten.cudnn_batch_norm.default in [c.target for c in step.calls]
+    assert not any(o.kind == "buffer" for o in step.outputs)
+
+
 def test_the_decompositions_are_put_back():
     def kernels():
         aten = torch.ops.aten
-        ops = [aten.upsample_bilinear2d.vec, aten.softshrink.default, aten.dropout.default]
+        ops = [
+            aten.upsample_bilinear2d.vec,
+            aten.softshrink.default,
+            aten.dropout.default,
+            aten.cudnn_batch_norm.default,
+        ]
         return [dict(op.py_kernels) for op in ops]
 
     before = kernels()
