@@ -29,6 +29,7 @@ LABELS = {
     "constant": "constants",
     "tangent": "gradient of the loss",
     "rng_states": "random states",
+    "library_workspaces": "libraries",
     "inputs": "other inputs",
     "activations": "activations",
     "gradients": "gradients",

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from rematplan.runtime.measure import allocated
+
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed"]
 
@@ -101,13 +103,25 @@ class CapturedStep:
 
     @cached_property
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes by storage."""
-        return {v.storage: v.fake.untyped_storage().nbytes() for v in self.values.values()}
+        """Bytes by storage, as the allocator of its device counts them."""
+        return {
+            v.storage: allocated(v.fake.untyped_storage().nbytes(), v.fake.device)
+            for v in self.values.values()
+        }
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.values[self.inputs[0].value].fake.device
+        """Where it runs: the accelerator that its inputs are on, if any is, else a CPU."""
+        return next((d for d in self.devices if d.type != "cpu"), self.devices[0])
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of all values, each once."""
+        return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
+
+    def drawing_device(self, call: Call) -> torch.device:
+        """The device whose generator a random call draws from."""
+        return next((self.values[r].fake.device for r in call.results if r), self.device)
 
     @cached_property
     def after_turn(self) -> frozenset[str]:

@@ -45,7 +45,8 @@ def read_joint_graph(module: fx.GraphModule, names: Mapping[str, str], name: str
     Raises:
         ModelError: no output depends on what is trained, or the model changes an input in place.
     """
-    return without_dead_calls(with_phases(_with_own_outputs(_Reader(module, _OfModule(names)).read(name))))
+    step = _on_one_device(_Reader(module, _OfModule(names)).read(name))
+    return without_dead_calls(with_phases(_with_own_outputs(step)))
 
 
 def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
@@ -56,7 +57,21 @@ def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> Capt
     Raises:
         ModelError: a shape depends on what tensors hold, or an op changes its arguments.
     """
-    return without_dead_calls(with_phases(_Reader(module, _Flat(module, early)).read(name)))
+    return without_dead_calls(with_phases(_on_one_device(_Reader(module, _Flat(module, early)).read(name))))
+
+
+def _on_one_device(step: CapturedStep) -> CapturedStep:
+    """The step, as it is.
+
+    Raises:
+        ModelError: it is spread over several accelerators.
+    """
+    beside_cpu = [str(d) for d in step.devices if d.type != "cpu"]
+    if len(beside_cpu) > 1:
+        raise ModelError(
+            f"{step.name} is spread over {' and '.join(beside_cpu)}; a budget is of one device: plan its parts"
+        )
+    return step
 
 
 def fixed_size(size: torch.SymInt) -> int:

@@ -20,6 +20,41 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+GRAIN, SEGMENT, REST, LARGE, SHARE = 512, 2 << 20, 1 << 20, 10 << 20, 24
+"""Of CUDA's caching allocator, in bytes: what it gives out are multiples of ``GRAIN``; for ``LARGE`` and more it takes
+multiples of ``SEGMENT`` from the device; and of a block for more than ``REST`` it gives, and counts, all, if no more
+than ``REST`` would be left of it (c10's ``kMinBlockSize``, ``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``). How
+much is left depends on all that went before: one part in ``SHARE`` is more than was seen of any whole step."""
+
+
+def allocated(size: int, device: torch.device) -> int:
+    """Bytes that the device's allocator may count for a tensor of ``size`` bytes: on CUDA up to a mebibyte more."""
+    if device.type != "cuda":
+        return size
+    block = -(-size // GRAIN) * GRAIN
+    if block <= REST:
+        return block
+    segment = -(-size // SEGMENT) * SEGMENT
+    whole = segment if size >= LARGE and segment - block <= REST else block
+    return max(whole, block + min(REST, block // SHARE // GRAIN * GRAIN))
+
+
+def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that stay allocated when ``call`` has run for the first time and its results are gone; 0 on a CPU.
+
+    cuBLAS has a workspace for each thread (its handle) and stream that it meets, 32 MiB on Hopper, and keeps it.
+    """
+    if device.type != "cuda":
+        call()
+        return 0
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.memory_allocated(device) - before)
+
+
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
     """Bytes that ``call`` holds at its worst moment beyond what was held when it began, and its result.
 
@@ -79,6 +114,26 @@ def _allocations() -> Iterator[list[int]]:
     finally:
         _watching.remove(record)
         sizes += [size for _, size in sorted(record.events, key=lambda event: event[0])]
+
+
+IN_A_ROW = 5
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """The time of one call: on a CPU by the clock; on CUDA by the stream, of `IN_A_ROW` in a row, so that starting one
+    and waiting for its end count no more than in a step."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(IN_A_ROW):
+            call()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / IN_A_ROW
 
 
 def seconds_in_turn(

@@ -88,7 +88,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """cuDNN's batch norm. It changes the running statistics, which its schema does not say; the op that says so runs the
+    """cuDNN's batch norm. It changes the running statistics, which its schema does not say; the op that does runs the
     same kernel."""
     if training and mean is not None:
         return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)

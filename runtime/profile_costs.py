@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import platform
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
-from rematplan.runtime.measure import peak_above_entry, synchronize
+from rematplan.runtime.measure import allocated, kept_by_libraries, peak_above_entry, seconds_of
 from rematplan.runtime.native_kernels import kernel_of
 from rematplan.runtime.roofline import flops, moved_bytes
 from rematplan.runtime.step_problem import CallCost
@@ -37,7 +37,7 @@ Progress = Callable[[float, str], None]
 _ROUNDS = 3
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 
 
 class ProfileWarning(UserWarning):
@@ -116,28 +116,27 @@ def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
 
 
 def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
+    run = partial(kernel_of(call.target), *args, **kwargs)
     times: list[float] = []
     while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
-        synchronize(step.device)
-        start = time.perf_counter()
-        kernel_of(call.target)(*args, **kwargs)
-        synchronize(step.device)
-        times.append(time.perf_counter() - start)
+        times.append(seconds_of(run, step.device))
     return min(times) * 1e6  # noise only adds
 
 
-def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...]]:
-    """Bytes held at the call's worst moment beyond its results, and the real sizes of these; run once to warm up."""
-    kernel_of(call.target)(*args, **kwargs)
-    peak, result = peak_above_entry(lambda: kernel_of(call.target)(*args, **kwargs), step.device)
+def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...], int]:
+    """Bytes held at the call's worst moment beyond its results, the real sizes of these, and what libraries keep; run
+    once to warm up."""
+    run = partial(kernel_of(call.target), *args, **kwargs)
+    library = kept_by_libraries(run, step.device)
+    peak, result = peak_above_entry(run, step.device)
     given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     storages = [
         r.untyped_storage() if isinstance(r, torch.Tensor) else None
         for r in ((result,) if isinstance(result, torch.Tensor) else result)
     ]
     fresh = [s if s is not None and s._cdata not in given else None for s in storages]
-    kept = sum({s._cdata: s.nbytes() for s in fresh if s is not None}.values())
-    return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh)
+    kept = sum({s._cdata: allocated(s.nbytes(), s.device) for s in fresh if s is not None}.values())
+    return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh), library
 
 
 class SyntheticArguments:
@@ -149,6 +148,7 @@ class SyntheticArguments:
         # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
         # any size.
         self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
+        self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """For one call, made anew."""
@@ -166,8 +166,8 @@ class SyntheticArguments:
             return self.step.constants[name]
         fake = self.step.values[name].fake
         maker = self.step.call.get(self.step.values[name].call or "")
-        if maker is not None and self._is_opaque(maker, fake):
-            # Kernels of libraries read what their other half left, whose size the trace does not know.
+        if maker is not None and (self._is_opaque(maker, fake) or self._is_seed(maker, fake)):
+            # Kernels of libraries read what their other half left, whose size or place the trace does not know.
             args, kwargs = self.of(maker)
             return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
         # The whole storage, since some kernels copy it whole, however little of it the tensor views.
@@ -179,11 +179,23 @@ class SyntheticArguments:
         results = [self.step.values[r].fake for r in maker.results if r]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
+    def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
+        """Whether a tensor may say where the random numbers of an attention began. Some kernels leave that, and read
+        it, in the host's memory, where the trace has it on the device."""
+        whole = not (fake.dtype.is_floating_point or fake.dtype.is_complex or fake.dtype == torch.bool)
+        return whole and fake.numel() <= 2 and not (maker.single or maker.is_view)
+
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             return torch.zeros(n, dtype=dtype, device=device)
-        pool = (self.pool > 0.5) if dtype == torch.bool else self.pool.to(dtype)
-        return pool.repeat(-(-n // len(pool)))[:n].clone().to(device)
+        if (dtype, device) not in self.pools:
+            pool = (self.pool > 0.5) if dtype == torch.bool else self.pool.to(dtype)
+            self.pools[dtype, device] = pool.to(device)
+        pool, flat = self.pools[dtype, device], torch.empty(n, dtype=dtype, device=device)
+        rest = n % len(pool)
+        flat[: n - rest].view(-1, len(pool)).copy_(pool)
+        flat[n - rest :].copy_(pool[:rest])
+        return flat
 
 
 def device_name(device: torch.device) -> str:
@@ -194,8 +206,17 @@ def device_name(device: torch.device) -> str:
 
 
 def _machine(device: torch.device) -> str:
-    """What the timings hold for: the device, PyTorch and the number of threads."""
-    parts = (device_name(device), torch.__version__, f"v{_CACHE_VERSION}")
+    """What the timings hold for: the device, PyTorch, the number of threads, on CUDA what chooses among kernels."""
+    parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
+    if device.type == "cuda":
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        chosen = (
+            cudnn.enabled,
+            cudnn.benchmark,
+            cudnn.deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        parts.append(f"{chosen} {matmul.fp32_precision} {cudnn.conv.fp32_precision}")  # type: ignore[attr-defined]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
@@ -217,8 +238,8 @@ def _load(file: Path) -> dict[str, CallCost]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         return {
-            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)))
-            for k, (cost, workspace, results) in data.items()
+            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
+            for k, (cost, workspace, results, library) in data.items()
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

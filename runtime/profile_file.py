@@ -73,11 +73,11 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: not a {PROFILE_FORMAT} file")
     try:
         calls = {
-            str(text): CallCost(float(time), int(workspace), tuple(map(int, results)))
-            for text, (time, workspace, results) in data["calls"].items()
+            str(text): CallCost(float(time), int(workspace), tuple(map(int, results)), *map(int, library))
+            for text, (time, workspace, results, *library) in data["calls"].items()
         }
         if any(
-            not (0 <= c.time < float("inf")) or c.workspace < 0 or min(c.results, default=0) < 0
+            not (0 <= c.time < float("inf")) or min(c.workspace, c.library, *c.results) < 0
             for c in calls.values()
         ):
             raise ValueError("a cost is negative or infinite")

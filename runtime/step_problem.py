@@ -10,6 +10,7 @@ import torch
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.captured_step import Call, CapturedStep, InputKind, refs
 from rematplan.runtime.inverse_kernels import Inverse
+from rematplan.runtime.measure import allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,20 @@ class CallCost:
     """``time`` in microseconds; ``workspace`` in bytes held only while the call runs.
 
     ``results``: the real sizes of its results' storages, bytes, by position; 0 where unknown. Some kernels return a
-    small tensor in a large storage, which the trace does not see.
+    small tensor in a large storage, which the trace does not see. ``library``: bytes that a library keeps for good, for
+    each thread that makes such a call.
     """
 
     time: float
     workspace: int = 0
     results: tuple[int, ...] = ()
+    library: int = 0
 
 
 RNG_STATES = "rng_states"
+LIBRARIES = "library_workspaces"
+THREADS = 2
+"""On CUDA the forward half runs in the caller's thread, the backward half in one of autograd's."""
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
@@ -33,7 +39,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
 
     Views are folded into the storage they view. The saved generator states of the random calls, needed to
     draw the same numbers when they run again, are charged as one more input. A call whose results take no more than
-    its state never runs again: they can be held in the state's place.
+    its state never runs again: they can be held in the state's place. So is what libraries keep for good.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -41,26 +47,30 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         for result, real in zip(step.call[name].results, cost.results, strict=False):
             if result:
                 storage = step.values[result].storage
-                sizes[storage] = max(sizes[storage], real)
+                sizes[storage] = max(sizes[storage], allocated(real, step.values[result].fake.device))
     inputs: dict[str, InputKind] = {}
     for i in step.inputs:
         inputs.setdefault(step.values[i.value].storage, i.kind)
     split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
-    state = _state_bytes(step.device) if seeded else 0
+    drawing = {step.drawing_device(c) for c in step.calls if c.seeded}
+    state = max(map(_state_bytes, drawing), default=0)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     if len(kept) < len(seeded):
         sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
+    library = THREADS * max((c.library for c in costs.values()), default=0)
+    if library:
+        sizes[LIBRARIES] = split[LIBRARIES] = library
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
     inverses = tuple(replace(_op(step, c, costs[c.name]), phase=None) for c in step.inverses)
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
-    states = (RNG_STATES,) if RNG_STATES in sizes else ()
-    used |= dict.fromkeys(states)
+    beside = tuple(name for name in (RNG_STATES, LIBRARIES) if name in split)
+    used |= dict.fromkeys(beside)
     return TrainingGraph(
         name=step.name,
         tensors=tuple(Tensor(name, sizes[name]) for name in used),
-        inputs=(*inputs, *states),
+        inputs=(*inputs, *beside),
         outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
         ops=ops,
         inverses=inverses,

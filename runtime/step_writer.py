@@ -164,16 +164,18 @@ class Writer:
     def _replayed(self, call: Call, expression: str) -> None:
         state = f"rng_{self.name(call.name)}"
         assign = f"{self._results(call)} = {expression}"
-        self.scope.update(save_rng=save_rng(self.step.device), load_rng=load_rng(self.step.device))
+        device = self.step.drawing_device(call)
+        save, load = (f"{what}_rng_{device.type}" for what in ("save", "load"))
+        self.scope.update({save: save_rng(device), load: load_rng(device)})
         if state not in self.states:
             self.states.add(state)
-            self.lines += [f"{state} = save_rng()", assign]
+            self.lines += [f"{state} = {save}()", assign]
         else:
             self.lines += [
-                "rng_now = save_rng()",
-                f"load_rng({state})",
+                f"rng_now = {save}()",
+                f"{load}({state})",
                 assign,
-                "load_rng(rng_now)",
+                f"{load}(rng_now)",
                 "del rng_now",
             ]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.measure import allocated
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that stands for the copies of buffers as they were before the step."""
@@ -38,7 +39,9 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     fakes = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
     beside = {
         OLD_BUFFERS: sum(step.storage_bytes[s] for s in early if s not in held),
-        GIVEN_TANGENTS: sum(fake.nbytes for fake in fakes if not fake.is_contiguous()),
+        GIVEN_TANGENTS: sum(
+            allocated(fake.nbytes, fake.device) for fake in fakes if not fake.is_contiguous()
+        ),
     }
     beside = {name: size for name, size in beside.items() if size}
     charged = replace(

@@ -1,0 +1,123 @@
+"""What a step on CUDA is charged, and refused, shown without a device: its fakes only say that they are on one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from rematplan.ir import ModelError
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.joint_graph import _on_one_device
+from rematplan.runtime.measure import allocated
+from rematplan.runtime.profile_costs import SyntheticArguments
+from rematplan.runtime.profile_file import profile_of, read_profile, save_profile
+from rematplan.runtime.step_problem import CallCost, training_graph
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+MIB = 2**20
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh().sum()
+
+
+def small() -> CapturedStep:
+    return capture(Small(), (torch.randn(3, 6),), "small")
+
+
+def moved(step: CapturedStep, places: dict[str, torch.device], rest: torch.device = CUDA) -> CapturedStep:
+    """The step with its values' fakes on other devices: those named, and the rest."""
+    mode = FakeTensorMode()
+
+    def there(name: str, fake: Tensor) -> Tensor:
+        shapes = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        return FakeTensor(mode, shapes, places.get(name, rest))
+
+    return replace(step, values={n: replace(v, fake=there(n, v.fake)) for n, v in step.values.items()})
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 512, 513, 70_000, MIB, MIB + 1, 11 * MIB, 11 * MIB + 600_000, 64 * MIB]
+)
+def test_an_allocation_is_no_less_than_its_bytes_and_little_more(size: int) -> None:
+    assert allocated(size, CPU) == size
+    charged = allocated(size, CUDA)
+    assert size <= charged <= size + (512 if size <= MIB else MIB + 512)
+    assert charged % 512 == 0
+    assert charged >= allocated(max(0, size - 1), CUDA)
+
+
+def test_on_cuda_every_storage_is_whole_blocks() -> None:
+    step = small()
+    there = moved(step, {})
+    for name, size in step.storage_bytes.items():
+        assert there.storage_bytes[name] == allocated(size, CUDA)
+    costs = {c.name: CallCost(1.0, 0, (700,)) for c in there.priced_calls}
+    graph = training_graph(there, costs)
+    assert all(t.bytes % 512 == 0 for t in graph.tensors)
+    assert max(t.bytes for t in graph.tensors) == 1024  # of the real sizes
+
+
+def test_what_libraries_keep_is_held_all_along_in_both_threads() -> None:
+    step = small()
+    costs = {c.name: CallCost(1.0) for c in step.priced_calls}
+    plain = training_graph(step, costs)
+    kept = training_graph(
+        step, {name: replace(c, library=5000 + k) for k, (name, c) in enumerate(costs.items())}
+    )
+    most = 5000 + len(costs) - 1
+    assert kept.fixed_split["library_workspaces"] == 2 * most
+    assert no_recompute(kept).estimate.peak == no_recompute(plain).estimate.peak + 2 * most
+
+
+def test_a_profile_says_what_libraries_keep(tmp_path) -> None:
+    step, file = small(), tmp_path / "profile.json"
+    costs = {c.name: CallCost(1.0, 2, (3,), 4) for c in step.priced_calls}
+    save_profile(profile_of(step, costs), file)
+    assert read_profile(file).costs(step) == costs
+    file.write_text(file.read_text().replace("],\n4\n", "]\n"))  # as files were before
+    assert read_profile(file).costs(step) == {n: replace(c, library=0) for n, c in costs.items()}
+
+
+def test_a_step_is_where_its_accelerator_is() -> None:
+    step = small()
+    first = step.inputs[0].value
+    assert moved(step, {first: CPU}).device == CUDA
+    assert moved(step, {}, CPU).device == CPU
+    assert _on_one_device(moved(step, {first: CPU})).devices == (CPU, CUDA)
+
+
+def test_a_step_on_two_devices_is_refused() -> None:
+    step = small()
+    with pytest.raises(ModelError, match="spread over cuda:1 and cuda:0"):
+        _on_one_device(moved(step, {step.inputs[0].value: OTHER}))
+
+
+class Largest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, at = (self.weight * x).max(0, keepdim=True)
+        return (value * x.index_select(0, at)).sum()
+
+
+def test_small_numbers_beside_a_result_are_what_its_kernel_gives() -> None:
+    """They may be in another memory than the trace says, as the seeds of attention are."""
+    step = capture(Largest(), (torch.randn(40),), "largest")
+    maker = next(c for c in step.calls if c.target is torch.ops.aten.max.dim)
+    reader = next(c for c in step.calls if c.target is torch.ops.aten.index_select.default)
+    made = SyntheticArguments(step)
+    (product, *_), _ = made.of(maker)
+    (_, _, at), _ = made.of(reader)
+    assert at.item() == product.argmax().item() > 0
