@@ -34,10 +34,11 @@ from rematplan.runtime.stateless import call_with, slots
 from rematplan.runtime.true_layouts import TrueLayouts
 from rematplan.runtime.untouched import untouched
 
-IN_OTHER_WORDS = {
-    "Unexpected fake buffer": "its forward leaves tensors in plain attributes and reads them in the next call; make "
-    "them buffers, or, if they never change, call it once before it is planned",
-}
+_LEFT_BEHIND = (
+    "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they never "
+    "change, call it once before it is planned"
+)
+IN_OTHER_WORDS = {"Unexpected fake buffer": _LEFT_BEHIND, "in tensor_tracker": _LEFT_BEHIND}
 """What the tracer's faults mean, by what they say."""
 VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
