@@ -35,8 +35,8 @@ from rematplan.runtime.true_layouts import TrueLayouts
 from rematplan.runtime.untouched import untouched
 
 _LEFT_BEHIND = (
-    "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they never "
-    "change, call it once before it is planned"
+    "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
+    "never change, call it once before it is planned"
 )
 IN_OTHER_WORDS = {"Unexpected fake buffer": _LEFT_BEHIND, "in tensor_tracker": _LEFT_BEHIND}
 """What the tracer's faults mean, by what they say."""
