@@ -186,6 +186,9 @@ class OnnxModule(nn.Module):
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
         """Run one node on ``values`` and put its results there."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
+        place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
+        # What is made of numbers that are known, or were read, is on the CPU.
+        results = [r.to(place) if isinstance(r, Tensor) and r.device != place else r for r in results]
         for name, result in zip(step.node.outputs, results, strict=False):
             if name:
                 values[name] = result

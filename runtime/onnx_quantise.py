@@ -95,4 +95,8 @@ def matmul_integer(
         )
     if b_zero is not None:
         right = right - _wide(b_zero)
-    return torch.matmul(left, right)
+    if left.device.type == "cpu":
+        return torch.matmul(left, right)
+    return torch.matmul(left.double(), right.double()).to(
+        left.dtype
+    )  # exact; other devices multiply no integers

@@ -40,6 +40,18 @@ def test_the_nine_real_graphs_ship_with_onnx():
     assert len(LIGHT) == 9
 
 
+def test_what_is_made_of_known_numbers_goes_where_the_rest_is():
+    ends = [
+        helper.make_tensor(k, TensorProto.FLOAT, [], [v]) for k, v in (("a", 0.0), ("b", 1e4), ("c", 1.0))
+    ]
+    nodes = [helper.make_node("Range", ["a", "b", "c"], ["r"]), helper.make_node("Mul", ["r", "x"], ["y"])]
+    x, y = (helper.make_tensor_value_info(k, TensorProto.FLOAT, [10000]) for k in "xy")
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], ends))
+    module = OnnxModule(graph_from_proto(model), device="meta")
+    (result,) = module(torch.empty(10000, device="meta"))
+    assert result.device.type == "meta"
+
+
 class Net(nn.Module):
     """What training exports of image networks are made of."""
 
