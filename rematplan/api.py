@@ -29,7 +29,7 @@ from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import is_exact, with_exact_inverses, with_inverses
 from rematplan.runtime.loss import WithLoss, with_loss
 from rematplan.runtime.machine_memory import check_fits
-from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.measure import peak_above_entry, release_libraries, seconds_in_turn
 from rematplan.runtime.onnx_batch import rebatched
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_values import torch_dtype
@@ -109,6 +109,7 @@ def load_step(
     dropout: str = "as-is",
     weightless: bool = False,
     inverses: bool = False,
+    device: str = "cpu",
 ) -> LoadedStep:
     """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
     batch.
@@ -118,14 +119,15 @@ def load_step(
     file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
     ``weightless``: capture without data, so that a network of any size takes no memory, and external weights of a
     file are not read; the step can be priced and planned, and not run. ``inverses``: look for all inverses, those
-    that round among them, so that plans may be inexact; otherwise only for those that move numbers.
+    that round among them, so that plans may be inexact; otherwise only for those that move numbers. ``device``: where
+    the step is captured, measured and run: ``cpu``, ``cuda`` or ``cuda:1``. What is drawn is drawn on the CPU.
 
     Raises:
-        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit.
+        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit, no such device.
         ModelError: the file cannot be read, or has no training step that can be captured.
         ZooError: sizes that the network cannot have.
     """
-    forms = Forms(bn, dropout)
+    forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
             raise UsageError(f"{model}: --bn and --dropout are for ONNX files")
@@ -133,7 +135,7 @@ def load_step(
             raise UsageError(
                 f"{model}: --dim is for ONNX files; a network of the zoo has sizes such as --batch"
             )
-        return _open(_load_zoo(model, sizes, loss, seed, weightless), inverses)
+        return _open(_load_zoo(model, sizes, loss, seed, weightless, place), inverses)
     path = Path(model)
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
@@ -142,7 +144,23 @@ def load_step(
             f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
         )
     graph = rebatched(load_onnx(path, dims or {}, forms))
-    return _open(_load_file(graph, path.stem, loss, seed, weightless), inverses)
+    return _open(_load_file(graph, path.stem, loss, seed, weightless, place), inverses)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        UsageError: there is none here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    there = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= there:
+        raise UsageError(f"there is no device {name!r} here; write cpu, cuda or cuda:1")
+    return device
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
@@ -161,31 +179,37 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 
 
-def _load_file(graph: Graph, name: str, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
+def _load_file(
+    graph: Graph, name: str, loss: str | None, seed: int, weightless: bool, device: torch.device
+) -> LoadedStep:
     if weightless:
         module, inputs, mode = without_data(
-            lambda: OnnxModule(graph, device="meta").train(), lambda: tuple(map(_empty_input, graph.inputs))
+            lambda: OnnxModule(graph, device="meta").train(),
+            lambda: tuple(map(_empty_input, graph.inputs)),
+            device,
         )
         with mode:
             return _captured(module, inputs, name, loss, seed, graph.notes)
-    module = OnnxModule(graph, seed=seed).train()
+    module = OnnxModule(graph, seed=seed).train().to(device)
     generator = torch.Generator().manual_seed(seed)
-    inputs = tuple(_random_input(value, generator) for value in graph.inputs)
+    inputs = tuple(_random_input(value, generator).to(device) for value in graph.inputs)
     return _captured(module, inputs, name, loss, seed, graph.notes)
 
 
-def _load_zoo(name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool) -> LoadedStep:
+def _load_zoo(
+    name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool, device: torch.device
+) -> LoadedStep:
     given, loss = asdict(sizes), loss or ZOO[name].loss
     if weightless:
         module, inputs, mode = without_data(
-            lambda: build(name, **given), lambda: example_inputs(name, seed=seed, **given)
+            lambda: build(name, **given), lambda: example_inputs(name, seed=seed, **given), device
         )
         with mode:
             return _captured(module, inputs, name, loss, seed, ())
-    inputs = example_inputs(name, seed=seed, **given)
+    inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **given))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = build(name, **given)
+        module = build(name, **given).to(device)
     return _captured(module, inputs, name, loss, seed, ())
 
 
@@ -297,6 +321,7 @@ def run_step(
         peaks = []
         for run in (run_planned, run_eager):
             module.zero_grad(set_to_none=True)
+            release_libraries(device)
             peaks.append(held + peak_above_entry(run, device)[0])
         progress(0.6, "timing")
         losses.clear()

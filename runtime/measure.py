@@ -39,6 +39,13 @@ def allocated(size: int, device: torch.device) -> int:
     return max(whole, block + min(REST, block // SHARE // GRAIN * GRAIN))
 
 
+def release_libraries(device: torch.device) -> None:
+    """Give back what libraries keep on the device; they take it again when they need it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
     """Bytes that stay allocated when ``call`` has run for the first time and its results are gone; 0 on a CPU.
 
@@ -47,8 +54,7 @@ def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
     if device.type != "cuda":
         call()
         return 0
-    torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    release_libraries(device)
     before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
 PROFILE, ROOFLINE = "profile", "roofline"
-MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device_model")
+MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
 """Options that mean nothing for a problem file."""
 
 
@@ -52,6 +52,11 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
         action="append",
         metavar="NAME=SIZE",
         help="bind a symbolic dimension of an ONNX file, such as batch=8; may be repeated",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="where the step is captured, measured and run: cpu (default), cuda or cuda:1",
     )
     parser.add_argument(
         "--loss", metavar="NAME", help="cross_entropy, mse or output; by default what fits the model's output"
@@ -155,6 +160,7 @@ def load_model(
             dropout=args.dropout or "as-is",
             weightless=weightless,
             inverses=inverses,
+            device=args.device or "cpu",
         )
 
 

@@ -91,6 +91,13 @@ def test_malformed_budgets(budget, call, refused, problem) -> None:
     assert "4GiB" in result.err
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "h200"])
+def test_a_device_that_is_not_there_is_named(device, call, refused) -> None:
+    result = call("plan", "chain", "--budget", "min", "--device", device)
+    refused(result, 2)
+    assert f"no device {device!r} here" in result.err
+
+
 @pytest.mark.parametrize("unknown", ["resnet51", "magic"])
 def test_unknown_names_list_the_known(unknown, call) -> None:
     assert "resnet50" in call(*PLAN, "resnet51").err
