@@ -1,12 +1,15 @@
 """One torch thread: the suite runs in several processes, which would otherwise fight over the cores. And a cache of its
-own: no test reads or writes the user's."""
+own: no test reads or writes the user's. On CUDA the workspace with which cuBLAS gives the same bits each time, to be
+said before cuBLAS is first used."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="session", autouse=True)

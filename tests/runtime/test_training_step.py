@@ -3,7 +3,7 @@ models."""
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Recurrent(nn.Module):
         h = torch.zeros_like(x[:, 0])
         outs = []
         for t in range(x.shape[1]):
-            h = self.cell(x[:, t] + 0.1 * torch.randn(h.shape), h)
+            h = self.cell(x[:, t] + 0.1 * torch.randn(h.shape, device=h.device), h)
             h = functional.dropout(h, 0.3)
             outs.append(h.clone())
         y = torch.stack(outs, 1)
@@ -129,13 +129,28 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 Loaded = tuple[nn.Module, tuple[Tensor, ...], CapturedStep, TrainingGraph]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+BESIDE = ("rng_states", "library_workspaces", "tangent")
+"""What is charged as held all along, and is not there yet, or is no tensor."""
+
+
+def held_before(graph: TrainingGraph) -> int:
+    return sum(size for kind, size in graph.fixed_split.items() if kind not in BESIDE)
+
+
+@pytest.fixture(scope="module", params=[f"{name}-{device}" for device in DEVICES for name in CASES])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    name, _, device = request.param.partition("-")
     torch.manual_seed(0)
-    module, batch = CASES[request.param]()
-    step = capture(module, batch, request.param)
+    module, batch = CASES[name]()
+    module, batch = module.to(device), tuple(x.to(device) for x in batch)
+    before = torch.are_deterministic_algorithms_enabled()
+    if device != "cpu":  # attention adds up in any order unless it is refused to
+        torch.use_deterministic_algorithms(True, warn_only=not isinstance(module, Attention))
+    step = capture(module, batch, name)
     costs = profile_costs(step, cache=tmp_path_factory.mktemp("cache"))
-    return module, batch, step, training_graph(step, costs)
+    yield module, batch, step, training_graph(step, costs)
+    torch.use_deterministic_algorithms(before)
 
 
 def some_plans(graph: TrainingGraph, name: str) -> list[Plan]:
@@ -149,7 +164,7 @@ def some_plans(graph: TrainingGraph, name: str) -> list[Plan]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_is_bit_equal_and_within_its_peak(case: Loaded, name: str) -> None:
     module, batch, step, graph = case
-    held = sum(graph.fixed_split[k] for k in graph.fixed_split if k not in ("rng_states", "tangent"))
+    held = held_before(graph)
     for plan in some_plans(graph, name):
         planned = PlannedStep(module, step, plan.schedule)
         outcome = verify(planned, batch, seed=7)
@@ -177,7 +192,7 @@ def test_recomputing_everything_before_every_backward_op_changes_no_bit(case: Lo
 
 def test_two_lanes_change_no_bit_and_keep_their_peak(case: Loaded) -> None:
     module, batch, step, graph = case
-    held = sum(graph.fixed_split[k] for k in graph.fixed_split if k not in ("rng_states", "tangent"))
+    held = held_before(graph)
     everything = plan_from_runs(graph, recompute_everything(graph), "everything")
     for plan in (everything, *some_plans(graph, "approx_dp")):
         for more in (0, 2**40):
