@@ -126,7 +126,16 @@ def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
 
 
 def taken(device: torch.device) -> Callable[[torch.Tensor], None]:
-    """A function to be called on the lane that takes a tensor over from the other one."""
-    if device.type == "cuda":
-        return lambda tensor: tensor.record_stream(torch.cuda.current_stream(device))
-    return lambda tensor: None
+    """A function to be called on the lane that takes a tensor over from the other one. Some are on the host: where the
+    random numbers of an attention began."""
+
+    def record(tensor: torch.Tensor) -> None:
+        if not on_host(tensor):
+            tensor.record_stream(torch.cuda.current_stream(device))
+
+    return record if device.type == "cuda" else lambda tensor: None
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in the CPU's memory, which no stream gives away."""
+    return tensor.device.type == "cpu"

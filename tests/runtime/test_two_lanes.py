@@ -29,6 +29,7 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
+from rematplan.runtime import lane_threads
 from rematplan.runtime.lane_threads import Lane, recovery_stream, taken, two_lanes
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.profile_costs import profile_costs
@@ -272,6 +273,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     main_stream, log = FakeStream("main"), list[tuple[str, ...]]()
     monkeypatch.setattr(FakeStream, "log", log)
     recovery_stream.cache_clear()
+    monkeypatch.setattr(lane_threads, "on_host", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
@@ -306,6 +308,11 @@ def test_on_cuda_a_wait_is_one_of_streams_too(streams: list[tuple[str, ...]]) ->
         ("side", "waits for event", "main 1"),
         ("main", "waits for stream", "side"),
     ]
+
+
+def test_what_is_on_the_host_is_recorded_on_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream())
+    taken(torch.device("cuda", 0))(torch.zeros(1))  # PyTorch records no tensor of the CPU
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type")
