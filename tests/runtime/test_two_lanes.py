@@ -25,11 +25,11 @@ from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
+from rematplan.runtime import lane_threads
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime import lane_threads
 from rematplan.runtime.lane_threads import Lane, recovery_stream, taken, two_lanes
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.profile_costs import profile_costs
