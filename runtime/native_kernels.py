@@ -15,12 +15,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 ATEN = torch.ops.aten
-PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", "lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", *RECURRENT)
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 _Kernels = dict[tuple[OpOverload, DispatchKey], Callable[..., Any] | None]
@@ -97,17 +99,43 @@ def _batch_norm(
         return cudnn(x, weight, bias, mean, variance, training, momentum, eps)
 
 
+def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
+    """A recurrent layer as eager mode runs it, but by PyTorch's own cells in the place of cuDNN's layers, which look at
+    where their weights lie: in a trace they are nowhere."""
+
+    def recurrent(*args: Any, **kwargs: Any) -> Any:
+        before = torch._C._get_cudnn_enabled()
+        torch._C._set_cudnn_enabled(False)
+        try:
+            with _with_kernels({(op, key): None for key in KEYS}):
+                return op(*args, **kwargs)
+        finally:
+            torch._C._set_cudnn_enabled(before)
+
+    return recurrent
+
+
 @contextmanager
 def native_kernels() -> Iterator[None]:
     """Within it, tracing sees these ops as eager mode runs them."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
-    kernels: _Kernels = {(op, key): None for op in _overloads() for key in KEYS}
+    kernels: _Kernels = {
+        (op, key): _recurrent_of(op) if op._opname.startswith(RECURRENT) else None
+        for op in _overloads()
+        for key in KEYS
+        if key in op.py_kernels
+    }
     kernels |= {
         (dropout, key): _dropout_of(kernel) for key, kernel in dropout.py_kernels.items() if key in KEYS
     }
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
-    with _with_kernels(kernels):
-        yield
+    flatten = nn.RNNBase.flatten_parameters
+    nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
+    try:
+        with _with_kernels(kernels):
+            yield
+    finally:
+        nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
 
 
 @contextmanager
