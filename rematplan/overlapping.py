@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir.errors import show_bytes
 from rematplan.planner.lanes import Sharing, place
 from rematplan.planner.overlap import PAYS, fastest_on_two_lanes, saved
 from rematplan.planner.plan import Plan
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 OFF, AUTO, ON = "off", "auto", "on"
 MODES = (OFF, AUTO, ON)
+
+LIBRARIES, THREADS = "library_workspaces", 2
+"""Under which name a problem charges what libraries keep, and for how many threads (`runtime.step_problem`, which takes
+seconds to import)."""
 
 
 def check_mode(mode: str | None) -> None:
@@ -46,11 +51,17 @@ def overlapped(
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
     budget = plan.estimate.peak if plan.budget is None else plan.budget
+    thread = graph.fixed_split.get(LIBRARIES, 0) // THREADS  # the recovery lane's is a further one
     shared = sharing()
     inverted = Reversible().curve(graph, ()) if graph.inverses else ()
-    found = fastest_on_two_lanes(graph, (plan, *more, *inverted), budget, shared)
+    found = fastest_on_two_lanes(graph, (plan, *more, *inverted), budget - thread, shared)
     if found is None:
-        return plan, ("overlap: nothing comes back in the backward half, so that the plan has one lane",)
+        why = "nothing comes back in the backward half"
+        if thread:
+            why += (
+                f", or the {show_bytes(thread)} that libraries keep for a further thread are over the budget"
+            )
+        return plan, (f"overlap: {why}, so that the plan has one lane",)
     share = saved(found, plan.estimate.cost)
     if mode == AUTO and share < PAYS:
         said = (

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rematplan import overlapping
 from rematplan.ir import ModelError
+from rematplan.planner.lanes import Sharing
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime import step_problem
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.joint_graph import _on_one_device
@@ -77,6 +81,28 @@ def test_what_libraries_keep_is_held_all_along_in_both_threads() -> None:
     most = 5000 + len(costs) - 1
     assert kept.fixed_split["library_workspaces"] == 2 * most
     assert no_recompute(kept).estimate.peak == no_recompute(plain).estimate.peak + 2 * most
+
+
+def test_a_recovery_lane_needs_room_for_what_libraries_keep_for_its_thread() -> None:
+    assert (overlapping.LIBRARIES, overlapping.THREADS) == (step_problem.LIBRARIES, step_problem.THREADS)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(9)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).sum()
+
+    step = capture(Deep(), (torch.randn(64, 8),), "deep")
+    costs = {c.name: CallCost(1.0, library=1000) for c in step.priced_calls}
+    graph = training_graph(step, costs)
+    plan = ChenSqrt().curve(graph, ())[-1]
+    for more, lanes in ((0, False), (999, False), (1000, True)):
+        wanted = replace(plan, budget=plan.estimate.peak + more)
+        found, said = overlapping.overlapped(graph, wanted, "on", Sharing)
+        assert (found.lanes is not None, found.budget) == (lanes, wanted.budget)
+        assert lanes or "1000 B that libraries keep" in said[0]
 
 
 def test_a_profile_says_what_libraries_keep(tmp_path) -> None:
