@@ -42,7 +42,8 @@ def plan_module(
 
     ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
     that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients
-    of parameters and inputs, workspaces. ``time_limit``: seconds for each plan, for a strategy that searches.
+    of parameters and inputs, workspaces; on CUDA also what cuBLAS keeps, and what the allocator may count beyond a
+    tensor's bytes. ``time_limit``: seconds for each plan, for a strategy that searches.
     ``options``: further options of the strategy. ``costs``: ``profile`` measures ops on the present device,
     ``roofline`` models them, without workspaces; the path of a file of ``rematplan profile`` takes them from there.
 
