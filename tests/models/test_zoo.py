@@ -63,13 +63,14 @@ def test_output_shape_and_gradients(name: str, batch: int) -> None:
     torch.manual_seed(0)
     sizes = ZOO[name].complete({**ZOO[name].tiny, "batch": batch})
     model = build(name, **sizes)
-    output = model(*example_inputs(name, **sizes))
-    assert output.shape == output_shape(sizes, ZOO[name].output)
-    output.square().mean().backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert torch.isfinite(parameter.grad).all()
-        assert parameter.grad.abs().max() > 0
+    for _ in range(4):  # stochastic depth may leave a branch out for the whole of a small batch
+        output = model(*example_inputs(name, **sizes))
+        assert output.shape == output_shape(sizes, ZOO[name].output)
+        output.square().mean().backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+        if all(p.grad.any() for p in model.parameters()):
+            return
+    pytest.fail("some parameter has no influence")
 
 
 @pytest.mark.parametrize("name", ZOO)
