@@ -281,14 +281,16 @@ def _norm(kernel: str, x: str = "input") -> Row:
                 yield Refused(given[x].value, why)
                 return
             gain = _mean_square(weight) * _mean_square(1 / weight)
-        frozen = call.target is aten._native_batch_norm_legit_no_training.default
+        frozen = call.target is aten._native_batch_norm_legit_no_training.default or (
+            call.target is aten.cudnn_batch_norm.default and not given["training"]
+        )
         statistics = (
             (given["running_mean"].value, given["running_var"].value)
             if frozen
             else (call.results[1], call.results[2])
         )
         eps: tuple[float | None, ...] = (
-            ((given["eps"] if frozen else None),) if kernel == "batch_norm" else ()
+            ((given.get("eps", given.get("epsilon")) if frozen else None),) if kernel == "batch_norm" else ()
         )
         if all(statistics):
             reads = (y.name, *(s for s in statistics if s), *affine)

@@ -9,6 +9,9 @@ from torch import nn
 
 from rematplan import api
 from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import refs
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_inverses
 from rematplan.runtime.loss import with_loss
 from rematplan.runtime.native_kernels import PREFIXES, native_kernels
 from rematplan.runtime.training_step import PlannedStep, verify
@@ -99,6 +102,20 @@ def test_cudnns_batch_norm_stays_where_it_changes_nothing(training, stats):
     step = capture(module, batch, "norm")
     assert torch.ops.aten.cudnn_batch_norm.default in [c.target for c in step.calls]
     assert not any(o.kind == "buffer" for o in step.outputs)
+
+
+def test_cudnns_frozen_batch_norm_is_inverted_by_the_running_statistics():
+    def inverse(norm):
+        torch.manual_seed(0)
+        module = Call(lambda x: norm(x.sin()).sin().sum())
+        module.norm = norm
+        step = with_inverses(capture(module, (torch.randn(2, 3, 8, 8),), "norm"), named_tensors(module)).step
+        (call,) = step.inverses
+        buffers = {i.value: i.target.split(".")[-1] for i in step.inputs if i.kind == "buffer"}
+        return str(call.target), [buffers[r.value] for r in refs(call.args) if r.value in buffers]
+
+    assert inverse(Norm(False)) == inverse(nn.BatchNorm2d(3).eval())
+    assert inverse(Norm(False))[1] == ["running_mean", "running_var"]
 
 
 def test_the_decompositions_are_put_back():
