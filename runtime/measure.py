@@ -20,7 +20,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-GRAIN, SEGMENT, REST, LARGE, SHARE = 512, 2 << 20, 1 << 20, 10 << 20, 24
+GRAIN, SEGMENT, REST, LARGE, SHARE = 512, 2 << 20, 1 << 20, 10 << 20, 16
 """Of CUDA's caching allocator, in bytes: what it gives out are multiples of ``GRAIN``; for ``LARGE`` and more it takes
 multiples of ``SEGMENT`` from the device; and of a block for more than ``REST`` it gives, and counts, all, if no more
 than ``REST`` would be left of it (c10's ``kMinBlockSize``, ``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``). How

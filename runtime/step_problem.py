@@ -10,7 +10,7 @@ import torch
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.captured_step import Call, CapturedStep, InputKind, refs
 from rematplan.runtime.inverse_kernels import Inverse
-from rematplan.runtime.measure import allocated
+from rematplan.runtime.measure import REST, allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     if len(kept) < len(seeded):
         sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
     library = THREADS * max((c.library for c in costs.values()), default=0)
+    library += (
+        REST if step.device.type == "cuda" else 0
+    )  # of small steps a block may be left over beyond the share
     if library:
         sizes[LIBRARIES] = split[LIBRARIES] = library
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)

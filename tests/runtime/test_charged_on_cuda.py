@@ -68,7 +68,7 @@ def test_on_cuda_every_storage_is_whole_blocks() -> None:
     costs = {c.name: CallCost(1.0, 0, (700,)) for c in there.priced_calls}
     graph = training_graph(there, costs)
     assert all(t.bytes % 512 == 0 for t in graph.tensors)
-    assert max(t.bytes for t in graph.tensors) == 1024  # of the real sizes
+    assert max(t.bytes for t in graph.tensors if t.name != "library_workspaces") == 1024  # of the real sizes
 
 
 def test_what_libraries_keep_is_held_all_along_in_both_threads() -> None:
