@@ -12,6 +12,7 @@ from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.inverting import plan_either
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.overlapping import check_mode, overlapped, sharing_here
+from rematplan.planner.carried import begin_with, carried_over
 from rematplan.planner.lanes import Sharing
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.simulator import simulate
@@ -25,6 +26,13 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.turn import turning_problem
+
+FURTHER = 0.25
+"""Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
+shapes want much the same runs (U-Net, ResNet-50 and a GPT at half, double and one more of the batch: such a plan is
+within .5 points of a whole search's, where it fits)."""
+REMEMBERED = 4
+"""Earlier plans to begin with."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class StepPlanner:
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Plans by all that decides which peaks there are: a step in which only a number is another needs no new search."""
+    searched: list[tuple[TrainingGraph, Plan]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """The last problems that were searched, and their plans: others are begun with those."""
     better: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of two steps, without inverses and with them, the one that has the better plan."""
 
@@ -139,7 +151,9 @@ class StepPlanner:
     def _one_lane(self, graph: TrainingGraph) -> Plan:
         key, costs = self._key(graph), tuple(op.cost for op in (*graph.ops, *graph.inverses))
         if key not in self.made:
-            self._note(graph, self._searched(graph))
+            plan = self._searched(graph)
+            self._note(graph, plan)
+            self.searched[:] = [*self.searched, (graph, plan)][-REMEMBERED:]
         if (*key, costs) not in self.made:  # its bound is of other costs
             known = self.made[key]
             estimate = simulate(graph, known.schedule)
@@ -150,5 +164,14 @@ class StepPlanner:
         budget = parse_budget(str(self.budget))
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
-        base = no_recompute(graph).estimate.peak
-        return plan_within(self.chosen(), graph, budget.bytes(base, lambda: 0))
+        bytes_ = budget.bytes(no_recompute(graph).estimate.peak, lambda: 0)
+        return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
+
+    def _begun(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Strategy:
+        """The strategy, with less time where an earlier plan serves; it begins with those."""
+        if not isinstance(chosen, Auto):
+            return chosen
+        carried = [(p, known) for known, plan in self.searched if (p := carried_over(plan, known, graph))]
+        begin_with(graph, [plan for plan, _ in carried])
+        serves = any(p.estimate.peak <= budget and known.op.keys() == graph.op.keys() for p, known in carried)
+        return replace(chosen, time_limit=FURTHER * chosen.time_limit) if serves else chosen

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, ModelError, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
+from rematplan.planner.carried import begun_with
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.auto import Auto
 from rematplan.runtime.measure import peak_above_entry
 
 
@@ -236,6 +239,25 @@ def test_planning_leaves_the_model_and_the_generator_alone() -> None:
     assert same(model, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model.conv.weight.grad, before.conv.weight * 0 + 1)
+
+
+def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    met, search = [], Auto.plan
+
+    def seen(self: Auto, graph: TrainingGraph, budget: int, *rest: Any) -> Plan:
+        met.append((self.time_limit, [p.estimate.peak <= budget for p in begun_with(graph)]))
+        return search(self, graph, budget, *rest)
+
+    monkeypatch.setattr(Auto, "plan", seen)
+    planned, plain = planned_and_plain(strategy="auto", time_limit=4.0, options={"reuse": False})
+    for model in (planned, plain):
+        torch.manual_seed(1)
+        loss_of(model(images(5))).backward()
+    assert same_grads(planned, plain)
+    planned.eval()
+    loss_of(planned(images())).backward()  # without dropout and running statistics: other ops
+    assert [limit for limit, _ in met] == [4.0, 1.0, 4.0]
+    assert [begun for _, begun in met[:2]] == [[], [True]]
 
 
 def test_what_cannot_be_is_said() -> None:
