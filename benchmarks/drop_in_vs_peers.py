@@ -3,7 +3,9 @@
 usage: python benchmarks/drop_in_vs_peers.py [NAME ...] [--rounds 5] [--time-limit 20]
 
 For each peer the measured peak (everything held: parameters, buffers, batch, activations, gradients, workspaces) and
-the least step time as a ratio to eager's; and beside it a plan whose budget is that peak. Also a plan without a limit.
+the least step time as a ratio to eager's; and beside it a plan whose budget is that peak. Also a plan without a limit,
+and plans for a ladder of budgets down to below the leanest peer: of all our plans that were measured to be no slower
+than a peer, the least peak as a share of its own.
 
 Peers: `torch.utils.checkpoint` per block; `checkpoint_sequential` over a network's sequence of blocks, √n segments;
 selective checkpointing per block that saves products, convolutions and attention; `activation_memory_budget`, by the
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +44,8 @@ from rematplan.models.transformer import Block
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
 
 CPU = torch.device("cpu")
+RUNGS, LOWEST = 6, 0.85
+"""Of the ladder of budgets; its lowest as a share of the leanest peer's peak."""
 ATEN = torch.ops.aten
 DEAR = {
     ATEN.mm.default,
@@ -182,6 +186,13 @@ def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return held + peak_above_entry(step, CPU)[0]
 
 
+def ladder(peaks: Collection[int]) -> Iterator[tuple[str, int]]:
+    """Names and budgets from the highest peak down to below the lowest, in equal ratios."""
+    ratio = (LOWEST * min(peaks) / max(peaks)) ** (1 / RUNGS)
+    for k in range(1, RUNGS + 1):
+        yield f"rung {k}", int(max(peaks) * ratio**k)
+
+
 @contextmanager
 def told(name: str) -> Iterator[None]:
     """A block in which a budget that cannot be kept is printed and not raised."""
@@ -197,7 +208,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
     models = dict(peers(case))
     peaks = {name: measured(model, inputs) for name, model in models.items()}
     ours: dict[str, nn.Module] = {}
-    for name, peak in [("no limit", 2**62), *peaks.items()]:
+    for name, peak in [("no limit", 2**62), *peaks.items(), *ladder(peaks.values())]:
         with told(name):
             ours[name] = rematplan.plan_module(network(case), inputs, budget=peak, time_limit=time_limit)
     steps = {name: stepper(m, inputs) for name, m in models.items()}
@@ -215,7 +226,12 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
             extra = seconds.get(name, 0.0) - eager
             plan = ours[name].plan
             text += f" (overhead {plan.estimate.overhead:.1%}, proven floor {plan.lower_bound or 0:.1%})"
-            text += f"   extra time ÷ theirs {(time - eager) / extra:5.2f}" if extra > 0.01 * eager else ""
+            text += (
+                f"   extra time ÷ theirs {(time - eager) / extra:5.2f}" if extra > 0.01 * eager else " " * 27
+            )
+            if name in peaks:
+                quick = [p for n, p in our_peaks.items() if seconds[f"plan at {n}"] <= seconds[name]]
+                text += f"   peak at its time ÷ its {min(quick, default=math.nan) / peaks[name]:.3f}"
             print(f"  {name:11} {theirs}   planned {text}", flush=True)
 
 
