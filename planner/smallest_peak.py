@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds import min_peak_bound
 from rematplan.planner.carried import begun_with
+from rematplan.planner.members import leanest_plans
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import Run, runs_of
 from rematplan.planner.sequence_problem import without_inverses
@@ -15,6 +17,7 @@ from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, silent
 
 DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
+BLOCKS = 0.3  # share of the time that block plans to start from may take
 PLAIN = 0.5  # share of the time for the problem without its inverses, if it has any
 STALLS = 3  # descents in a row without success after which the peak is let be
 
@@ -25,26 +28,39 @@ def smallest_peak(
     progress: Progress = silent,
     *,
     moves: int = 0,
+    keep_order: bool = False,
     starts: Sequence[Sequence[str]] = (),
 ) -> Plan:
     """The plan of the smallest peak found, and of the least overhead found at that peak.
 
-    It starts from the base order and ``starts`` (the block strategies' plans of least memory), and asks for
-    less and less. `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak.
-    ``moves``, if not 0, replaces the time limit, which makes the plan the same on every machine.
+    It starts from the base order, block plans of little memory and ``starts``, and asks for less and less.
+    `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. ``moves``, if not 0,
+    replaces the time limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base
+    order.
     """
     effort = Effort(time_limit, moves)
-    starts = [*starts, *(runs_of(p.schedule) for p in begun_with(graph))]
+    until = math.inf if moves else effort.began + BLOCKS * time_limit
+    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *leanest_plans(graph, until)))]
     if graph.inverses and not begun_with(graph):
         inverses = {inverse.name for inverse in graph.inverses}
         known = [runs for runs in starts if inverses.isdisjoint(runs)]
         plain = smallest_peak(
-            without_inverses(graph), PLAIN * time_limit, progress, moves=int(PLAIN * moves), starts=known
+            without_inverses(graph),
+            PLAIN * time_limit,
+            progress,
+            moves=int(PLAIN * moves),
+            keep_order=keep_order,
+            starts=known,
         )
         starts = [*starts, runs_of(plain.schedule)]
         effort.done = int(PLAIN * moves)
     floor = min_peak_bound(graph).bytes
-    search = Search(graph, floor, report=lambda fraction, _: progress(fraction, "lowering the peak"))
+    search = Search(
+        graph,
+        floor,
+        keep_order=keep_order,
+        report=lambda fraction, _: progress(fraction, "lowering the peak"),
+    )
     search.prepare(starts)
     until, stalls = DESCENDING * effort.total, 0
     try:
@@ -52,18 +68,20 @@ def smallest_peak(
             before = search.least.estimate.peak
             search.descend(effort, until)
             stalls = stalls + 1 if search.least.estimate.peak == before else 0
-        return _cheapest(graph, search.least, effort, progress)
+        return _cheapest(search, effort, progress)
     except KeyboardInterrupt:
         return replace(search.least, budget=search.least.estimate.peak)
 
 
-def _cheapest(graph: TrainingGraph, least: Plan, effort: Effort, progress: Progress) -> Plan:
-    """Spend what is left on the overhead at the smallest peak."""
-    peak = least.estimate.peak
+def _cheapest(descent: Search, effort: Effort, progress: Progress) -> Plan:
+    """Spend what is left on the overhead at the smallest peak that was found."""
     search = Search(
-        graph, peak, report=lambda fraction, _: progress(fraction, "lowering the overhead at that peak")
+        descent.graph,
+        descent.least.estimate.peak,
+        keep_order=descent.keep_order,
+        report=lambda fraction, _: progress(fraction, "lowering the overhead at that peak"),
     )
-    best = search.run([runs_of(least.schedule)], effort)
+    best = search.run([runs_of(descent.least.schedule)], effort)
     assert best is not None
     return best
 

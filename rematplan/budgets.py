@@ -95,12 +95,13 @@ def least_plan(
 ) -> Plan:
     """The plan for the budget ``min``: of the smallest peak that the strategy can reach.
 
-    A strategy whose plans form a family knows its least. The annealing ones search for it, from ``starts``, for
+    A strategy whose plans form a family knows its least. The annealing ones search for it, from ``starts`` too, for
     ``time_limit`` seconds (by default their own).
     """
     if isinstance(strategy, (Auto, Anneal)):
         limit = strategy.time_limit if time_limit is None else time_limit
-        return smallest_peak(graph, limit, progress, starts=[runs_of(p.schedule) for p in starts])
+        known = [runs_of(p.schedule) for p in starts]
+        return smallest_peak(graph, limit, progress, keep_order=strategy.keep_order, starts=known)
     try:
         return strategy.plan(graph, 0, progress)
     except InfeasibleBudget as error:

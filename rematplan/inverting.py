@@ -9,7 +9,6 @@ and the better plan of the two is the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from rematplan.budgets import Budget, least_plan, plan_within
@@ -31,11 +30,9 @@ def plan_either(
     inverted: TrainingGraph,
     budget: Budget,
     progress: Progress = silent,
-    starts: Callable[[TrainingGraph], Iterable[Plan]] = lambda graph: (),
 ) -> tuple[TrainingGraph, Plan]:
     """The better of `auto`'s plans of two problems of one step, and its problem; of equal ones the plain one, all of
-    whose results are equal bit by bit. ``plain`` is what a share as the budget is of. ``starts``: plans of a problem
-    from which the search for the budget ``min`` may begin.
+    whose results are equal bit by bit. ``plain`` is what a share as the budget is of.
 
     Raises:
         InfeasibleBudget: neither has a plan that fits; carries the smallest peak of the two.
@@ -53,7 +50,7 @@ def plan_either(
         part = replace(auto, time_limit=share * left)
         try:
             if least:
-                plan = least_plan(part, graph, progress, starts=(*starts(graph), *carried))
+                plan = least_plan(part, graph, progress, starts=carried)
             else:
                 plan = plan_within(part, graph, amount, progress)
         except InfeasibleBudget as error:

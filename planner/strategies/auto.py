@@ -17,7 +17,7 @@ from rematplan.planner.carried import begun_with
 from rematplan.planner.cut_start import cut_start
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.kept_plans import keep_plan, kept_plans
-from rematplan.planner.members import VAST, members_plans
+from rematplan.planner.members import VAST, leanest_plans, members_plans
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.proof import Proof
@@ -33,7 +33,9 @@ from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 MEMBERS = 0.4  # share of the time that the members may take
 MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
-REFUSAL = 0.1  # share of the time for finding what peak could be had, where the budget's is proven impossible
+REFUSAL = 0.15
+"""Share of the time for finding what peak could be had, where the budget's is proven impossible; as much again may go
+into block plans to start from."""
 CORES = 2  # from which on a second search runs where the bound's has ended
 PROVING = 0.75  # share of the time for the bound's search where a second search takes its core over
 FIRST = 0.3  # share of the time for a first annealing, which makes the members unnecessary where it closes the gap
@@ -277,8 +279,11 @@ class _Session:
                 self.auto.keep_order,
                 report=partial(_looking, self.progress),
             )
-            search.prepare([runs_of(self.smallest.schedule)] if self.smallest else [])
-            effort = Effort(REFUSAL * self.auto.time_limit)
+            seconds = REFUSAL * self.auto.time_limit
+            known = [self.smallest] if self.smallest else []
+            blocks = leanest_plans(self.graph, time.monotonic() + seconds)
+            search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
+            effort = Effort(seconds)
             search.descend(effort, effort.total)
             return search.least
 

@@ -14,15 +14,13 @@ from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.inverting import plan_either
-from rematplan.ir import TrainingGraph, save_problem
+from rematplan.ir import save_problem
 from rematplan.planner.inversion_error import inverses_run, worst_error
 from rematplan.planner.overlap import saved
 from rematplan.planner.plan import Plan, save_plan
 from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.registry import STRATEGIES
-from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.transients import peak_cause
 from rematplan.tables import pairs_table, plan_table, split_for_people, split_table
@@ -97,21 +95,15 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
     with out.progress(f"planning {graph.name}") as progress:
         if source.without and isinstance(strategy, Auto):
             plain = source.without
-            graph, plan = plan_either(strategy, plain.graph, graph, budget, progress, _leanest_blocks)
+            graph, plan = plan_either(strategy, plain.graph, graph, budget, progress)
             if graph is plain.graph:
                 better = f"{graph.name}: no plan with inverses is better than this one without"
                 source = replace(plain, notes=(*source.notes, better))
             return source, plan
         if budget.kind == "min":
-            return source, least_plan(strategy, graph, progress, starts=_leanest_blocks(graph))
+            return source, least_plan(strategy, graph, progress)
         base = no_recompute(graph).estimate.peak
         return source, plan_within(strategy, graph, budget.bytes(base, lambda: 0), progress)
-
-
-def _leanest_blocks(graph: TrainingGraph) -> tuple[Plan, ...]:
-    """The block strategies' plan of least memory, where the search for less begins."""
-    inverted = Reversible().curve(graph, ())[-1:] if graph.inverses else ()
-    return (*ApproxDP().curve(graph, ())[-1:], *inverted) if graph.has_phases else ()
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:

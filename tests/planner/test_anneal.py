@@ -137,6 +137,20 @@ def test_smallest_peak_of_a_chain():
     assert exhaustive(tiny, found - 1, 10**6).cost == math.inf
 
 
+def test_the_smallest_peak_keeps_the_order_that_must_be_kept():
+    """Four large tensors are made before any is folded: kept in that order each of them runs twice."""
+    large = [Op(f"make{i}", ("x",), (f"large{i}",), 1.0) for i in range(4)]
+    small = [Op(f"fold{i}", (f"large{i}",), (f"small{i}",), 1.0) for i in range(4)]
+    sizes = {"x": 1} | {f"large{i}": 8 for i in range(4)} | {f"small{i}": 1 for i in range(4)}
+    tensors = tuple(Tensor(name, size) for name, size in sizes.items())
+    outputs = tuple(f"small{i}" for i in range(4))
+    graph = TrainingGraph("folds", tensors, ("x",), outputs, (*large, *small))
+    free, kept = (smallest_peak(graph, moves=40_000, keep_order=keep) for keep in (False, True))
+    assert (free.estimate.peak, free.estimate.reruns) == (1 + 8 + 4, 0)
+    assert list(dict.fromkeys(runs_of(kept.schedule))) == [op.name for op in graph.ops]
+    assert (kept.estimate.peak, kept.estimate.reruns) == (1 + 8 + 4, 4)
+
+
 def test_a_search_without_a_feasible_plan_says_the_smallest_peak_it_met():
     graph = network(10)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):
