@@ -43,10 +43,10 @@ def plan_module(
     ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
     that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients
     of parameters and inputs, workspaces; on CUDA also what cuBLAS keeps, and what the allocator may count beyond a
-    tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with the earlier
-    ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy. ``costs``:
-    ``profile`` measures ops on the present device, ``roofline`` models them, without workspaces; the path of a file of
-    ``rematplan profile`` takes them from there.
+    tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with the
+    earlier ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy.
+    ``costs``: ``profile`` measures ops on the present device, ``roofline`` models them, without workspaces; the path of
+    a file of ``rematplan profile`` takes them from there.
 
     ``keep``: modules whose results, and ops whose results, stay from when they are made to their last use.
     ``never_rerun``: modules none of whose ops, and ops that, run a second time. Both take modules, their names, and
