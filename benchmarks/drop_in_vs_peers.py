@@ -214,7 +214,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
     steps = {name: stepper(m, inputs) for name, m in models.items()}
     steps |= {f"plan at {name}": stepper(m, inputs) for name, m in ours.items()}
     our_peaks = {name: measured(m, inputs) for name, m in ours.items()}
-    seconds = seconds_in_turn(steps, CPU, rounds)
+    seconds = seconds_in_turn(steps, CPU, rounds, settling=1)
     eager = seconds["eager"]
     sizes = ", ".join(f"{k} {v}" for k, v in case.sizes.items())
     print(f"{case.network}, {sizes}: eager {show_bytes(peaks['eager'])}, {eager:.3f} s", flush=True)

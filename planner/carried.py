@@ -10,13 +10,12 @@ from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 
 
-def carried_over(plan: Plan, known: TrainingGraph, graph: TrainingGraph) -> Plan | None:
-    """The plan's runs of the ops that both problems have, each followed by those that only ``graph`` has and that read
-    what it made; None where that serves no schedule."""
-    shared = {op.name for op in (*known.ops, *known.inverses)} & graph.op.keys()
-    runs = _without_idle(
-        graph, _with_new(graph, shared, (r for r in runs_of(plan.schedule) if r in shared)), shared
-    )
+def carried_over(plan: Plan, graph: TrainingGraph) -> Plan | None:
+    """The runs of another problem's plan, as far as ``graph`` has such ops, each followed by those of its other ops
+    that read what it made; None where that serves no schedule."""
+    known = [r for r in runs_of(plan.schedule) if r in graph.op]
+    shared = set(known)
+    runs = _without_idle(graph, _with_new(graph, shared, known), shared)
     try:
         return plan_from_runs(graph, runs, plan.strategy)
     except ProblemError:

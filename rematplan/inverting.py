@@ -44,7 +44,7 @@ def plan_either(
     found: list[tuple[TrainingGraph, Plan]] = []
     failed: list[InfeasibleBudget] = []
     for graph, share in ((plain, PLAIN), (inverted, 1.0)):
-        carried = [p for _, one in found if (p := carried_over(one, plain, graph))]
+        carried = [p for _, one in found if (p := carried_over(one, graph))]
         begin_with(graph, carried)
         left = max(0.0, auto.time_limit - (time.monotonic() - began))
         part = replace(auto, time_limit=share * left)

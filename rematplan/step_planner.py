@@ -58,10 +58,10 @@ class StepPlanner:
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Plans by all that decides which peaks there are: a step in which only a number is another needs no new search."""
-    searched: list[tuple[TrainingGraph, Plan]] = field(
+    searched: list[tuple[frozenset[str], Plan]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """The last problems that were searched, and their plans: others are begun with those."""
+    """The names of the ops of the problems that were searched last, and their plans: others are begun with those."""
     better: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of two steps, without inverses and with them, the one that has the better plan."""
 
@@ -153,7 +153,7 @@ class StepPlanner:
         if key not in self.made:
             plan = self._searched(graph)
             self._note(graph, plan)
-            self.searched[:] = [*self.searched, (graph, plan)][-REMEMBERED:]
+            self.searched[:] = [*self.searched, (frozenset(graph.op), plan)][-REMEMBERED:]
         if (*key, costs) not in self.made:  # its bound is of other costs
             known = self.made[key]
             estimate = simulate(graph, known.schedule)
@@ -171,7 +171,7 @@ class StepPlanner:
         """The strategy, with less time where an earlier plan serves; it begins with those."""
         if not isinstance(chosen, Auto):
             return chosen
-        carried = [(p, known) for known, plan in self.searched if (p := carried_over(plan, known, graph))]
+        carried = [(p, ops) for ops, plan in self.searched if (p := carried_over(plan, graph))]
         begin_with(graph, [plan for plan, _ in carried])
-        serves = any(p.estimate.peak <= budget and known.op.keys() == graph.op.keys() for p, known in carried)
+        serves = any(p.estimate.peak <= budget and ops == graph.op.keys() for p, ops in carried)
         return replace(chosen, time_limit=FURTHER * chosen.time_limit) if serves else chosen

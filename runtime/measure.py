@@ -143,17 +143,20 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_in_turn(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
     """The least time of each call over ``rounds``, the calls taken in turn after one warm-up each.
 
-    In turn, so that a machine's slow spell hits all alike; the least, since noise only adds.
+    In turn, so that a machine's slow spell hits all alike; the least, since noise only adds. ``settling``: calls before
+    each that is timed, after which the allocator is as this call leaves it, not as the one before it did.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()
     for _ in range(rounds):
         for name, call in calls.items():
+            for _ in range(settling):
+                call()
             synchronize(device)
             start = time.perf_counter()
             call()

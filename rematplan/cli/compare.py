@@ -125,7 +125,7 @@ def _rivals(
         return
     progress(0.5, "with inverses")
     yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
-    carried = carried_over(without.plan, plain.graph, inverted.graph)
+    carried = carried_over(without.plan, inverted.graph)
     begin_with(inverted.graph, [carried] if carried else [])
     both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress))
     # The better of the two is the plan of someone who may invert.

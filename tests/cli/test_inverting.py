@@ -99,7 +99,7 @@ def test_the_least_peak_is_no_larger() -> None:
 def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
     plain, inverted = problems()
     for plan in (no_recompute(plain), *ChenSqrt().curve(plain, ())):
-        carried = carried_over(plan, plain, inverted)
+        carried = carried_over(plan, inverted)
         assert carried is not None
         assert inverses_run(inverted, runs_of(carried.schedule)) == 0
         assert carried.estimate.reruns >= plan.estimate.reruns - len(plain.ops) // 10
