@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.sequence_state import Floats, Ints
 
 HOT, COLD = 1e-3, 1e-6
 """Temperatures, as shares of what the given order's sequence is worth; the best of those tried."""
@@ -23,26 +25,36 @@ LONGEST = 4
 SLICES = 200
 
 
+class Work(NamedTuple):
+    """A problem: ``reads_at[i]:reads_at[i + 1]`` are op i's places in ``reads``; the rest by op."""
+
+    reads_at: Ints
+    reads: Ints
+    size: Floats
+    cost: Floats
+    outputs: Ints
+
+
 @numba.njit(cache=True)
-def _priced(sequence, length, reads_at, reads, size, outputs, last, end, alive):  # type: ignore[no-untyped-def]
+def _priced(work: Work, sequence: Ints, length: int, last: Ints, end: Ints, alive: Floats) -> float:
     """Peak of a sequence; infinite if an op reads what has not been made."""
     last[:] = -1
     for at in range(length):
         op = sequence[at]
-        for k in range(reads_at[op], reads_at[op + 1]):
-            maker = last[reads[k]]
+        for k in range(work.reads_at[op], work.reads_at[op + 1]):
+            maker = last[work.reads[k]]
             if maker < 0:
                 return np.inf
             end[maker] = at
         last[op] = end[at] = at
-    for op in outputs:
+    for op in work.outputs:
         if last[op] < 0:
             return np.inf
         end[last[op]] = length - 1
     alive[: length + 1] = 0.0
     for at in range(length):
-        alive[at] += size[sequence[at]]
-        alive[end[at] + 1] -= size[sequence[at]]
+        alive[at] += work.size[sequence[at]]
+        alive[end[at] + 1] -= work.size[sequence[at]]
     peak = now = 0.0
     for at in range(length):
         now += alive[at]
@@ -51,11 +63,19 @@ def _priced(sequence, length, reads_at, reads, size, outputs, last, end, alive):
 
 
 @numba.njit(cache=True)
-def _anneal(  # type: ignore[no-untyped-def]
-    sequence, length, moves, hot, cold, reads_at, reads, size, cost, outputs, budget, state, best
-):
+def _anneal(
+    sequence: Ints,
+    length: int,
+    moves: int,
+    hot: float,
+    cold: float,
+    work: Work,
+    budget: float,
+    state: Floats,
+    best: Ints,
+) -> int:
     """Make some moves; ``state``: cost and peak of the sequence, cost and length of the best that fits."""
-    ops, most = cost.size, sequence.size
+    cost, ops, most = work.cost, work.cost.size, sequence.size
     last, end, alive = np.empty(ops, np.int64), np.empty(most, np.int64), np.empty(most + 1)
     tried = np.empty(most, np.int64)
     for k in range(moves):
@@ -81,7 +101,7 @@ def _anneal(  # type: ignore[no-untyped-def]
             else:
                 tried[to + 1 : at + 1] = sequence[to:at]
             tried[to] = sequence[at]
-        peak = _priced(tried, then, reads_at, reads, size, outputs, last, end, alive)
+        peak = _priced(work, tried, then, last, end, alive)
         if peak == np.inf:
             continue
         worse = max(budget, peak) * price - max(budget, state[1]) * state[0]
@@ -95,7 +115,7 @@ def _anneal(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _seed(seed):  # type: ignore[no-untyped-def]
+def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
@@ -118,7 +138,7 @@ def annealed_by_single_runs(graph: TrainingGraph, budget: int, seconds: float, s
     start = plan_from_runs(graph, [op.name for op in graph.ops], "given order").estimate
     state = np.array([cost.sum(), float(start.peak - graph.input_bytes), np.inf, 0.0])
     worth = state[0] * max(most, state[1])
-    rest = (reads_at, reads, size, cost, outputs, most, state, best)
+    rest = (Work(reads_at, reads, size, cost, outputs), most, state, best)
     _seed(seed)
     _anneal(sequence, length, 1, COLD, COLD, *rest)  # compiled before the clock starts
     began, moves, done = time.monotonic(), 100, 0.0

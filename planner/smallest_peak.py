@@ -39,8 +39,8 @@ def smallest_peak(
     order.
     """
     effort = Effort(time_limit, moves)
-    until = math.inf if moves else effort.began + BLOCKS * time_limit
-    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *leanest_plans(graph, until)))]
+    deadline = math.inf if moves else effort.began + BLOCKS * time_limit
+    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *leanest_plans(graph, deadline)))]
     if graph.inverses and not begun_with(graph):
         inverses = {inverse.name for inverse in graph.inverses}
         known = [runs for runs in starts if inverses.isdisjoint(runs)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.errors import show_bytes
+from rematplan.ir.library_workspaces import LIBRARIES, THREADS
 from rematplan.planner.lanes import Sharing, place
 from rematplan.planner.overlap import PAYS, fastest_on_two_lanes, saved
 from rematplan.planner.plan import Plan
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
 OFF, AUTO, ON = "off", "auto", "on"
 MODES = (OFF, AUTO, ON)
-
-LIBRARIES, THREADS = "library_workspaces", 2
-"""Under which name a problem charges what libraries keep, and for how many threads (`runtime.step_problem`, which takes
-seconds to import)."""
 
 
 def check_mode(mode: str | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.ir.library_workspaces import LIBRARIES, THREADS
 from rematplan.runtime.captured_step import Call, CapturedStep, InputKind, refs
 from rematplan.runtime.inverse_kernels import Inverse
 from rematplan.runtime.measure import REST, allocated
@@ -29,9 +30,6 @@ class CallCost:
 
 
 RNG_STATES = "rng_states"
-LIBRARIES = "library_workspaces"
-THREADS = 2
-"""On CUDA the forward half runs in the caller's thread, the backward half in one of autograd's."""
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
@@ -59,10 +57,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     if len(kept) < len(seeded):
         sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
-    library = THREADS * max((c.library for c in costs.values()), default=0)
-    library += (
-        REST if step.device.type == "cuda" else 0
-    )  # of small steps a block may be left over beyond the share
+    left_over = REST if step.device.type == "cuda" else 0  # of a block, in small steps beyond the share
+    library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
     if library:
         sizes[LIBRARIES] = split[LIBRARIES] = library
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
+from rematplan.ir.library_workspaces import THREADS
 from rematplan.models import build, example_inputs
 from rematplan.runtime.capture import capture
 from rematplan.runtime.measure import kept_by_libraries, peak_above_entry, release_libraries
 from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.step_problem import THREADS
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 NETWORKS = {
