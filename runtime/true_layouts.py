@@ -22,8 +22,14 @@ _NAMES = (
     "_softmax_backward_data",
     "batch_norm_backward",
     "channel_shuffle",
+    "copysign.Tensor",
+    "div.Tensor_mode",
+    "floor_divide",
+    "hardswish_backward",
+    "hardtanh_backward",
     "huber_loss_backward",
     "log_sigmoid_forward",
+    "logit_backward",
     "max_unpool2d",
     "max_unpool3d",
     "mse_loss_backward",
@@ -32,30 +38,48 @@ _NAMES = (
     "native_dropout_backward",
     "native_layer_norm",
     "native_layer_norm_backward",
+    "pow.Scalar",
     "reflection_pad2d_backward",
     "replication_pad2d_backward",
     "roll",
     "smooth_l1_loss_backward",
+    "softplus_backward",
+    "special_xlog1py",
+    "xlogy.Tensor",
 )
-UNSURE = frozenset(getattr(ATEN, name).default for name in _NAMES)
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(ATEN, packet), overload or "default")
+
+
+UNSURE = frozenset(map(_op, _NAMES))
 """Ops whose fakes have been seen to lie otherwise than the kernel's results, where an argument is not contiguous."""
+REFUSED = frozenset({ATEN._grouped_mm.default})
+"""Ops whose fakes refuse types that the kernels take."""
 
 
 class TrueLayouts(FakeTensorMode):
-    """Runs such an op once, on numbers that mean nothing, where its fake may lie otherwise."""
+    """Runs such an op once, on numbers that mean nothing, where its fake may lie otherwise or refuses its arguments."""
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        result = super()._cached_dispatch_impl(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if func not in UNSURE or _all_contiguous((args, kwargs)):
-            return result
+        try:
+            result = super()._cached_dispatch_impl(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            if func not in UNSURE or _all_contiguous((args, kwargs)):
+                return result
+        except RuntimeError:
+            if func not in REFUSED:
+                raise
+            result = None
         with _disable_current_modes():
             real = func(*pytree.tree_map_only(torch.Tensor, _real, args), **_reals(kwargs))
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = pytree.tree_flatten(real)
+        fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
-            lying = map(_lying, leaves, pytree.tree_leaves(real))
-            return pytree.tree_unflatten(lying, spec)
+            return pytree.tree_unflatten(map(_lying, fakes, leaves), spec)
 
 
 def _all_contiguous(given: Any) -> bool:
@@ -71,6 +95,6 @@ def _real(fake: torch.Tensor) -> torch.Tensor:
 
 
 def _lying(fake: Any, real: Any) -> Any:
-    if not isinstance(real, torch.Tensor) or fake.stride() == real.stride():
+    if not isinstance(real, torch.Tensor) or (fake is not None and fake.stride() == real.stride()):
         return fake
-    return torch.empty_strided(fake.shape, real.stride(), dtype=fake.dtype, device=fake.device)
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
