@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -112,6 +113,8 @@ def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: n
         quiet(),
         torch.enable_grad(),
         _annotated(root),
+        # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
+        torch._inductor.config.patch(fallback_random=True),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
     ):

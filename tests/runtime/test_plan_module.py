@@ -327,6 +327,29 @@ def test_odd_modules_are_planned_and_left_as_they_were(budget: str) -> None:
     assert same(planned, plain)
 
 
+class Unread(nn.Linear):
+    """Draws random numbers that nothing depends on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nn.functional.dropout(super().forward(x))
+        torch.rand(3)
+        return nn.functional.dropout(super().forward(x))
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_what_is_drawn_for_nothing_is_drawn(budget: str) -> None:
+    model, x = Unread(16, 16), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy="approx_dp", costs="roofline")
+    states = []
+    for one in (planned, plain):
+        torch.manual_seed(3)
+        one(x).pow(2).sum().backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    assert same_grads(planned, plain)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_run_the_kernels_that_eager_mode_runs(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
