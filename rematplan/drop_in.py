@@ -38,7 +38,8 @@ def plan_module(
     It shares the model's parameters, buffers and state; ``planned.plan`` is the plan for the last way in which it was
     called (`planning` gives it where the model has a ``plan`` of its own). A first plan is made here, for ``args`` and
     ``kwargs``, without running the model; another shape, type or mode makes a further one when it is met, or is refused
-    with ``dynamic=False``.
+    with ``dynamic=False``. So does another outcome of what the forward decides by the values of its inputs and buffers
+    (``if mask.all()``, ``x[mask]``, ``lengths.tolist()``), which every call then computes again to compare.
 
     ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
     that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients

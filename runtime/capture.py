@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
+from rematplan.runtime.decisions import Decisions
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
@@ -45,14 +46,20 @@ VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def capture(
-    module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: nn.Module | None = None
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module | None = None,
+    decisions: Decisions | None = None,
 ) -> CapturedStep:
     """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
 
     No output may be a view of an input, of a parameter or of another output.
 
     The module's parameters, buffers, gradients, attributes and random state are left as they are. ``root``: the part of
-    it from which on the calls' modules are named; by default all of it.
+    it from which on the calls' modules are named; by default all of it. ``decisions``: of ``batch``, where the forward
+    may look at what its inputs hold; the step is then the forward's for as long as their guard holds. Without, it may
+    not.
 
     Raises:
         ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
@@ -63,7 +70,7 @@ def capture(
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
         with untouched(root or module, name), no_host_draws(name):
-            return _traced(module, batch, name, root or module)
+            return _traced(module, batch, name, root or module, decisions)
     except ModelError:
         raise
     except VALUES_DECIDE as error:
@@ -104,7 +111,13 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: nn.Module) -> CapturedStep:
+def _traced(
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module,
+    decisions: Decisions | None,
+) -> CapturedStep:
     with (
         ExitStack() as stack,
         warnings.catch_warnings(),
@@ -122,9 +135,10 @@ def _traced(module: nn.Module, batch: Sequence[torch.Tensor], name: str, root: n
         untied = _Untied(module)
         try:
             joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
-        except DataDependentOutputException:
+        except VALUES_DECIDE:
             # Models that look into their data to take a shortcut often do not when they are being compiled.
             stack.enter_context(_as_if_compiling())
+            untied.decisions = decisions
             joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
     return read_joint_graph(joint.graph_module, untied.names, name)
 
@@ -180,6 +194,7 @@ class _Untied(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
+        self.decisions: Decisions | None = None
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
         for at, (name, parameter) in enumerate(module.named_parameters()):
@@ -192,7 +207,13 @@ class _Untied(nn.Module):
 
     def forward(self, *batch: torch.Tensor) -> Any:
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
-        results = call_with(self.__dict__["inner"], state, batch)
+        buffers = {
+            name.removeprefix("model."): getattr(self, short)
+            for short, name in self.names.items()
+            if short in self._buffers
+        }
+        with self.decisions.watching(buffers, batch) if self.decisions else nullcontext():
+            results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])
         return results

@@ -1,7 +1,8 @@
 """A module whose forward and backward follow a plan, in any training loop.
 
 The module keeps its class, its parameters and its state; only its ``forward`` is another. One plan is made for each
-way it is called (shapes, types, modes, autocast) and for each state that its forward reads, when it first meets it.
+way it is called (shapes, types, modes, autocast), for each state that its forward reads, and for each outcome of what
+it decides by the values of its inputs and buffers, when it first meets it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -28,6 +29,7 @@ from rematplan.ir import ModelError, UsageError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
 from rematplan.runtime.reads import Read, reads_of
@@ -226,6 +228,12 @@ class _Way:
     """The flattened outputs, with `_TENSOR` where a tensor goes."""
     reads: tuple[Read, ...]
     """What the traced forward read of the modules' attributes."""
+    guard: Guard
+    """What it decided by the values of inputs and buffers."""
+
+    def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the forward would be the same for a module in this state and these tensors."""
+        return all(r.holds(state.attributes) for r in self.reads) and self.guard.holds(state.named, tensors)
 
 
 @contextmanager
@@ -306,25 +314,28 @@ class _Runner:
     def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
         key = (call_key(leaves, spec), state.key)
         known = self.ways.get(key, ())
-        found = next((way for way in known if all(r.holds(state.attributes) for r in way.reads)), None)
+        tensors = _tensors(leaves)
+        found = next((way for way in known if way.holds(state, tensors)), None)
         if found is None:
             if self.ways and not self.dynamic:
                 raise ModelError(
-                    f"{self.name} was planned for other shapes, types, modes or attributes; plan it again, or with "
-                    f"dynamic=True"
+                    f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, "
+                    f"or with dynamic=True"
                 )
-            found = self._compile(planned, leaves, spec)
+            found = self._compile(planned, leaves, spec, state)
             self.ways.setdefault(key, []).append(found)
             if sum(map(len, self.ways.values())) == MANY:
                 warnings.warn(
-                    f"{self.name} has been planned for {MANY} ways of calling it; a number or a shape that changes "
-                    f"from call to call costs a plan each: give numbers as tensors",
+                    f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
+                    f"decided by costs a plan each time that it is another: give numbers as tensors",
                     stacklevel=8,
                 )
         self.last = found
         return found
 
-    def _compile(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec) -> _Way:
+    def _compile(
+        self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> _Way:
         model = planned._rematplan_model()
         check_traceable(model)
         check_no_hidden_tensors(leaves, f"{self.name} is given")
@@ -332,18 +343,19 @@ class _Runner:
         forward = planned._rematplan_forward_of(model)
         flat = _Flat(model, forward, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
+        decisions = Decisions(state.named, batch)
         with (
             _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)),
             reads_of(list(model.modules())) as reads,
         ):
-            step = capture(flat, batch, self.name, model)
+            step = capture(flat, batch, self.name, model, decisions)
         check_no_hidden_tensors(flat.constants, f"{self.name} gives")
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
-        return _Way(plan, compiled, flat.outputs, tuple(flat.constants), reads.listed())
+        return _Way(plan, compiled, flat.outputs, tuple(flat.constants), reads.listed(), decisions.guard())
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:

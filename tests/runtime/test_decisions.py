@@ -1,0 +1,149 @@
+"""Laws of forwards that decide by the values of their inputs: a plan is used where the forward would decide alike."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import ModelError
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+Body = Callable[["Deciding", Tensor, Tensor], Tensor]
+
+
+class Deciding(nn.Module):
+    """What it makes of ``y``, a linear layer's result, depends on ``mask``."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+        self.register_buffer("calls", torch.tensor(0))
+        self.table = torch.arange(3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.body(self, self.linear(x), mask)
+
+
+def branch(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.tanh() if mask.all() else y * mask[:, None]
+
+
+def checked(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    if mask.sum() == 2:
+        raise ValueError("two")
+    return y.tanh()
+
+
+def picked(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.tanh()[mask.bool()].sin() / mask.sum().item()
+
+
+def selected(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.masked_select(mask.bool()[:, None]).exp()
+
+
+def repeated(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.repeat_interleave(mask + 1, 0).tanh()
+
+
+def listed(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    sizes = (mask + 1).tolist()
+    return torch.cat([part.softmax(0) for part in y.repeat(3, 1)[: sum(sizes)].split(sizes)])
+
+
+def written(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """What is decided by is changed in place first, through a view."""
+    mask = mask.clone()
+    mask[1:].view(-1)[:2] = 0
+    return y.tanh() if mask.any() else y.sin()
+
+
+def counted(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """It decides by a buffer and then changes it, and by a plain tensor."""
+    early = model.calls < 2
+    model.calls += 1
+    return y.tanh() if early and (mask[:3] == model.table).sum() < 3 else y.sin()
+
+
+BODIES = {
+    body.__name__: body for body in (branch, checked, picked, selected, repeated, listed, written, counted)
+}
+MASKS = [
+    torch.tensor(bits)
+    for bits in (
+        [1, 1, 1, 1, 1, 1],
+        [1, 0, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1],
+        [0, 1, 2, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+    )
+]
+
+
+def planned_and_plain(body: Body, **options: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Deciding(body)
+    plain = copy.deepcopy(model)
+    how = {"budget": "100%", "strategy": "store_all", "costs": "roofline", **options}
+    return rematplan.plan_module(model, (X, MASKS[0]), **how), plain
+
+
+def leaves(model: nn.Module, mask: Tensor) -> list[Tensor]:
+    """Outputs, gradients and buffers after a step."""
+    model.zero_grad(set_to_none=True)
+    given = mask.clone()
+    y = model(X, given)
+    y.square().sum().backward()
+    assert torch.equal(given, mask)
+    return [y.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_mask_has_eager_mode_s_bits(name: str) -> None:
+    planned, plain = planned_and_plain(BODIES[name])
+    for mask in (*MASKS, *MASKS):
+        found, expected = leaves(planned, mask), leaves(plain, mask)
+        assert all(map(torch.equal, found, expected))
+    assert 1 <= len(planned.plans) <= len(MASKS)
+
+
+def test_a_plan_is_for_all_inputs_that_are_decided_alike() -> None:
+    planned, _ = planned_and_plain(branch)
+    for mask, plans in zip(MASKS, (1, 2, 2, 2, 2), strict=True):
+        planned(X, mask)
+        assert len(planned.plans) == plans
+    planned, _ = planned_and_plain(branch, dynamic=False)
+    with pytest.raises(ModelError, match="attributes or decisions"):
+        planned(X, MASKS[1])
+
+
+def test_a_check_that_fails_later_raises_its_own() -> None:
+    planned, _ = planned_and_plain(checked)
+    with pytest.raises(ValueError, match="two"):
+        planned(X, torch.tensor([1, 1, 0, 0, 0, 0]))
+    planned(X, MASKS[1])
+    assert len(planned.plans) == 1
+
+
+def by_parameter(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.tanh() if (mask[:, None] * y).sum() > 0 else y
+
+
+def by_chance(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.tanh() if torch.rand(()) < 0.5 else y
+
+
+def by_what_was_written(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    kept = mask.clone()
+    seen = kept.view(2, 3)
+    kept[:2] = y.argmax(1)[:2]
+    return y.tanh() if seen.any() else y
+
+
+@pytest.mark.parametrize("body", [by_parameter, by_chance, by_what_was_written])
+def test_what_no_input_decides_is_refused(body: Body) -> None:
+    with pytest.raises(ModelError, match="looks at what tensors hold"):
+        planned_and_plain(body)
