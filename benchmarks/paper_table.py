@@ -21,13 +21,13 @@ from networks import NETWORKS, base_plan
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence import compile_kernels
 from rematplan.planner.smallest_peak import smallest_peak
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.warm import compile_kernels
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from networks import NETWORKS, activation_share, rivals, share_of
 from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
 from rematplan.planner.bounds import CLOSED, lower_bound
 from rematplan.planner.plan import Plan
-from rematplan.planner.sequence import compile_kernels
 from rematplan.planner.smallest_peak import smallest_peak
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.transients import floor_text
+from rematplan.planner.warm import compile_kernels
 
 GOALS: dict[str, dict[float, float]] = {
     "gpt12": dict.fromkeys((0.8, 0.6, 0.5, 0.4, 0.3), 0.1),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_set
+from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_sets
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_growth import Growth
 from rematplan.planner.bounds_loops import pairs, violated
@@ -191,7 +191,8 @@ def min_peak_bound(graph: TrainingGraph) -> PeakBound:
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed
-    sets = [(working_set(graph, i), op.name) for i, op in enumerate(graph.ops) if needed >> i & 1]
+    own = zip(working_sets(graph), graph.ops, strict=True)
+    sets = [(bytes_, op.name) for i, (bytes_, op) in enumerate(own) if needed >> i & 1]
     largest, name = max(sets, key=lambda row: row[0], default=(0, ""))
     if largest < outputs or not sets:
         return PeakBound(graph.input_bytes + outputs, None)

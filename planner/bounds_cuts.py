@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.memo import remember
 from rematplan.planner.schedule import Run, with_frees
 from rematplan.planner.simulator import resident_bytes
 
@@ -118,7 +119,8 @@ def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most:
     first = peak if graph.has_phases else 0
     ops = [i for i, _ in chain[first:]]
     held = [bytes_ for _, bytes_ in chain[first:]]
-    own = [working_set(graph, i) for i in ops]
+    sets = working_sets(graph)
+    own = [sets[i] for i in ops]
     ranks = [
         sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
         for prominent in (prominence(own, held), prominence(held, own))
@@ -154,7 +156,13 @@ def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> lis
     return saddles
 
 
-def working_set(graph: TrainingGraph, op: int) -> int:
-    """Bytes that an op holds while it runs besides the inputs: what it reads and writes, and its workspace."""
-    row, inputs = graph.ops[op], set(graph.inputs)
-    return row.workspace + sum(graph.size[t] for t in {*row.reads, *row.writes} - inputs)
+def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
+    """Bytes that each op holds while it runs besides the inputs: what it reads and writes, and its workspace."""
+    inputs = set(graph.inputs)
+
+    def sizes() -> tuple[int, ...]:
+        return tuple(
+            op.workspace + sum(graph.size[t] for t in {*op.reads, *op.writes} - inputs) for op in graph.ops
+        )
+
+    return remember(graph, "working sets", sizes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_cuts import Precedence, working_set
+from rematplan.planner.bounds_cuts import Precedence, working_sets
 
 SCALE = 2.0**40
 """The base cost in units of a capacity; capacities are whole numbers, rounded down."""
@@ -51,7 +51,7 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
     For problems without inverses: with them the minimum is no cut of a network. -1, which says nothing, where numbers
     are too large for the arithmetic.
     """
-    room = budget - graph.input_bytes - working_set(graph, cut)
+    room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
         return math.inf
     network = CutNetwork(graph, order, cut)

@@ -10,14 +10,19 @@ Complexity: a few dozen maximum flows and lowerings; three seconds for ten thous
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds_cuts import Precedence
 from rematplan.planner.bounds_flow import CutNetwork
-from rematplan.planner.indexed import indexed
-from rematplan.planner.lowering import Partition, lower_to_positions
+from rematplan.planner.lowering import kept_always
+from rematplan.planner.lowering_runs import lowered
 from rematplan.planner.run_price import price_runs
+from rematplan.planner.traffic import Ints, traffic_of
 
 SLOPE = 0.05
 PRICES = 28  # most prices tried
@@ -25,16 +30,20 @@ FIRST_PRICE = 0.05  # of the base cost for all the room that the budget leaves
 CLOSE = 1.00002  # prices this near to each other are not told apart
 
 
-def cut_start(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> list[str] | None:
-    """The cheapest run sequence of this kind found within the budget, or None.
+def cut_start(
+    graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
+) -> list[str] | None:
+    """The cheapest run sequence of this kind found within the budget and before a time of the monotonic clock, or None.
 
     For problems with a backward half and without inverses. ``cut``: a needed op, at the turn or soon after.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
     low, high, price = 0.0, 0.0, FIRST_PRICE * unit
-    best: tuple[float, list[int]] | None = None
+    best: tuple[float, Ints] | None = None
     for _ in range(PRICES):
+        if time.monotonic() > until:
+            break
         found = network.minimum(price)
         if found is None:
             break
@@ -42,7 +51,7 @@ def cut_start(graph: TrainingGraph, order: Precedence, cut: int, budget: int) ->
         peak, cost = price_runs(graph, runs)
         if peak <= budget:
             high = price
-            best = min(best or (cost, runs), (cost, runs), key=lambda row: row[0])
+            best = (cost, runs) if best is None or cost < best[0] else best
         else:
             low = price
         if low and high and high < CLOSE * low:
@@ -51,12 +60,12 @@ def cut_start(graph: TrainingGraph, order: Precedence, cut: int, budget: int) ->
     return None if best is None else [graph.ops[o].name for o in best[1]]
 
 
-def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> list[int]:
-    """The schedule that drops at the turn what the ops ``again`` have written."""
-    ix = indexed(graph)
-    kept = set(graph.ops[cut].reads)
-    dropped = {t for o in again if ix.forward[o] for t in graph.ops[o].writes if t not in kept}
-    forward = tuple(o for o, is_forward in enumerate(ix.forward) if is_forward)
-    names = tuple(ix.ops[o] for o in forward)
-    stays = tuple(t for o in forward for t in graph.ops[o].writes if t not in dropped)
-    return lower_to_positions(graph, Partition((names, ()), stays))
+def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
+    """The schedule that drops at the turn what the ops ``again`` have written, but for what the cut's op reads."""
+    traffic = traffic_of(graph)
+    kept = np.ones(len(graph.tensors), dtype=np.bool_)
+    for o in again:
+        kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
+    kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
+    one_block = np.where(traffic.forward, 0, -1)  # of two, so that it is not the last
+    return lowered(traffic, one_block, 2, kept | kept_always(graph))

@@ -26,6 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rematplan.ir import TrainingGraph
 from rematplan.planner.indexed import Indexed, indexed
 from rematplan.planner.memo import remember
@@ -57,6 +60,11 @@ class ForwardGraph:
     def everything(self) -> int:
         """The mask of all nodes."""
         return (1 << len(self.members)) - 1
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """``bytes`` as an array."""
+        return np.array(self.bytes, dtype=np.int64)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:

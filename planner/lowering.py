@@ -18,12 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.forward_graph import ForwardGraph, bits, forward_graph
 from rematplan.planner.indexed import Indexed, indexed
 from rematplan.planner.lattice import blocks_of
+from rematplan.planner.lowering_runs import lowered
 from rematplan.planner.memo import remember
+from rematplan.planner.traffic import Flags, Ints, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,67 +94,30 @@ def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
-def lower_to_positions(graph: TrainingGraph, partition: Partition) -> list[int]:
+def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
     """`lower`, as positions in the base order."""
-    ix = indexed(graph)
-    id_of = {name: o for o, name in enumerate(ix.ops)}
-    block = [-1] * len(ix.ops)
+    number = remember(graph, "numbers", lambda: _numbers(indexed(graph)))
+    block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):
-        for name in names:
-            block[id_of[name]] = i
-    kept = {*partition.kept, *(t for name in graph.never_rerun for t in graph.op[name].writes)}
-    last = len(partition.blocks) - 1
-    resident = [
-        p < 0 or name in kept or out or (ix.forward[p] and block[p] == last)
-        for name, p, out in zip(ix.tensors, ix.producer, ix.is_output, strict=True)
-    ]
-    forward = sorted((o for o, f in enumerate(ix.forward) if f), key=lambda o: (block[o], o))
-    return forward + _backward(ix, _stages(ix, block, kept), resident)
+        block[[number.op[name] for name in names]] = i
+    kept = kept_always(graph)
+    kept[[number.tensor[name] for name in partition.kept]] = True
+    return lowered(traffic_of(graph), block, len(partition.blocks), kept)
 
 
-def _stages(ix: Indexed, block: list[int], kept: set[str]) -> dict[int, int]:
-    """The stage of each backward op: no later op's is larger than that of an op it depends on."""
-    free = len(ix.ops)  # waits for nothing yet
-    comes_back = [
-        free if p < 0 or t in kept else block[p] for t, p in zip(ix.tensors, ix.producer, strict=True)
-    ]
-    stage = dict.fromkeys(ix.backward, free)
-    for o in ix.backward:
-        at = free
-        for p in ix.backward_before[o]:
-            at = min(at, stage[p])
-        for t in ix.forward_reads[o]:
-            at = min(at, comes_back[t])
-        stage[o] = at
-    # An op that waits for no block runs when the first op that depends on it does: nothing is held early.
-    due = dict.fromkeys(ix.backward, 0)
-    for o in reversed(ix.backward):
-        if stage[o] == free:
-            stage[o] = due[o]
-        for p in ix.backward_before[o]:
-            due[p] = max(due[p], stage[o])
-    return stage
+def kept_always(graph: TrainingGraph) -> Flags:
+    """Of each tensor, whether it stays at the turn whatever is chosen: what may never run again has written it."""
+    once = set(graph.never_rerun)
+    kept = {t for op in graph.ops if op.name in once for t in op.writes} if once else ()
+    return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)
 
 
-def _backward(ix: Indexed, stage: dict[int, int], resident: list[bool]) -> list[int]:
-    """The backward ops by stage, each after the forward ops that bring back what it reads."""
-    runs: list[int] = []
-    for o in sorted(stage, key=lambda o: (-stage[o], o)):
-        for r in (*_demand(ix, o, resident), o):
-            runs.append(r)
-            for t in ix.writes[r]:
-                resident[t] = True
-    return runs
+class _Numbers(NamedTuple):
+    """Positions by name."""
+
+    op: dict[str, int]
+    tensor: dict[str, int]
 
 
-def _demand(ix: Indexed, op: int, resident: list[bool]) -> list[int]:
-    """The forward ops that must run again for ``op`` to run, in the base order."""
-    again: set[int] = set()
-    waiting = [op]
-    while waiting:
-        for t in ix.reads[waiting.pop()]:
-            p = ix.producer[t]
-            if not resident[t] and p not in again and ix.forward[p]:
-                again.add(p)
-                waiting.append(p)
-    return sorted(again)
+def _numbers(ix: Indexed) -> _Numbers:
+    return _Numbers({n: o for o, n in enumerate(ix.ops)}, {n: t for t, n in enumerate(ix.tensors)})

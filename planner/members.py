@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
-from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
@@ -15,7 +13,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll
-from rematplan.planner.strategy import Strategy, pareto
+from rematplan.planner.strategy import Enough, Strategy, pareto
 
 Rows = tuple[tuple[Strategy, ...], ...]
 
@@ -43,22 +41,16 @@ LEANEST: tuple[Strategy, ...] = (ApproxDP(objective="memory"),)
 """Where a search for less memory starts."""
 
 
-class _TimeUp(Exception):
-    """The members' time is over."""
-
-
 def members_plans(graph: TrainingGraph, until: float, report: Callable[[str], None]) -> tuple[Plan, ...]:
-    """The trade-off of all members that finish before a time of the monotonic clock, none dominated.
+    """The trade-off of all members, as far as they come before a time of the monotonic clock, none dominated.
 
-    What a member has found for a problem is remembered. ``report`` is told what is being done.
+    ``report`` is told what is being done.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
     for row in (*ALWAYS, *(blocks if graph.has_phases else ())):
-        try:
+        if not found or time.monotonic() <= until:
             found.extend(_first(graph, row, until, report))
-        except _TimeUp:
-            break
     return pareto(found)
 
 
@@ -68,27 +60,23 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     largest working set, not at 2.11; Swin-T at 1.17, not at 1.27)."""
     row = VAST_BLOCKS[-1] if len(graph.ops) > VAST else LEANEST
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
-    with suppress(_TimeUp):
-        found += _first(graph, row, until, lambda _: None)[-1:] if graph.has_phases else ()
+    found += _first(graph, row, until, lambda _: None)[-1:] if graph.has_phases else ()
     return tuple(found)
 
 
 def _first(
     graph: TrainingGraph, row: tuple[Strategy, ...], until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """The curve of the first member of a row that the problem is not too large for."""
+    """The curve of the first member of a row that the problem is not too large for, as far as it comes."""
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:
             if time.monotonic() > until:
-                raise _TimeUp
+                raise Enough
             report(f"{name}: {text}")
 
-        def curve(member: Strategy = member) -> tuple[Plan, ...]:
-            return member.curve(graph, (), progress)
-
         try:
-            return remember(graph, ("member", member), curve)
+            return member.curve(graph, (), progress)
         except LatticeTooLarge:
             continue
     return ()

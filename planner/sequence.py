@@ -198,9 +198,8 @@ class Annealer:
             self.state.best[len(sequence)] = len(self.ops)
 
 
-def compile_kernels() -> None:
-    """Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays
-    for it."""
+def compile_annealer() -> None:
+    """Have its loops compiled (`warm`)."""
     tensors = (Tensor("a", 1), Tensor("b", 1))
     ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
     annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))

@@ -30,7 +30,7 @@ from rematplan.planner.sequence import (
     SHIFTS_ONLY,
     UNTIL_FEASIBLE,
     Annealer,
-    compile_kernels,
+    compile_annealer,
 )
 from rematplan.planner.sequence_problem import needed_ops
 
@@ -116,7 +116,7 @@ class Effort:
 
 def _started() -> float:
     """The time at which a search's clock starts: once its hot loops are compiled."""
-    compile_kernels()
+    compile_annealer()
     return time.monotonic()
 
 
@@ -188,7 +188,10 @@ class Search:
         """Price the base order and the starts; those that break the order that must be kept are left out."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
-        self.starts = [self.base, *(runs for runs in map(list, starts) if self.annealer.accepts(runs))]
+        self.starts = [self.base]
+        for runs in map(list, starts):
+            if runs not in self.starts and self.annealer.accepts(runs):
+                self.starts.append(runs)
         peaks = [self._offer(runs).estimate.peak for runs in self.starts]
         self.base_fits = peaks[0] <= self.budget
         for runs, peak in zip(self.starts, peaks, strict=True):

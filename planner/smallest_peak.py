@@ -15,6 +15,7 @@ from rematplan.planner.schedule import Run, runs_of
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, silent
+from rematplan.planner.warm import compile_kernels
 
 DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
 BLOCKS = 0.3  # share of the time that block plans to start from may take
@@ -38,6 +39,7 @@ def smallest_peak(
     replaces the time limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base
     order.
     """
+    compile_kernels()  # before the clock starts
     effort = Effort(time_limit, moves)
     deadline = math.inf if moves else effort.began + BLOCKS * time_limit
     starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *leanest_plans(graph, deadline)))]

@@ -10,7 +10,12 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.plan import Plan
 
 Progress: TypeAlias = Callable[[float, str], None]
-"""Called during long work with the fraction done (0..1) and a short text. Raising from it interrupts the work."""
+"""Called during long work with the fraction done (0..1) and a short text. Raising from it interrupts the work; after
+`Enough` what was found so far is the answer."""
+
+
+class Enough(Exception):
+    """Raised by a progress callback whose time is over."""
 
 
 def silent(_fraction: float, _text: str) -> None:

@@ -15,10 +15,10 @@ from rematplan.budgets import Budget, least_plan, plan_within
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.carried import begin_with, carried_over
 from rematplan.planner.plan import Plan
-from rematplan.planner.sequence import compile_kernels
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Progress, silent
+from rematplan.planner.warm import compile_kernels
 
 PLAIN = 0.4
 """Share of the time for the problem without inverses."""

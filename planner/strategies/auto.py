@@ -23,13 +23,15 @@ from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.proof import Proof
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.second_search import SecondSearch
-from rematplan.planner.sequence import Annealer, compile_kernels
+from rematplan.planner.sequence import Annealer
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.warm import compile_kernels
 
+CUT = 0.3  # share of the time after which the loss cut is asked no more
 MEMBERS = 0.4  # share of the time that the members may take
 MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
@@ -199,7 +201,8 @@ class _Session:
         if not graph.has_phases or not graph.base_cost or bound.turn < 0 or self.bound.best.unreachable:
             return False
         floor = max(bound.price(bound.turn) if graph is self.graph else -1.0, self.bound.best.overhead)
-        runs = cut_start(graph, bound.order, bound.turn, self.budget)
+        until = self.began + CUT * self.auto.time_limit
+        runs = cut_start(graph, bound.order, bound.turn, self.budget, until)
         if runs is None:
             return False
         plan = plan_from_runs(self.graph, runs, "loss_cut")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from rematplan.planner.lowering import Partition, lower, lower_to_positions, par
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.run_price import price_runs
-from rematplan.planner.strategy import FamilyStrategy, Progress, silent
+from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, pareto, silent
 
 Chain = tuple[int, ...]
 """L₁ ⊂ … ⊂ L_k = V, as masks of forward nodes."""
@@ -44,16 +45,26 @@ class BlockStrategy(FamilyStrategy):
             )
         # Where the halves are interleaved, no partition gives the base order back.
         yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
-        priced = [
-            (cost, peak, i, partition)
-            for i, partition in enumerate(self._partitions(graph, progress))
-            for peak, cost in [price_runs(graph, lower_to_positions(graph, partition))]
-        ]
-        least = None
-        for _, peak, _, partition in sorted(priced, key=lambda row: row[:3]):
-            if least is None or peak < least:
+        priced: list[tuple[float, int, Partition]] = []
+        ended: Enough | None = None
+        try:
+            for partition in self._partitions(graph, progress):
+                peak, cost = price_runs(graph, lower_to_positions(graph, partition))
+                priced.append((cost, peak, partition))
+        except Enough as enough:
+            ended = enough
+        least = math.inf
+        front = []
+        for _, peak, partition in sorted(priced, key=lambda row: row[:2]):
+            if peak < least:
                 least = peak
-                yield plan_from_runs(graph, lower(graph, partition), self.name, blocks=partition.blocks)
+                front.append(partition)
+        for at, partition in enumerate(reversed(front)):  # the leanest first: nothing else may fit
+            if at:
+                progress(1.0, f"plan {at} of {len(front)}")
+            yield plan_from_runs(graph, lower(graph, partition), self.name, blocks=partition.blocks)
+        if ended:
+            raise ended
 
     def _partitions(self, graph: TrainingGraph, progress: Progress) -> Iterable[Partition]:
         view = forward_graph(graph)
@@ -70,7 +81,16 @@ class BlockStrategy(FamilyStrategy):
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
     ) -> tuple[Plan, ...]:
-        """See `FamilyStrategy.curve`; searched once a graph."""
-        return remember(
-            graph, (self.name, self), lambda: super(BlockStrategy, self).curve(graph, budgets, progress)
-        )
+        """See `FamilyStrategy.curve`; searched once a graph, unless it is told that it is enough."""
+        del budgets
+        found: list[Plan] = []
+
+        def search() -> tuple[Plan, ...]:
+            for plan in self.family(graph, progress):
+                found.append(plan)
+            return pareto(found)
+
+        try:
+            return remember(graph, (self.name, self), search)
+        except Enough:
+            return pareto(found)

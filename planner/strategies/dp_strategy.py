@@ -61,8 +61,9 @@ class DPStrategy(BlockStrategy):
             for chains in self._tables(prepare(view, masks, self.ticks, charge_last, gradients), count)
         )
         for at, chains in enumerate(tables, 1):
-            progress(at / (2 * count), f"{len(masks)} lower sets, table {at} of {2 * count}")
-            yield from chains
+            for chain in chains:
+                progress(at / (2 * count), f"{len(masks)} lower sets, table {at} of {2 * count}")
+                yield chain
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
         """How many tables a formula: all of ``budgets``, or fewer on a problem so large that they would take

@@ -76,7 +76,8 @@ class ILP(Strategy):
         if search.turn >= 0 and graph.base_cost:
             search.price(search.turn)
             best.bound = search.best.overhead
-            start = cut_start(graph, search.order, search.turn, budget) if graph.has_phases else None
+            until = began + START * self.time_limit
+            start = cut_start(graph, search.order, search.turn, budget, until) if graph.has_phases else None
             if start is not None:
                 best.offer(start)
         if best.closed or search.best.unreachable:

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from rematplan.planner.bounds import BoundSearch
+from rematplan.planner.cut_start import cut_start
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.strategies.auto import Auto
 
@@ -52,3 +54,11 @@ def test_an_interruption_before_anything_fits_is_passed_on(problems):
 
     with pytest.raises(KeyboardInterrupt):
         Auto(time_limit=60, reuse=False).plan(graph, budget_of(graph, 0.12), interrupt)
+
+
+def test_the_loss_cuts_plan_is_not_sought_when_the_time_is_over(problems):
+    graph = problems.unet(4)
+    budget = budget_of(graph, 0.8)
+    bound = BoundSearch(graph, budget)
+    assert cut_start(graph, bound.order, bound.turn, budget)
+    assert cut_start(graph, bound.order, bound.turn, budget, time.monotonic() - 1) is None

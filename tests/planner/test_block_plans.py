@@ -30,6 +30,7 @@ from rematplan.planner.lattice import lower_sets
 from rematplan.planner.lowering import Partition, lower, partition_of
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.strategies.block_strategy import BlockStrategy
+from rematplan.planner.strategy import Enough
 
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -237,6 +238,21 @@ def test_the_search_is_done_once_a_problem(problems):
     assert len(seen) == count
     assert again.schedule is first[0].schedule
     assert strategy("approx_dp", objective="memory").curve(graph, ()) != first
+
+
+def test_a_search_told_that_it_is_enough_gives_what_it_has(problems):
+    graph, seen = problems.residual((3, 4, 6, 3)), []
+
+    def progress(_fraction, text):
+        seen.append(text)
+        if len(seen) == 30:
+            raise Enough
+
+    strategy_ = strategy("exact_dp")
+    some = strategy_.curve(graph, (), progress)
+    every = strategy_.curve(graph, ())
+    assert 2 < len(some) < len(every)
+    assert strategy_.curve(replace(graph), ()) == every
 
 
 def test_pareto_keeps_what_nothing_dominates(problems):

@@ -185,7 +185,7 @@ def test_cuts_lie_in_branches_that_the_chain_does_not_pass_through():
         graph = branched(trunk, branches)
         floor = lower_bound(graph, budget, 5).overhead
         assert floor >= least - 1e-6
-        assert floor <= Auto(time_limit=1, reuse=False).plan(graph, budget).estimate.overhead
+        assert floor <= Auto(time_limit=4, reuse=False).plan(graph, budget).estimate.overhead
 
 
 def test_what_is_known_of_a_larger_budget_does_not_end_the_growth():

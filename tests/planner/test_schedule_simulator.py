@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,9 @@ def test_simulator_agrees_with_the_checker(problems, oracle, seed):
     assert found["overhead"] == pytest.approx(plan.estimate.overhead)
     assert found["reruns"] == plan.estimate.reruns
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    peak, cost = price_runs(graph, [position[name] for name in runs_of(plan.schedule)])
+    peak, cost = price_runs(
+        graph, np.array([position[name] for name in runs_of(plan.schedule)], dtype=np.int64)
+    )
     assert (peak, cost) == (plan.estimate.peak, pytest.approx(plan.estimate.cost))
     series = resident_bytes(graph, plan.schedule)
     assert max([graph.input_bytes, *series]) == plan.estimate.peak

@@ -8,8 +8,8 @@ from rematplan.planner.bounds import BoundSearch
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.proof import Proof
 from rematplan.planner.second_search import SecondSearch
-from rematplan.planner.sequence import compile_kernels
 from rematplan.planner.sequence_search import Search
+from rematplan.planner.warm import compile_kernels
 
 
 def test_it_searches_once_the_bound_has_ended_and_stops_at_once(problems):

@@ -1,0 +1,15 @@
+"""Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays for it."""
+
+from __future__ import annotations
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.sequence import compile_annealer
+from rematplan.planner.strategies.exact_dp import ExactDP
+
+
+def compile_kernels() -> None:
+    """The annealer's, and those of the block strategies: the dynamic program's, the lowering's, the pricing's."""
+    compile_annealer()
+    tensors = (Tensor("a", 1), Tensor("b", 1))
+    ops = (Op("a", (), ("a",), 1.0, phase="forward"), Op("b", ("a",), ("b",), 1.0, phase="backward"))
+    ExactDP().curve(TrainingGraph("forward and backward", tensors, (), ("b",), ops), ())
