@@ -139,7 +139,8 @@ def _traced(
             # Models that look into their data to take a shortcut often do not when they are being compiled.
             stack.enter_context(_as_if_compiling())
             untied.decisions = decisions
-            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+            with decisions or nullcontext():
+                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
     return read_joint_graph(joint.graph_module, untied.names, name)
 
 
@@ -207,13 +208,10 @@ class _Untied(nn.Module):
 
     def forward(self, *batch: torch.Tensor) -> Any:
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
-        buffers = {
-            name.removeprefix("model."): getattr(self, short)
-            for short, name in self.names.items()
-            if short in self._buffers
-        }
-        with self.decisions.watching(buffers, batch) if self.decisions else nullcontext():
-            results = call_with(self.__dict__["inner"], state, batch)
+        if self.decisions:
+            held = {self.names[short]: getattr(self, short) for short in self._buffers}
+            self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
+        results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])
         return results

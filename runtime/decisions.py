@@ -98,35 +98,39 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-class Decisions:
-    """The values that a forward decides by, while it is traced for real ``buffers`` and a real ``batch``."""
+class Decisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
+    with its backward, which picks by the same masks."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
         self._tape = _Tape(self)
 
-    @contextmanager
-    def watching(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A block that runs the forward with traced tensors in the places of the real ones; a forward may be traced
-        several times, of which the last counts."""
+    def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+        """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
+        which the last counts."""
         self._tape = _Tape(self)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
         for at, tensor in enumerate(batch):
             self._tape.begin(tensor, ("batch", at))
-        with self._tape:
-            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return self._tape.answer(func, args, kwargs or {})
 
     def guard(self) -> Guard:
         """What must be so for what was traced to be the forward's graph."""
         return self._tape.guard([e for e in self._tape.entries if e.expected is not _UNDECIDED])
 
 
-class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tape:
     """Notes the calls on what is known before a step runs, and answers what is asked of their values."""
 
     def __init__(self, decisions: Decisions) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
         self.entries: list[_Entry] = []
         self.sources: dict[int, Source | torch.Tensor] = {}
@@ -150,11 +154,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
         return Guard((*reversed(entries),), sources)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, or say what it would give."""
         if torch.Tag.data_dependent_output in func.tags and self._all_known((args, kwargs)):
             return self._decided(func, args, kwargs)
         instead = _STATIC.get(func)

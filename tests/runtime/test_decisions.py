@@ -41,6 +41,13 @@ def picked(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y.tanh()[mask.bool()].sin() / mask.sum().item()
 
 
+def assigned(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """The rows that a mask picks are given others; the backward picks the gradients of these."""
+    other = 2 * y
+    other[mask.bool()] = y[0].sin() + y[mask.bool()]
+    return other
+
+
 def selected(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y.masked_select(mask.bool()[:, None]).exp()
 
@@ -69,7 +76,8 @@ def counted(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
 
 
 BODIES = {
-    body.__name__: body for body in (branch, checked, picked, selected, repeated, listed, written, counted)
+    body.__name__: body
+    for body in (branch, checked, picked, assigned, selected, repeated, listed, written, counted)
 }
 MASKS = [
     torch.tensor(bits)
