@@ -15,6 +15,7 @@ from rematplan.planner.schedule import Run, runs_of
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategy import Progress, silent
+from rematplan.planner.turn import with_turn
 from rematplan.planner.warm import compile_kernels
 
 DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
@@ -42,7 +43,8 @@ def smallest_peak(
     compile_kernels()  # before the clock starts
     effort = Effort(time_limit, moves)
     deadline = math.inf if moves else effort.began + BLOCKS * time_limit
-    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *leanest_plans(graph, deadline)))]
+    blocks = leanest_plans(with_turn(graph), deadline)
+    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *blocks))]
     if graph.inverses and not begun_with(graph):
         inverses = {inverse.name for inverse in graph.inverses}
         known = [runs for runs in starts if inverses.isdisjoint(runs)]

@@ -29,11 +29,13 @@ from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.turn import with_turn
 from rematplan.planner.warm import compile_kernels
 
 CUT = 0.3  # share of the time after which the loss cut is asked no more
 MEMBERS = 0.4  # share of the time that the members may take
 MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
+MARKED = 0.6  # share of the search's time for a plain problem as the training step that it looks like
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.15
 """Share of the time for finding what peak could be had, where the budget's is proven impossible; as much again may go
@@ -59,6 +61,8 @@ class Auto(Strategy):
     of larger problems goes before the members, which would compete with the bound's search. The search ends when the
     gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively.
     Ctrl-C returns the best plan so far.
+
+    A problem without phases that looks like a training step (`turn`) is searched as one first, then with reordering.
 
     Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
     with), which the rest improves.
@@ -114,10 +118,11 @@ class _Session:
     """The planning of one problem at one budget."""
 
     def __init__(self, auto: Auto, graph: TrainingGraph, budget: int, progress: Progress) -> None:
-        self.auto, self.graph, self.budget, self.progress = auto, graph, budget, progress
+        self.auto, self.given, self.budget, self.progress = auto, graph, budget, progress
         self.began = time.monotonic()
+        self.graph = graph = with_turn(graph)
         self.plain = without_inverses(graph) if graph.inverses else graph
-        self.known = _known(graph, auto.keep_order)
+        self.known = _known(self.given, auto.keep_order)
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
         cores = (os.cpu_count() or 1) >= CORES
@@ -130,9 +135,9 @@ class _Session:
         Raises:
             InfeasibleBudget: none was found; carries the smallest peak met.
         """
-        self.take(kept_plans(self.graph) if self.auto.reuse else ())
-        annealed_ = annealed(self.graph, self.auto.keep_order)
-        self.take((*begun_with(self.graph), *annealed_, *self.known_without_inverses()))
+        self.take(kept_plans(self.given) if self.auto.reuse else ())
+        annealed_ = annealed(self.given, self.auto.keep_order)
+        self.take((*begun_with(self.given), *annealed_, *self.known_without_inverses()))
         with self.proof:
             try:
                 if not self.bound.closed(self.best) and not self.solved_exhaustively():
@@ -143,7 +148,7 @@ class _Session:
                     raise
         plan = self.best or self.least()
         if self.auto.reuse:
-            keep_plan(self.graph, plan)
+            keep_plan(self.given, plan)
         if self.best is None:
             raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak)
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
@@ -225,12 +230,14 @@ class _Session:
 
     def search(self) -> None:
         """Anneal, without the inverses first; then wait for the bound."""
-        begun = any(p.estimate.peak <= self.budget for p in begun_with(self.graph))
+        begun = any(p.estimate.peak <= self.budget for p in begun_with(self.given))
         if self.graph.inverses and not begun and not self.bound.closed(self.best):
             self.anneal(self.plain, PLAIN * self.left)
+        if self.graph is not self.given and not self.bound.closed(self.best):
+            self.anneal(self.graph, (1.0 if self.auto.keep_order else MARKED) * self.left)
         if self.bound.closed(self.best):
             return
-        if self.anneal(self.graph, self.left) and not self.bound.closed(self.best):
+        if self.anneal(self.given, self.left) and not self.bound.closed(self.best):
             self.proof.wait(self.left)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
@@ -265,7 +272,7 @@ class _Session:
         self, other: Search, starts: Sequence[Sequence[str]], until: float
     ) -> AbstractContextManager[object]:
         """The second search, where the first is not one in two threads already and there is a core for it."""
-        if not self.two:
+        if not self.two or not other.graph.has_phases:
             return nullcontext()
         return SecondSearch(other, self.proof, until, starts)
 
@@ -276,7 +283,7 @@ class _Session:
 
         def look() -> Plan:
             search = Search(
-                self.graph,
+                self.given,
                 min_peak_bound(self.graph).bytes,
                 self.auto.seed,
                 self.auto.keep_order,
@@ -290,7 +297,7 @@ class _Session:
             search.descend(effort, effort.total)
             return search.least
 
-        self.take((remember(self.graph, ("auto, least", self.auto.keep_order), look),))
+        self.take((remember(self.given, ("auto, least", self.auto.keep_order), look),))
         assert self.smallest is not None
         return self.smallest
 

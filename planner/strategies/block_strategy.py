@@ -13,6 +13,7 @@ from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.run_price import price_runs
 from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, pareto, silent
+from rematplan.planner.turn import with_turn
 
 Chain = tuple[int, ...]
 """L₁ ⊂ … ⊂ L_k = V, as masks of forward nodes."""
@@ -36,8 +37,9 @@ class BlockStrategy(FamilyStrategy):
         """The candidate chains, lowered, that no other beats in both peak and cost.
 
         Raises:
-            UsageError: the problem has no backward half, so that blocks mean nothing.
+            UsageError: the problem has no backward half, marked or plain to see (`turn`), so that blocks mean nothing.
         """
+        graph = with_turn(graph)
         if not graph.has_phases:
             raise UsageError(
                 f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
