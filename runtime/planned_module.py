@@ -33,7 +33,15 @@ from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
 from rematplan.runtime.reads import Read, reads_of
-from rematplan.runtime.ways import ModuleState, Walk, call_key, check_no_hidden_tensors, hooked
+from rematplan.runtime.ways import (
+    ModuleState,
+    Walk,
+    Withheld,
+    call_key,
+    check_no_hidden_tensors,
+    hides_tensors,
+    hooked,
+)
 
 Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
 """Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan
@@ -349,13 +357,16 @@ class _Runner:
             reads_of(list(model.modules())) as reads,
         ):
             step = capture(flat, batch, self.name, model, decisions)
-        check_no_hidden_tensors(flat.constants, f"{self.name} gives")
+        constants = tuple(
+            Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c) else c
+            for c in flat.constants
+        )
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
-        return _Way(plan, compiled, flat.outputs, tuple(flat.constants), reads.listed(), decisions.guard())
+        return _Way(plan, compiled, flat.outputs, constants, reads.listed(), decisions.guard())
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:

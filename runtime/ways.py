@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -93,11 +94,46 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:
         ModelError: the message begins with ``what``.
     """
     for one in leaves:
-        if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(getattr(one, "__dict__", None))):
+        if hides_tensors(one):
             raise ModelError(
                 f"{what} a {type(one).__name__}, whose tensors PyTorch does not see; give them in a tuple or "
                 f"dictionary, or register the class with torch.utils._pytree"
             )
+
+
+def hides_tensors(one: Any) -> bool:
+    """Whether an object's attributes lead to a tensor, through containers and other objects."""
+    seen: set[int] = set()
+    todo = [getattr(one, "__dict__", None)]
+    while todo:
+        held = todo.pop()
+        if isinstance(held, torch.Tensor):
+            return True
+        if id(held) in seen or isinstance(held, (type, ModuleType, FunctionType, nn.Module)):
+            continue
+        seen.add(id(held))
+        leaves = pytree.tree_leaves(held)
+        todo += leaves if leaves != [held] else [getattr(held, "__dict__", None)]
+    return False
+
+
+class NotGiven(ModelError, AttributeError):
+    """What is asked of an output that a planned step does not give; such an output has no attributes."""
+
+
+class Withheld:
+    """Stands in the place of an output that hides tensors: whoever uses it is told."""
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["_what"] = what
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copying and pickling look for
+            raise AttributeError(name)
+        raise NotGiven(
+            f"{self._what}, whose tensors PyTorch does not see, and a planned step does not give; register the class "
+            f"with torch.utils._pytree, or call the model without gradients"
+        )
 
 
 def hooked(module: nn.Module) -> list[str]:

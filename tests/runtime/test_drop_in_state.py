@@ -332,11 +332,29 @@ class Box:
         self.x = X
 
 
+class BoxOfBoxes:
+    """Hides it deeper."""
+
+    def __init__(self) -> None:
+        self.boxes = {"first": [Box()]}
+        self.this = self
+
+
 class Boxed(nn.Linear):
     """Takes a box."""
 
     def forward(self, box: Any) -> Tensor:
         return super().forward(box.x)
+
+
+class Caching(nn.Linear):
+    """Gives a list of boxes beside its result."""
+
+    def forward(self, x: Tensor) -> Any:
+        cache = Box()
+        cache.x = [Box()]
+        cache.x[0].x = super().forward(x)
+        return cache.x[0].x.tanh(), cache
 
 
 class Carrying(nn.Linear):
@@ -362,6 +380,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Carrying(None), X, "make them buffers"),
         (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
         (Boxed(16, 16), Box(), "is given a Box"),
+        (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes its parameter weight in place"),
     ):
         with pytest.raises(ModelError, match=why):
@@ -372,6 +391,16 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         torch.func.vmap(planned)(X[None])
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
         planned(X)
+
+
+def test_outputs_that_hide_tensors_are_withheld() -> None:
+    planned, plain = planned_and_plain(Caching(16, 16))
+    with pytest.raises(ModelError, match="gives a Box, whose tensors"):
+        _ = planned(X)[1].x
+    assert not hasattr(planned(X)[1], "to")
+    equal_after(lambda m: m(X)[0].sum().backward(), planned, plain)
+    with torch.no_grad():
+        assert torch.equal(planned(X)[1].x[0].x, plain(X)[1].x[0].x)
 
 
 class Named(nn.Module):
