@@ -56,8 +56,9 @@ def _op(name: str) -> Any:
 
 UNSURE = frozenset(map(_op, _NAMES))
 """Ops whose fakes have been seen to lie otherwise than the kernel's results, where an argument is not contiguous."""
-REFUSED = frozenset({ATEN._grouped_mm.default})
-"""Ops whose fakes refuse types that the kernels take."""
+REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
+"""Ops whose fakes refuse types that the kernels take, or do not know shapes that follow from numbers they are given."""
+DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
 class TrueLayouts(FakeTensorMode):
@@ -75,7 +76,11 @@ class TrueLayouts(FakeTensorMode):
                 raise
             result = None
         with _disable_current_modes():
-            real = func(*pytree.tree_map_only(torch.Tensor, _real, args), **_reals(kwargs))
+            number = 1 if func in DIVIDING else 0  # integers cannot be divided by 0
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: _real(t).fill_(number), (args, kwargs)
+            )
+            real = func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(real)
         fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
@@ -86,12 +91,8 @@ def _all_contiguous(given: Any) -> bool:
     return all(t.is_contiguous() for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
 
 
-def _reals(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: pytree.tree_map_only(torch.Tensor, _real, value) for key, value in kwargs.items()}
-
-
 def _real(fake: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _lying(fake: Any, real: Any) -> Any:

@@ -171,3 +171,24 @@ def test_a_backward_learns_what_it_may_write_over_in_each_layout() -> None:
     (way,) = (w for w in compiled.variants if w.strides)
     assert way.strides == (planned(x).contiguous().stride(),)
     assert "aten_threshold_backward_grad_input" in compiled.variants[way][0].function.__code__.co_names
+
+
+class Divided(nn.Module):
+    """Whole numbers that do not lie row by row are divided by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        shares = torch.floor_divide(n.t(), (n + 1).t()) + torch.div(
+            7 * n.t(), (n + 1).t(), rounding_mode="floor"
+        )
+        return self.linear(x) * shares.t()
+
+
+def test_whole_numbers_are_divided_however_they_lie() -> None:
+    model, x, n = Divided(), torch.randn(6, 8), torch.arange(48).view(6, 8)
+    plain = copy.deepcopy(model)
+    planned = rematplan.plan_module(model, (x, n), budget="min", strategy="approx_dp", costs="roofline")
+    assert torch.equal(planned(x, n), plain(x, n))
