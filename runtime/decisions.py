@@ -7,9 +7,9 @@ trained parameter or on random numbers are not known before a step runs, and can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from rematplan.runtime import sized_ops
+
 ATEN = torch.ops.aten
 Source = tuple[str, str | int]
 """Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
+_Pools = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class _Entry:
     touches: frozenset[int]
     expected: Any
 
+    @property
+    def decides(self) -> bool:
+        return self.expected is not _UNDECIDED
+
 
 _UNDECIDED = object()
 
@@ -56,32 +63,28 @@ class Guard:
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
         """Whether the forward would decide alike for these. They are left as they are."""
-        return not self.entries or all(_same(e.expected, value) for e, value in self._values(buffers, batch))
-
-    def last(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-        """The value that was decided by last, for these."""
-        *_, (_, value) = self._values(buffers, batch)
-        return value
-
-    def _values(
-        self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[_Entry, Any]]:
-        pools: dict[str, Any] = {"batch": batch, "buffer": buffers}
+        if not self.entries:
+            return True
+        pools: _Pools = {"batch": batch, "buffer": buffers}
         with _plainly():
-            known = {
-                place: (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach().clone()
-                for place, of in self.sources
-            }
-            for e in self.entries:
-                args, kwargs = pytree.tree_map_only(_At, lambda at: known[at.place], (e.args, e.kwargs))
-                result = e.call(*args, **kwargs)
-                if e.expected is not _UNDECIDED:
-                    yield e, result
-                known.update(
-                    (place, r)
-                    for place, r in zip(e.results, pytree.tree_leaves(result), strict=False)
-                    if place is not None
-                )
+            known = {place: _taken(of, pools) for place, of in self.sources}
+            decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
+            return all(_same(expected, value) for expected, value in decided)
+
+
+def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator[tuple[_Entry, Any]]:
+    """Make the calls; each with what it gives. ``known``: tensors by place, and what the calls make of them."""
+    for e in entries:
+        args, kwargs = pytree.tree_map_only(_At, lambda at: known[at.place], (e.args, e.kwargs))
+        result = e.call(*args, **kwargs)
+        for place, made in zip(e.results, pytree.tree_leaves(result), strict=False):
+            if place is not None:
+                known[place] = made
+        yield e, result
+
+
+def _taken(of: Source | torch.Tensor, pools: _Pools) -> torch.Tensor:
+    return (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach().clone()
 
 
 @contextmanager
@@ -95,7 +98,7 @@ def _is_functional(tensor: torch.Tensor) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))
+    return repr(a) == repr(b)  # nan is nan, and −0 is not 0
 
 
 class Decisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,7 +127,7 @@ class Decisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def guard(self) -> Guard:
         """What must be so for what was traced to be the forward's graph."""
-        return self._tape.guard([e for e in self._tape.entries if e.expected is not _UNDECIDED])
+        return self._tape.guard()
 
 
 class _Tape:
@@ -138,17 +141,19 @@ class _Tape:
         self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
         self.memory: list[int] = []  # by place: the first place that shares its memory
         self.lost: set[int] = set()  # memories that something unknown was written to
+        self.real: dict[int, torch.Tensor] = {}  # by place, of the entries made so far and of the sources
+        self.made = 0  # entries
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
         """A tensor that the calls may begin with."""
         self.sources[self._place(tensor, None)] = source
 
-    def guard(self, decided: Sequence[_Entry]) -> Guard:
+    def guard(self) -> Guard:
         """The decisions among the entries, with all that they depend on."""
         needed: set[int] = set()
         entries = []
         for entry in reversed(self.entries):
-            if entry in decided or entry.touches & needed:
+            if entry.decides or entry.touches & needed:
                 needed |= entry.reads | entry.touches
                 entries.append(entry)
         sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
@@ -179,9 +184,13 @@ class _Tape:
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
-        self.entries.append(asked)
-        value = self.guard([asked]).last(self.decisions.buffers, self.decisions.batch)
-        self.entries[-1] = self._entry(func, args, kwargs, (), frozenset(), value)
+        pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
+        with _plainly():
+            for place in self.sources.keys() - self.real.keys():
+                self.real[place] = _taken(self.sources[place], pools)
+            *_, (_, value) = _made((*self.entries[self.made :], asked), self.real)
+        self.entries.append(replace(asked, expected=value))
+        self.made = len(self.entries)
         return value
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[torch.Tensor]) -> None:
@@ -260,6 +269,10 @@ def _count(mask: torch.Tensor) -> int:
     return int(mask.count_nonzero())
 
 
+def _greatest(numbers: torch.Tensor) -> int:
+    return int(numbers.max())
+
+
 def _sum(numbers: torch.Tensor) -> int:
     return int(numbers.sum())
 
@@ -282,7 +295,7 @@ def _index(tape: _Tape, x: torch.Tensor, indices: Sequence[torch.Tensor | None])
 
 
 def _masked_select(tape: _Tape, x: torch.Tensor, mask: torch.Tensor) -> Any:
-    shape = list(torch.broadcast_shapes(x.shape, mask.shape))  # type: ignore[no-untyped-call]
+    shape = list(torch.broadcast_shapes(x.shape, mask.shape)) or [1]  # type: ignore[no-untyped-call]
     x, mask = (tape.run(ATEN.expand.default, t, shape) for t in (x, mask))
     return _index(tape, x, [mask])
 
@@ -292,10 +305,26 @@ def _repeat_interleave(tape: _Tape, repeats: torch.Tensor, *, output_size: int |
     return tape.run(ATEN.repeat_interleave.Tensor, repeats, output_size=size)
 
 
+def _ctc_loss(
+    tape: _Tape,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *more: Any,
+) -> Any:
+    lengths = input_lengths, target_lengths
+    longest = tape.number(_greatest, target_lengths)
+    if longest is None:
+        return tape.run(ATEN._ctc_loss.Tensor, log_probs, targets, *lengths, *more)
+    return tape.run(sized_ops.CTC_LOSS, log_probs, targets, *lengths, longest, *more)
+
+
 _STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN.nonzero.default: _nonzero,
     ATEN.index.Tensor: _index,
     ATEN.masked_select.default: _masked_select,
     ATEN.repeat_interleave.Tensor: _repeat_interleave,
+    ATEN._ctc_loss.Tensor: _ctc_loss,
 }
 """Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by."""
