@@ -1,12 +1,12 @@
-"""The plain attributes that a forward reads: numbers, flags and tensors that are constants in what is traced, so that a
-plan holds for as long as they do."""
+"""The plain attributes that a forward reads: numbers, flags, tensors and containers of them that are constants in what
+is traced, so that a plan holds for as long as they do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ _DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Attributes of one owner, with the values that a forward found there. Tensors are compared by identity."""
+    """Attributes of one owner, with the values that a forward found there. Tensors are compared by identity, and 1, 1.0
+    and True are three."""
 
     owner: Owner
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
     values: tuple[Any, ...]
-    same: bool
 
     def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
         """Whether they have these values still, given the attributes of all modules."""
@@ -39,9 +39,7 @@ class Read:
             for name in path:
                 place = place[name].__dict__
             found = self.get(place)
-            if self.same:
-                return all(a is b for a, b in zip(found, self.values, strict=True))
-            return bool(found == self.values)
+            return all(map(is_, found, self.values)) or all(map(_same, found, self.values))
         except (LookupError, AttributeError, RuntimeError, ValueError):
             return False
 
@@ -67,9 +65,10 @@ class Reads:
     def note(self, holder: Any, name: str, value: Any) -> None:
         """An attribute was read."""
         owner = self.owners.get(id(holder))
-        if owner is None or not (type(value) in PLAIN or isinstance(value, torch.Tensor)):
+        if owner is None or (type(value) not in PLAIN and name in _BOOKKEEPING):
             return
-        if name in object.__getattribute__(holder, "__dict__"):
+        value = _as_found(value)
+        if value is not _OTHER and name in object.__getattribute__(holder, "__dict__"):
             self.holders[owner] = holder
             first = self.found.setdefault((owner, name), value)
             if not _same(first, value):
@@ -80,20 +79,45 @@ class Reads:
         now, when all is as it was before."""
         rows: dict[tuple[Owner, bool], dict[str, Any]] = {}
         for (owner, name), value in self.found.items():
-            if _same(value, vars(self.holders[owner]).get(name, _SET)):
-                rows.setdefault((owner, type(value) not in PLAIN), {})[name] = value
-        return tuple(
-            Read(owner, _getter(list(row)), (*row.values(),), same) for (owner, same), row in rows.items()
-        )
+            now = vars(self.holders[owner]).get(name, _SET)
+            if _same(value, now):  # what is a copy stands apart: the others are most often the very same
+                rows.setdefault((owner, value is now), {})[name] = value
+        return tuple(Read(owner, _getter(list(row)), (*row.values(),)) for (owner, _), row in rows.items())
 
 
-_SET = object()
+_SET, _OTHER = object(), object()
+_BOOKKEEPING = frozenset(vars(nn.Module()))
+"""What every module keeps of its parts, hooks and tensors; others see to these."""
+_SEQUENCES = (list, tuple, torch.Size)
+
+
+def _as_found(value: Any) -> Any:
+    """A plain value, a tensor, or a copy of a container of such; `_OTHER` for anything else."""
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if kind in (*_SEQUENCES, set, frozenset):
+        parts = [_as_found(part) for part in value]
+        if kind is tuple and all(map(is_, parts, value)):
+            return value  # which is soon compared
+        return _OTHER if any(part is _OTHER for part in parts) else kind(parts)
+    if kind is dict:
+        parts = [_as_found(part) for part in value.values()]
+        return _OTHER if any(part is _OTHER for part in parts) else dict(zip(value, parts, strict=True))
+    return _OTHER
 
 
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return a is not _SET
-    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in _SEQUENCES:
+        return len(a) == len(b) and all(map(_same, a, b))
+    if kind is dict:
+        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
+    return bool(a == b) if kind in (set, frozenset) else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

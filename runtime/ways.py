@@ -159,4 +159,6 @@ def _exactly(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         return type(leaf), pickle.dumps(leaf)
-    return type(leaf), leaf  # 1, 1.0 and True are equal
+    return type(leaf), repr(leaf) if type(
+        leaf
+    ) is float else leaf  # 1, 1.0 and True are equal, as are 0.0 and −0.0

@@ -5,6 +5,7 @@ import copy
 import gc
 import inspect
 import io
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,9 +41,11 @@ class Net(nn.Module):
         self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
         self.temperature, self.unread = 1.0, 0
         self.mask, self.settings = torch.ones(16), settings or Settings()
+        self.shape, self.weights, self.shift = (16,), {"masks": [2.0, torch.ones(())]}, 1
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.norm(self.body(x))) * self.mask
+        y = y * math.prod(self.weights["masks"]) + torch.full(self.shape, self.shift).element_size()
         return torch.tanh(y * self.settings.scale / self.temperature)
 
 
@@ -78,6 +81,10 @@ def step(model: nn.Module) -> None:
         lambda m: setattr(m.drop, "p", 0.5),
         lambda m: setattr(m.settings, "scale", 0.5),
         lambda m: setattr(m, "mask", torch.arange(16.0)),
+        lambda m: setattr(m, "shape", (1, 16)),
+        lambda m: setattr(m, "shift", 1.0),
+        lambda m: m.weights["masks"].__setitem__(0, 3.0),
+        lambda m: m.weights["masks"].__setitem__(1, torch.zeros(())),
         lambda m: m.mask.mul_(3),
         lambda m: m.body.__setitem__(1, nn.ReLU()),
         lambda m: m.body[1].register_forward_hook(lambda _m, _a, y: y * 2),
