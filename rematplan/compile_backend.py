@@ -45,7 +45,9 @@ class PlanningBackend:
         _fix_sizes(inputs)
         compiled: Any
         if self.compiler == "eager":
-            compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
+            # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
+            with inductor_config.patch(fallback_random=True):
+                compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
         else:
             # A cached result would skip the partitioner, and with it the plan.
             with (

@@ -22,7 +22,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, tied weights; outputs that are views, of inputs too, and numbers."""
+    """Dropout, also of what nothing reads, batch norm, tied weights; outputs that are views and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         for layer in self.layers:
             x = functional.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        functional.dropout(x, 0.1, self.training)
         y = self.last(torch.tanh(self.norm(self.first(x))))
         return {"y": functional.dropout(y, 0.5, self.training), "view": x[:, :2], "n": 3}
 
