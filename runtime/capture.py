@@ -133,14 +133,21 @@ def _traced(
     ):
         warnings.simplefilter("ignore")
         untied = _Untied(module)
+
+        def trace() -> Any:
+            return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+
         try:
-            joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+            joint = trace()
         except VALUES_DECIDE:
-            # Models that look into their data to take a shortcut often do not when they are being compiled.
-            stack.enter_context(_as_if_compiling())
             untied.decisions = decisions
             with decisions or nullcontext():
-                joint = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+                try:
+                    joint = trace()
+                except VALUES_DECIDE:
+                    # Models that look into their data to take a shortcut often do not when they are being compiled.
+                    stack.enter_context(_as_if_compiling())
+                    joint = trace()
     return read_joint_graph(joint.graph_module, untied.names, name)
 
 

@@ -89,6 +89,15 @@ def signed(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y * (mask[1] - 0.5).sign().mul(0.0).item()
 
 
+def shortcut(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """As attention looks for a mask of ones: not while it is compiled."""
+    return (
+        y.tanh()
+        if not torch.compiler.is_compiling() and mask.all()
+        else y.tanh() * mask[:, None].float().exp()
+    )
+
+
 def picked_one(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y[0, 0].masked_select(mask.all()).sum() + y.sum()
 
@@ -104,6 +113,7 @@ BODIES = {
         branch,
         checked,
         picked,
+        shortcut,
         picked_one,
         assigned,
         selected,
