@@ -201,7 +201,7 @@ class CutProgram:
             return ONE
         if all(k == ZERO for k in runs):
             return ZERO
-        made = self.rows.variable(0.0)
+        made = self.rows.variable(0.0, integer=False)  # with whole x and h, y may as well be whole
         self._row([(k, 1.0) for k in runs] + [(made, -1.0)], 0.0)
         self._row([(made, 1.0), (y[v, i + 1, j], -1.0)], 0.0)
         self._row([(made, 1.0), (y[v, i, j - 1], -1.0)], 0.0)
