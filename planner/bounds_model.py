@@ -13,7 +13,6 @@ Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the firs
     (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
     (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
     (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
-    (window)  (read) and (hold) for several intervals as one, with y[v,i,j] ≤ Σ_{i≤k≤j} x[v,k] for x
     (memory)  Σ_{t not written by bᵢ} m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
 """
 
@@ -100,7 +99,7 @@ class CutProgram:
         self._make_variables()
         self.loops = [loop for loop in loops if all((t, 0) in self.h for t in loop)]
         self._write_rows()
-        self._write_window_rows()
+        self._write_suffix_rows()
 
     def _earliest(self, v: int) -> int:
         """The first interval in which v can run."""
@@ -170,42 +169,35 @@ class CutProgram:
         for v in sorted(inner):
             self._row([*sources, (runs[v, i], -1.0)], 0.0)
 
-    def _write_window_rows(self) -> None:
-        """y[v,i,j] = v runs in one of the intervals i to j; the rows of the program without the cuts between them.
+    def _write_suffix_rows(self) -> None:
+        """y[v,i] = v runs in interval i or later.
 
         Implied for integers; in the relaxation these rows say that what several intervals share is paid for
         once. Without them more cuts make it much weaker.
         """
-        y = {(v, i, i): x for (v, i), x in self.x.items()}
-        for width in range(1, self.last):
-            for i in range(1, self.last - width + 1):
-                self._write_window(y, i, i + width)
+        y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
+        for i in range(self.last - 1, 0, -1):
+            for v in range(len(self.order.recipes)):
+                y[v, i] = self._suffix(v, i, y[v, i + 1])
+            for v, op in enumerate(self.order.recipes):
+                for t in op.reads:
+                    if (t, i) in self.h:
+                        made = [(y[u, i], 1.0) for u in self.order.makers[t]]
+                        self._row([(self.h[t, i], 1.0), *made, (y[v, i], -1.0)], 0.0)
+            for loop in self.loops:
+                self._support(loop, i, y)
 
-    def _write_window(self, y: dict[tuple[int, int, int], int], i: int, j: int) -> None:
-        for v in range(len(self.order.recipes)):
-            y[v, i, j] = self._window(y, v, i, j)
-        for v, op in enumerate(self.order.recipes):
-            for t in op.reads:
-                if (t, i) in self.h:
-                    made = [(y[u, i, j], 1.0) for u in self.order.makers[t]]
-                    self._row([(self.h[t, i], 1.0), *made, (y[v, i, j], -1.0)], 0.0)
-        for t in self.tracked:
-            made = [(y[u, i, j], 1.0) for u in self.order.makers[t]]
-            self._row([(self.h[t, i], 1.0), *made, (self.h[t, j + 1], -1.0)], 0.0)
-        for loop in self.loops:
-            self._support(loop, i, {(v, i): y[v, i, j] for v in range(len(self.order.recipes))})
-
-    def _window(self, y: Mapping[tuple[int, int, int], int], v: int, i: int, j: int) -> int:
-        runs = [self.x[v, k] for k in range(i, j + 1)]
-        if ONE in runs or (self.earliest[v] >= i and self.deadline[v] <= j + 1):
+    def _suffix(self, v: int, i: int, after: int) -> int:
+        runs = [self.x[v, j] for j in range(i, self.last + 1)]
+        if ONE in runs or (self.earliest[v] >= i and self.order.needed >> v & 1):
             return ONE
-        if all(k == ZERO for k in runs):
+        if all(j == ZERO for j in runs):
             return ZERO
-        made = self.rows.variable(0.0, integer=False)  # with whole x and h, y may as well be whole
-        self._row([(k, 1.0) for k in runs] + [(made, -1.0)], 0.0)
-        self._row([(made, 1.0), (y[v, i + 1, j], -1.0)], 0.0)
-        self._row([(made, 1.0), (y[v, i, j - 1], -1.0)], 0.0)
-        return made
+        y = self.rows.variable(0.0)
+        self._row([(j, 1.0) for j in runs] + [(y, -1.0)], 0.0)
+        self._row([(y, 1.0), (after, -1.0)], 0.0)
+        self._row([(y, 1.0), (self.x[v, i], -1.0)], 0.0)
+        return y
 
     def _made(self, tensor: str, i: int) -> list[Term]:
         return [(self.x[u, i], 1.0) for u in self.order.makers[tensor]]
