@@ -23,7 +23,7 @@ def heads_of(width: int, size: int = HEAD) -> int:
 
 def split(x: Tensor, heads: int) -> Tensor:
     """(..., tokens, width) → (..., heads, tokens, width ÷ heads)."""
-    return cast(Tensor, x.unflatten(-1, (heads, -1)).transpose(-2, -3))  # type: ignore[no-untyped-call]
+    return cast(Tensor, x.unflatten(-1, (heads, -1)).transpose(-2, -3))
 
 
 def joined(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ base order, each op with what it needs run again just before it, is a schedule; 
 budget. On chains of blocks (a transformer, say) it is within hundredths of a percent of the bound; where one demand
 brings everything back early it needs a high price, and block plans or annealing do better.
 
-Complexity: a few dozen maximum flows and lowerings; three seconds for ten thousand ops.
+Complexity: a few dozen maximum flows and lowerings.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # nan is nan, and −0 is not 0
 
 
-class Decisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Decisions(TorchDispatchMode):
     """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
     with its backward, which picks by the same masks."""
 
@@ -295,7 +295,7 @@ def _index(tape: _Tape, x: torch.Tensor, indices: Sequence[torch.Tensor | None])
 
 
 def _masked_select(tape: _Tape, x: torch.Tensor, mask: torch.Tensor) -> Any:
-    shape = list(torch.broadcast_shapes(x.shape, mask.shape)) or [1]  # type: ignore[no-untyped-call]
+    shape = list(torch.broadcast_shapes(x.shape, mask.shape)) or [1]
     x, mask = (tape.run(ATEN.expand.default, t, shape) for t in (x, mask))
     return _index(tape, x, [mask])
 

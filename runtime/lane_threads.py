@@ -116,7 +116,7 @@ def _on(stream: Any) -> AbstractContextManager[Any]:
 @cache
 def recovery_stream(device: torch.device) -> Any:
     """The stream of a device's recovery lanes: one, since libraries keep a workspace for each that they meet."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:

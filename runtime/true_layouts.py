@@ -68,7 +68,7 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            result = super()._cached_dispatch_impl(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            result = super()._cached_dispatch_impl(func, types, args, kwargs)
             if func not in UNSURE or _all_contiguous((args, kwargs)):
                 return result
         except RuntimeError:
