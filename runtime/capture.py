@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
+from rematplan.runtime.checks import Checks
 from rematplan.runtime.decisions import Decisions
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
@@ -40,7 +41,15 @@ _LEFT_BEHIND = (
     "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
     "never change, call it once before it is planned"
 )
-IN_OTHER_WORDS = {"Unexpected fake buffer": _LEFT_BEHIND, "in tensor_tracker": _LEFT_BEHIND}
+_HIGHER_ORDER = (
+    "it calls an operator that takes functions (torch.cond, torch.while_loop) or checks values in its backward, which "
+    "no plan states; plan those of its parts that do not"
+)
+IN_OTHER_WORDS = {
+    "Unexpected fake buffer": _LEFT_BEHIND,
+    "in tensor_tracker": _LEFT_BEHIND,
+    "HigherOrderOperator": _HIGHER_ORDER,
+}
 """What the tracer's faults mean, by what they say."""
 VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -148,7 +157,7 @@ def _traced(
                     # Models that look into their data to take a shortcut often do not when they are being compiled.
                     stack.enter_context(_as_if_compiling())
                     joint = trace()
-    return read_joint_graph(joint.graph_module, untied.names, name)
+    return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
 
 
 @contextmanager
@@ -203,6 +212,7 @@ class _Untied(nn.Module):
         super().__init__()
         self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
         self.decisions: Decisions | None = None
+        self.outputs = 0  # of the module; those after them are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
         for at, (name, parameter) in enumerate(module.named_parameters()):
@@ -218,10 +228,13 @@ class _Untied(nn.Module):
         if self.decisions:
             held = {self.names[short]: getattr(self, short) for short in self._buffers}
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
-        results = call_with(self.__dict__["inner"], state, batch)
+        with Checks() as checks:
+            results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])
-        return results
+        results = results if isinstance(results, tuple) else (results,)
+        self.outputs = len(results)
+        return *results, *checks.results
 
 
 def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:

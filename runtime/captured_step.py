@@ -13,7 +13,7 @@ import torch
 from rematplan.runtime.measure import allocated
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed"]
+OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed", "check"]
 
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType({"parameter": "gradient", "batch": "input gradient"})
 """The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
@@ -70,8 +70,8 @@ class StepInput:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """An output of the step: one of the module's outputs (``target``: its position; the loss is 0), the gradient of a
-    parameter or of an input (its position in the batch), a buffer's new content, or (``renewed``) an input's that
-    somebody else copies into it."""
+    parameter or of an input (its position in the batch), a buffer's new content, an input's that somebody
+    else copies into it (``renewed``), or the empty tensor that a check of values gives (``check``; nobody gets it)."""
 
     kind: OutputKind
     target: str

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
@@ -38,14 +39,16 @@ MARKERS = frozenset({"profiler"})
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
-def read_joint_graph(module: fx.GraphModule, names: Mapping[str, str], name: str) -> CapturedStep:
+def read_joint_graph(
+    module: fx.GraphModule, names: Mapping[str, str], outputs: int, name: str
+) -> CapturedStep:
     """The step that a joint graph of a module states. ``names``: of parameters and buffers, by what the tracer calls
-    them.
+    them. ``outputs``: how many of its outputs are the module's; the rest of them are checks.
 
     Raises:
         ModelError: no output depends on what is trained, or the model changes an input in place.
     """
-    step = _on_one_device(_Reader(module, _OfModule(names)).read(name))
+    step = _on_one_device(_Reader(module, _OfModule(names, outputs)).read(name))
     return without_dead_calls(with_phases(_with_own_outputs(step)))
 
 
@@ -89,8 +92,8 @@ def fixed_size(size: torch.SymInt) -> int:
 class _OfModule:
     """Inputs and outputs as the tracer of a module describes them."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
+    def __init__(self, names: Mapping[str, str], outputs: int) -> None:
+        self.names, self.outputs = names, outputs
 
     def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
         del at
@@ -103,6 +106,8 @@ class _OfModule:
         if found is None:
             return None
         kind, target = found
+        if kind == "output" and int(target) >= self.outputs:
+            kind = "check"
         return kind, self.names.get(target, target) if kind in ("gradient", "buffer") else target
 
 
@@ -164,10 +169,12 @@ class _Reader:
         return value
 
     def _placeholder(self, node: fx.Node, at: int) -> None:
-        if isinstance(node.meta.get("val"), torch.SymInt):
+        if "val" not in node.meta:  # what orders ops that have effects goes through the graph as an input
+            return
+        if isinstance(node.meta["val"], torch.SymInt):
             self.sizes[node.name] = fixed_size(node.meta["val"])
             return
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta["val"], torch.Tensor):
             raise ModelError(f"input {node.name} is no tensor")
         kind, target = self.describe.input(node, at)
         self._value(node.name, node.meta["val"], None)
@@ -197,6 +204,10 @@ class _Reader:
             return
         if getattr(node.target, "namespace", "") in MARKERS:
             return
+        if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
+            raise ModelError(
+                f"{node.target} takes functions or only checks values, and so cannot be planned here"
+            )
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             raise ModelError(f"{node.target} changes its arguments, and so cannot be planned")

@@ -180,7 +180,8 @@ class LaneWriter(_Locked):
     def _beside(self) -> Writer:
         """A writer for the function inside: it sees the inputs and the random states, all else is its own."""
         beside = _Locked(self.step, self.schedule)
-        beside.scope, beside.targets, beside.variable = self.scope, self.targets, self.variable
+        beside.scope, beside.targets = self.scope, self.targets
+        beside.variable, beside.taken = self.variable, self.taken
         beside.states, beside.overwriting = self.states, self.overwriting
         beside.take([i.value for i in self.step.inputs])
         return beside

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -38,7 +39,7 @@ def own_error(
         try:
             forward(*args, **kwargs)
         except Exception as error:
-            return error
+            return None if isinstance(error, TorchDynamoException) else error  # a tracer's, not the model's
     return None
 
 

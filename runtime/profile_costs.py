@@ -189,7 +189,9 @@ class SyntheticArguments:
         if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             return torch.zeros(n, dtype=dtype, device=device)
         if (dtype, device) not in self.pools:
-            pool = (self.pool > 0.5) if dtype == torch.bool else self.pool.to(dtype)
+            pool = self.pool > 0.5 if dtype == torch.bool else self.pool.to(dtype)
+            if dtype == torch.bool:
+                pool[0] = True  # a single one may be asserted
             self.pools[dtype, device] = pool.to(device)
         pool, flat = self.pools[dtype, device], torch.empty(n, dtype=dtype, device=device)
         rest = n % len(pool)

@@ -36,7 +36,8 @@ class Writer:
         self.targets: dict[Any, str] = {}
         self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
         self.dead: list[str] = []  # values freed since the last call
-        self.variable: dict[str, str] = {}
+        self.variable: dict[str, str] = {}  # of a value
+        self.taken: set[str] = set()  # names of variables
         self.states: set[str] = set()
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
@@ -267,8 +268,9 @@ class Writer:
             name = "v_" + re.sub(r"\W", "_", value)
             # Values' names are identifiers by construction; a collision after cleaning would be a silent
             # wrong result.
-            if name in self.variable.values():
-                name += f"_{len(self.variable)}"
+            while name in self.taken:
+                name += "_"
+            self.taken.add(name)
             self.variable[value] = name
         return self.variable[value]
 

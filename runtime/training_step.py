@@ -40,7 +40,7 @@ class PlannedStep:
                     loss = result
                 elif output.kind == "buffer":
                     named[output.target].copy_(result)
-                else:
+                elif output.kind == "gradient":
                     parameter = named[output.target]
                     parameter.grad = result if parameter.grad is None else parameter.grad.add_(result)
         assert loss is not None

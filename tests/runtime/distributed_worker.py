@@ -1,6 +1,6 @@
 """One of two processes of `test_distributed`: trains a model plainly and as planned, both in parallel, and compares.
 
-usage: distributed_worker.py HOW RANK RENDEZVOUS_FILE
+usage: distributed_worker.py RANK RENDEZVOUS_FILE
 """
 
 import sys
@@ -87,11 +87,8 @@ def train(model: nn.Module, x: torch.Tensor) -> list[float]:
     return losses
 
 
-def main() -> None:
+def check(how: str, rank: int) -> None:
     """Train both; say so if they end equal."""
-    how, rank, rendezvous = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     make, parallel = HOW[how]
     (plain, x), (planned, _) = make(False, rank), make(True, rank)
     plans = [m.plan for m in planned.modules() if hasattr(m, "plans")]
@@ -100,8 +97,17 @@ def main() -> None:
     assert train(parallel(plain), x) == train(parallel(planned), x)
     local = [[getattr(t, "_local_tensor", t) for t in m.state_dict().values()] for m in (plain, planned)]
     assert all(map(torch.equal, *local))
+    print(f"{how}: equal")
+
+
+def main() -> None:
+    """Check each way of running in parallel."""
+    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    for how in HOW:
+        check(how, rank)
     distributed.destroy_process_group()
-    print("equal")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""Laws of what a forward checks: a planned step checks it too, and raises the same."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import ModelError
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Checking(nn.Module):
+    """Ends in a function that checks what it is given."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.end = nn.Linear(4, 4, bias=False), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(torch.tanh(self.linear(x)))
+
+
+def asserting(h: Tensor) -> Tensor:
+    torch._assert_async(h.abs().max() > 0, "all is zero")
+    torch._assert_async(h.isfinite().all())
+    return h * 2
+
+
+def conditional(h: Tensor) -> Tensor:
+    result: Tensor = torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+    return result
+
+
+class SolvingBackward(torch.autograd.Function):
+    """Checks in its backward."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return h * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (h,) = ctx.saved_tensors
+        return torch.linalg.solve(h.mT @ h, gradient.mT).mT
+
+
+CHECKING = {
+    "inv": lambda h: torch.linalg.inv(h.mT @ h),
+    "solve": lambda h: torch.linalg.solve(h.mT @ h, h.mT),
+    "cholesky": lambda h: torch.linalg.cholesky(h.mT @ h),
+    "assert": asserting,
+}
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    model.zero_grad()
+    model(X).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("end", CHECKING.values(), ids=CHECKING)
+def test_a_check_is_made_and_raises_what_eager_mode_raises(end: Callable[[Tensor], Tensor]) -> None:
+    model = Checking(end)
+    planned = rematplan.plan_module(model, (X,), budget="min", strategy="approx_dp", costs="roofline")
+    assert all(map(torch.equal, gradients_of(model), gradients_of(planned)))
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.zeros(6, 4))
+    with pytest.raises(type(expected.value)) as raised:
+        planned(torch.zeros(6, 4))
+    assert str(raised.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("end", [conditional, SolvingBackward.apply])
+def test_what_no_plan_states_is_refused(end: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match="an operator that takes functions"):
+        rematplan.plan_module(Checking(end), (X,), budget="100%", costs="roofline")
+
+
+def test_the_backend_refuses_what_checks() -> None:
+    torch._dynamo.reset()
+    for end in (CHECKING["inv"], asserting):
+        compiled = torch.compile(Checking(end), backend=rematplan.backend(budget="100%"))
+        with pytest.raises(Exception, match="only checks values") as caught:
+            compiled(X)
+        assert isinstance(caught.value.inner_exception, ModelError)
