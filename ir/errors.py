@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class RematplanError(Exception):
     """Base of every error that is the input's fault, or the budget's, and not a bug of ours.
@@ -39,6 +41,17 @@ class LatticeTooLarge(RematplanError):
         )
 
 
+Known = Literal["least", "searched", "proven"]
+"""What is known of a refused budget: the smallest peak is the least of all that the strategy can give; or of what its
+search has met so far; or no plan whatever fits the budget."""
+
+_REFUSED: dict[Known, str] = {
+    "least": "is below the smallest peak it can reach, {}",
+    "searched": "is below the smallest peak it has found, {}; in more time it may find a smaller one",
+    "proven": "is proven to be too small for any plan; the smallest peak it has found is {}",
+}
+
+
 class InfeasibleBudget(RematplanError):
     """No schedule known to the strategy fits the budget.
 
@@ -46,16 +59,20 @@ class InfeasibleBudget(RematplanError):
         strategy: its name.
         budget: the budget asked for, bytes.
         smallest: the smallest peak that the strategy is known to reach, bytes.
+        known: what that says.
         floor: what no plan can have less than, and why, in words; empty if not said.
     """
 
     exit_status = 3
 
-    def __init__(self, strategy: str, budget: int, smallest: int, floor: str = "") -> None:
-        self.strategy, self.budget, self.smallest, self.floor = strategy, budget, smallest, floor
+    def __init__(
+        self, strategy: str, budget: int, smallest: int, known: Known = "least", floor: str = ""
+    ) -> None:
+        self.strategy, self.budget, self.smallest = strategy, budget, smallest
+        self.known, self.floor = known, floor
+        reason = _REFUSED[known].format(f"{show_bytes(smallest)} ({smallest} bytes)")
         super().__init__(
-            f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) is below the smallest peak it can reach, "
-            f"{show_bytes(smallest)} ({smallest} bytes)"
+            f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) {reason}"
             + (f"; no plan can have less than {floor}" if floor else "")
         )
 

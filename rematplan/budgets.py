@@ -82,7 +82,9 @@ def plan_within(strategy: Strategy, graph: TrainingGraph, budget: int, progress:
     try:
         return strategy.plan(graph, budget, progress)
     except InfeasibleBudget as error:
-        raise InfeasibleBudget(error.strategy, budget, error.smallest, floor_text(graph)) from None
+        raise InfeasibleBudget(
+            error.strategy, budget, error.smallest, error.known, floor_text(graph)
+        ) from None
 
 
 def least_plan(

@@ -60,5 +60,7 @@ def plan_either(
         if not least and plan.estimate.overhead <= 0:
             break  # nothing is left to be saved
     if not found:
-        raise min(failed, key=lambda error: error.smallest)
+        smallest = min(error.smallest for error in failed)
+        last = failed[-1]  # of the problem that has all plans that the other has
+        raise InfeasibleBudget(last.strategy, last.budget, smallest, last.known, last.floor)
     return min(found, key=lambda one: (one[1].estimate.peak if least else 0, one[1].estimate.cost))

@@ -60,7 +60,7 @@ class Anneal(Strategy):
         plan = search.run(starts, Effort(self.time_limit, self.moves))
         if plan is None:
             annealed(graph, self.keep_order).append(search.least)
-            raise InfeasibleBudget(self.name, budget, search.least.estimate.peak)
+            raise InfeasibleBudget(self.name, budget, search.least.estimate.peak, "searched")
         annealed(graph, self.keep_order).append(plan)
         return plan
 

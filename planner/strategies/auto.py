@@ -12,6 +12,7 @@ from functools import partial
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir.errors import Known
 from rematplan.planner.bounds import CLOSED, Bound, BoundSearch, min_peak_bound
 from rematplan.planner.carried import begun_with
 from rematplan.planner.cut_start import cut_start
@@ -150,7 +151,8 @@ class _Session:
         if self.auto.reuse:
             keep_plan(self.given, plan)
         if self.best is None:
-            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak)
+            known: Known = "proven" if self.bound.best.unreachable else "searched"
+            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak, known)
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
 
     def known_without_inverses(self) -> Sequence[Plan]:

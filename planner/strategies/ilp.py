@@ -55,7 +55,7 @@ class ILP(Strategy):
             if best.plan is None:
                 raise
         if best.plan is None:
-            raise InfeasibleBudget(self.name, budget, best.smallest)
+            raise InfeasibleBudget(self.name, budget, best.smallest, "searched")
         annealed(graph, keep_order=False).append(best.plan)
         floor = min(best.bound, best.plan.estimate.overhead)
         closed = best.plan.estimate.overhead <= floor + CLOSED

@@ -4,8 +4,12 @@ import pytest
 
 from rematplan.budgets import plan_within
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.bounds import min_peak_bound
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.transients import floor_text, peak_cause, transients
 
@@ -48,6 +52,23 @@ def test_a_refusal_says_what_no_plan_can_have_less_than():
     )
     assert "\n" not in str(caught.value)
     assert floor_text(two_ops(output=500)).startswith("518 B (518 bytes): op 'g'")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "known", "text"),
+    [
+        (ChenSqrt(), "least", "below the smallest peak it can reach"),
+        (Anneal(time_limit=0.2), "searched", "in more time it may find a smaller one"),
+        (Auto(time_limit=0.5, reuse=False), "proven", "proven to be too small for any plan"),
+    ],
+)
+def test_a_refusal_says_what_is_known_of_the_smallest_peak(problems, strategy, known, text):
+    graph = problems.chain(12)
+    budget = min_peak_bound(graph).bytes - 1
+    with pytest.raises(InfeasibleBudget, match=text) as caught:
+        plan_within(strategy, graph, budget)
+    assert caught.value.known == known
+    assert caught.value.smallest > budget
 
 
 def test_what_the_end_holds_can_bound_it_too():
