@@ -28,7 +28,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
 from rematplan.runtime.checks import Checks
-from rematplan.runtime.decisions import Decisions
+from rematplan.runtime.decisions import Decisions, undecided
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
@@ -147,7 +147,8 @@ def _traced(
             return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
 
         try:
-            joint = trace()
+            with undecided() if decisions else nullcontext():
+                joint = trace()
         except VALUES_DECIDE:
             untied.decisions = decisions
             with decisions or nullcontext():

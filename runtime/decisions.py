@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
+from threading import get_ident
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rematplan.runtime import sized_ops
+from rematplan.runtime.sized_ops import TOLD, sizes_of
 
 ATEN = torch.ops.aten
 Source = tuple[str, str | int]
@@ -101,6 +105,53 @@ def _same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # nan is nan, and −0 is not 0
 
 
+_TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
+
+
+@contextmanager
+def _asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
+    """A block in which ``answer`` says what `tolist` and `numpy` give, which make no call that a mode could see.
+
+    Both read the memory of a tensor that is no traced one; of others `numpy` refuses all, or reads what lies there.
+    """
+    thread = get_ident()  # the methods are everybody's
+
+    def to_list(tensor: torch.Tensor) -> Any:
+        return answer(_TO_LIST, tensor) if get_ident() == thread else _TO_LIST(tensor)
+
+    def to_numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if get_ident() != thread:
+            return _TO_NUMPY(tensor, force=force)
+        kind, shape, content = answer(_numpy, tensor)
+        return np.frombuffer(bytearray(content), kind).reshape(shape)
+
+    torch.Tensor.tolist, torch.Tensor.numpy = to_list, to_numpy  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.tolist, torch.Tensor.numpy  # they are inherited
+
+
+def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    array = _TO_NUMPY(tensor, force=True)
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+@contextmanager
+def undecided() -> Iterator[None]:
+    """A block that may not decide by values.
+
+    Raises:
+        DataDependentOutputException: it looks at what a tensor holds.
+    """
+
+    def refuse(read: Any, _: torch.Tensor) -> Any:
+        raise DataDependentOutputException(read)
+
+    with _asked(refuse):
+        yield
+
+
 class Decisions(TorchDispatchMode):
     """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
     with its backward, which picks by the same masks."""
@@ -109,6 +160,16 @@ class Decisions(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
         self._tape = _Tape(self)
+        self._asking = _asked(lambda read, tensor: self._tape.read(read, tensor))
+
+    def __enter__(self) -> Decisions:
+        self._asking.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._asking.__exit__(*raised)
 
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
@@ -161,7 +222,7 @@ class _Tape:
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, or say what it would give."""
-        if torch.Tag.data_dependent_output in func.tags and self._all_known((args, kwargs)):
+        if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)
         instead = _STATIC.get(func)
         if instead is not None:
@@ -172,15 +233,25 @@ class _Tape:
         """Make a call, noted if all that it depends on is known."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags or not self._all_known((args, kwargs)):
+        if torch.Tag.nondeterministic_seeded in func.tags or not self.knows((args, kwargs)):
             self.lost |= {self.memory[self.places[id(t)]] for t in written if id(t) in self.places}
             return result
         self._note(func, args, kwargs, result, written)
         return result
 
+    def read(self, of: Callable[..., Any], *given: Any) -> Any:
+        """What is found in what tensors hold, decided by.
+
+        Raises:
+            DataDependentOutputException: they are not known.
+        """
+        if not self.knows(given):
+            raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
+        return self._decided(of, given, {})
+
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
         """A number of a tensor's values, decided by; None if it is not known."""
-        return int(self._decided(of, (tensor,), {})) if self._all_known(tensor) else None
+        return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
@@ -232,7 +303,8 @@ class _Tape:
             self.memory.append(place if viewed is None else self.memory[self.places[id(viewed)]])
         return self.places[id(tensor)]
 
-    def _all_known(self, given: Any) -> bool:
+    def knows(self, given: Any) -> bool:
+        """Whether all tensors in it are known before the step runs."""
         return all(self._is_known(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -305,6 +377,32 @@ def _repeat_interleave(tape: _Tape, repeats: torch.Tensor, *, output_size: int |
     return tape.run(ATEN.repeat_interleave.Tensor, repeats, output_size=size)
 
 
+def _batch_sizes(lengths: torch.Tensor) -> list[int]:
+    """How many sequences reach each step."""
+    longest = int(lengths[0])  # of sorted ones; the kernel refuses others
+    sizes: list[int] = _TO_LIST(
+        ATEN._pack_padded_sequence(lengths.new_empty(longest, len(lengths)), lengths, False)[1]
+    )
+    return sizes
+
+
+def _pack_padded_sequence(tape: _Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+    """The sizes are a real tensor: recurrent layers and what pads again read them where they lie."""
+    if not tape.knows(lengths):
+        return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
+    sizes = tape.read(_batch_sizes, lengths)
+    x = tape.run(ATEN.transpose.int, x, 0, 1) if batch_first else x
+    steps, begin = [], 0
+    for size, alike in groupby(sizes):
+        end = begin + len(list(alike))
+        alive = tape.run(ATEN.slice.Tensor, tape.run(ATEN.slice.Tensor, x, 0, begin, end), 1, 0, size)
+        steps.append(tape.run(ATEN.reshape.default, alive, [-1, *x.shape[2:]]))
+        begin = end
+    with _plainly():
+        real = torch.tensor(sizes)
+    return tape.run(ATEN.cat.default, steps), real
+
+
 def _ctc_loss(
     tape: _Tape,
     log_probs: torch.Tensor,
@@ -313,11 +411,27 @@ def _ctc_loss(
     target_lengths: torch.Tensor,
     *more: Any,
 ) -> Any:
-    lengths = input_lengths, target_lengths
+    """Its second result is a table, for each sequence and step as wide as the longest target asks for."""
+    op, given = ATEN._ctc_loss.Tensor, (log_probs, targets, input_lengths, target_lengths, *more)
     longest = tape.number(_greatest, target_lengths)
     if longest is None:
-        return tape.run(ATEN._ctc_loss.Tensor, log_probs, targets, *lengths, *more)
-    return tape.run(sized_ops.CTC_LOSS, log_probs, targets, *lengths, longest, *more)
+        return tape.run(op, *given)
+    steps, batch, _ = log_probs.shape
+    return tape.run(TOLD[op], *given, sizes=[batch, batch, steps, 2 * longest + 1])
+
+
+def _found(op: Any) -> Callable[..., Any]:
+    """For an op whose results' sizes only itself can say."""
+
+    def sizes(*given: Any) -> list[int]:
+        return sizes_of(op(*given))
+
+    def static(tape: _Tape, *given: Any) -> Any:
+        if not tape.knows(given):
+            return tape.run(op, *given)
+        return tape.run(TOLD[op], *given, sizes=tape.read(sizes, *given))
+
+    return static
 
 
 _STATIC: Mapping[Any, Callable[..., Any]] = {
@@ -325,6 +439,8 @@ _STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN.index.Tensor: _index,
     ATEN.masked_select.default: _masked_select,
     ATEN.repeat_interleave.Tensor: _repeat_interleave,
+    ATEN._pack_padded_sequence.default: _pack_padded_sequence,
+    **{op: _found(op) for op in TOLD},
     ATEN._ctc_loss.Tensor: _ctc_loss,
 }
 """Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -115,10 +116,28 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
     return recurrent
 
 
+def _pad_packed_sequence(
+    packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel does it, which writes the lengths to where a tensor lies: in a trace it is nowhere."""
+    sizes = batch_sizes.tolist()
+    longest = total_length if total_length > 0 else len(sizes)
+    padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
+    rows, begin = 0, 0
+    for size, alike in groupby(sizes):
+        end = begin + len(list(alike))
+        part = packed[rows : rows + size * (end - begin)]
+        padded[begin:end, :size].copy_(part.view(end - begin, size, *packed.shape[1:]))
+        rows, begin = rows + size * (end - begin), end
+    lengths = torch.tensor([sum(size > at for size in sizes) for at in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
 @contextmanager
 def native_kernels() -> Iterator[None]:
     """Within it, tracing sees these ops as eager mode runs them."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
+    pad = ATEN._pad_packed_sequence.default
     kernels: _Kernels = {
         (op, key): _recurrent_of(op) if op._opname.startswith(RECURRENT) else None
         for op in _overloads()
@@ -129,6 +148,7 @@ def native_kernels() -> Iterator[None]:
         (dropout, key): _dropout_of(kernel) for key, kernel in dropout.py_kernels.items() if key in KEYS
     }
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
+    kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
     flatten = nn.RNNBase.flatten_parameters
     nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
     try:

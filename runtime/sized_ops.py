@@ -1,41 +1,57 @@
-"""ATen ops whose results' shapes depend on values, as ops that are told the shape: a tracer has no values."""
+"""ATen ops whose results' shapes depend on values, as ops that are told the shapes: a tracer has no values."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+ATEN = torch.ops.aten
 
 
-@torch.library.custom_op("rematplan::ctc_loss", mutates_args=())
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    longest: int,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses, and the table of alphas for the backward. ``longest``: the greatest of ``target_lengths``."""
-    del longest
-    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._ctc_loss.Tensor(
-        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+def sizes_of(result: Any) -> list[int]:
+    """The sizes of an op's results, one dimension after the other."""
+    return [size for tensor in pytree.tree_leaves(result) for size in tensor.shape]
+
+
+def _told(op: OpOverload) -> Any:
+    """The op with one more argument, ``sizes``: those of its results."""
+    name = f"rematplan::{op._opname}"
+    arguments, results = str(op._schema).split("(", 1)[1].split(") -> ")
+    torch.library.define(name, f"({arguments}, *, int[] sizes) -> {results}")
+
+    @torch.library.impl(name, "CompositeExplicitAutograd")
+    def kernel(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
+        del sizes
+        return op(*args, **kwargs)
+
+    @torch.library.register_fake(name)  # type: ignore[untyped-decorator]
+    def fake(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
+        with _disable_current_modes():  # how many dimensions there are, and of what type, single zeros show
+            small = op(*pytree.tree_map_only(torch.Tensor, _single_zero, args), **kwargs)
+        left = iter(sizes)
+        return pytree.tree_map(
+            lambda t: torch.empty([next(left) for _ in t.shape], dtype=t.dtype, device=t.device), small
+        )
+
+    return getattr(torch.ops.rematplan, op._opname).default
+
+
+def _single_zero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros([1] * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+
+
+TOLD = {
+    op: _told(op)
+    for op in (
+        ATEN._ctc_loss.Tensor,
+        ATEN._unique2.default,
+        ATEN.bincount.default,
+        ATEN.unique_consecutive.default,
+        ATEN.unique_dim.default,
     )
-    return results
-
-
-@_ctc_loss.register_fake
-def _(
-    log_probs: torch.Tensor,
-    _targets: Any,
-    _input_lengths: Any,
-    _target_lengths: Any,
-    longest: int,
-    *_options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    steps, batch, _ = log_probs.shape
-    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
-
-
-CTC_LOSS = torch.ops.rematplan.ctc_loss.default
+}
+"""By the op as it is."""

@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 
 import rematplan
 from rematplan.ir import ModelError
@@ -23,6 +25,7 @@ class Deciding(nn.Module):
         super().__init__()
         self.linear, self.body = nn.Linear(8, 8), body
         self.register_buffer("calls", torch.tensor(0))
+        self.recurrent = nn.LSTM(8, 8)
         self.table = torch.arange(3)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -107,6 +110,27 @@ def aligned_by_numbers(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return F.ctc_loss(steps, torch.tensor([1, 2, 3, 2, 3]), (9, 8), (3, 2), reduction="sum") * mask[0]
 
 
+def seen_by_numpy(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y.tanh() * float(np.asarray(mask + 1)[1:3].sum())
+
+
+def counted_by_kind(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """Of how many kinds the marks are, and how many there are of each."""
+    kinds, places, counts = mask.unique(return_inverse=True, return_counts=True)
+    runs = mask.view(3, 2).unique_consecutive(dim=0)
+    weighed = mask.bincount(torch.linspace(0, 1, 6), 2)
+    return y[: len(kinds)].exp() * (kinds * counts)[places].sum() + weighed.cos().sum() + runs.sin().sum()
+
+
+def packed(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """Six sequences of one to three steps."""
+    steps = y * torch.linspace(-1, 1, 3)[:, None, None]
+    sequences = rnn.pack_padded_sequence(steps, mask + 1, enforce_sorted=False)
+    states, (last, _) = model.recurrent(sequences)
+    padded, lengths = rnn.pad_packed_sequence(states, batch_first=True, padding_value=0.5, total_length=4)
+    return torch.cat([padded[0], last[:, 0], y * lengths[:, None]])
+
+
 BODIES = {
     body.__name__: body
     for body in (
@@ -124,6 +148,9 @@ BODIES = {
         signed,
         aligned,
         aligned_by_numbers,
+        seen_by_numpy,
+        counted_by_kind,
+        packed,
     )
 }
 MASKS = [
@@ -153,7 +180,8 @@ def leaves(model: nn.Module, mask: Tensor) -> list[Tensor]:
     y = model(X, given)
     y.square().sum().backward()
     assert torch.equal(given, mask)
-    return [y.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [y.detach(), *gradients, *model.buffers()]
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -161,6 +189,7 @@ def test_every_mask_has_eager_mode_s_bits(name: str) -> None:
     planned, plain = planned_and_plain(BODIES[name])
     for mask in (*MASKS, *MASKS):
         found, expected = leaves(planned, mask), leaves(plain, mask)
+        assert len(found) == len(expected)
         assert all(map(same_bits, found, expected))
     assert 1 <= len(planned.plans) <= len(MASKS)
 
@@ -183,6 +212,16 @@ def test_a_check_that_fails_later_raises_its_own() -> None:
     assert len(planned.plans) == 1
 
 
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, np.asarray])
+def test_a_plain_tensor_that_is_changed_in_place_is_looked_at_again(read: Callable[[Tensor], list]) -> None:
+    planned, plain = planned_and_plain(lambda model, y, mask: y.tanh() * float(read(model.table)[1]))
+    for added in (0, 5, 0):
+        planned.table.add_(added)
+        plain.table.add_(added)
+        assert all(map(same_bits, leaves(planned, MASKS[0]), leaves(plain, MASKS[0])))
+    assert len(planned.plans) == 2
+
+
 def by_parameter(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y.tanh() if (mask[:, None] * y).sum() > 0 else y
 
@@ -198,7 +237,11 @@ def by_what_was_written(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y.tanh() if seen.any() else y
 
 
-@pytest.mark.parametrize("body", [by_parameter, by_chance, by_what_was_written])
+def by_numpy(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    return y * float(y.detach().numpy()[0, 0])
+
+
+@pytest.mark.parametrize("body", [by_parameter, by_chance, by_what_was_written, by_numpy])
 def test_what_no_input_decides_is_refused(body: Body) -> None:
     with pytest.raises(ModelError, match="looks at what tensors hold"):
         planned_and_plain(body)
