@@ -34,7 +34,7 @@ from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
-from rematplan.runtime.true_layouts import TrueLayouts
+from rematplan.runtime.true_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.untouched import untouched
 
 _LEFT_BEHIND = (
@@ -139,6 +139,7 @@ def _traced(
         torch._inductor.config.patch(fallback_random=True),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
+        InPlaceLayouts(),
     ):
         warnings.simplefilter("ignore")
         untied = _Untied(module)

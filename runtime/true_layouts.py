@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ATEN = torch.ops.aten
 _NAMES = (
@@ -99,3 +100,58 @@ def _lying(fake: Any, real: Any) -> Any:
     if not isinstance(real, torch.Tensor) or (fake is not None and fake.stride() == real.stride()):
         return fake
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+
+RUN, GRAIN = 64, 2**15
+"""A CPU's kernels take numbers in runs of at most so many, and the last few of a run one by one, by other code; fewer
+than so many numbers in all are one thread's."""
+
+
+@torch.library.custom_op("rematplan::laid", mutates_args=())
+def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """``x``, lying so in memory."""
+    return x.new_empty_strided(x.shape, stride).copy_(x)
+
+
+_laid.register_fake(lambda x, stride: x.new_empty_strided(x.shape, stride))
+
+
+class InPlaceLayouts(TorchDispatchMode):
+    """A block in which what is written in place twice lies the second time as it did the first, as in eager mode.
+
+    A tracer makes new tensors of what is written, which are dense. A part of a larger tensor that is no view of it (the
+    gates of a recurrent cell) would be dense from then on, and a sigmoid of it have other last bits.
+    """
+
+    supports_higher_order_operators = True  # they pass through
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        written = args[0] if args and _writes_first(func) else None
+        if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
+            _lay_anew(written)
+        return func(*args, **(kwargs or {}))
+
+
+def _lay_anew(written: FunctionalTensor) -> None:
+    """Let what now stands for a tensor lie in memory as the tensor does, where that can make a difference."""
+    torch._functionalize_sync(written.elem)
+    now = torch._from_functional_tensor(written.elem)
+    if now.stride() != written.stride() and not _in_whole_runs(written):
+        laid = torch.ops.rematplan.laid.default(written, written.stride())
+        torch._functionalize_replace(written.elem, torch._from_functional_tensor(laid.elem))
+
+
+def _writes_first(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and func._opname.endswith("_")
+
+
+def _in_whole_runs(tensor: torch.Tensor) -> bool:
+    """Whether it makes no difference that something lies in runs and not densely."""
+    run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
+    return run % RUN == 0 and tensor.numel() < GRAIN
