@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rematplan.runtime.sized_ops import TOLD, sizes_of
+from rematplan.runtime.sized_ops import CTC_LOSS, TOLD, sizes_of
 
 ATEN = torch.ops.aten
 Source = tuple[str, str | int]
@@ -411,13 +411,11 @@ def _ctc_loss(
     target_lengths: torch.Tensor,
     *more: Any,
 ) -> Any:
-    """Its second result is a table, for each sequence and step as wide as the longest target asks for."""
-    op, given = ATEN._ctc_loss.Tensor, (log_probs, targets, input_lengths, target_lengths, *more)
+    lengths = input_lengths, target_lengths
     longest = tape.number(_greatest, target_lengths)
     if longest is None:
-        return tape.run(op, *given)
-    steps, batch, _ = log_probs.shape
-    return tape.run(TOLD[op], *given, sizes=[batch, batch, steps, 2 * longest + 1])
+        return tape.run(ATEN._ctc_loss.Tensor, log_probs, targets, *lengths, *more)
+    return tape.run(CTC_LOSS, log_probs, targets, *lengths, longest, *more)
 
 
 def _found(op: Any) -> Callable[..., Any]:
@@ -440,7 +438,7 @@ _STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN.masked_select.default: _masked_select,
     ATEN.repeat_interleave.Tensor: _repeat_interleave,
     ATEN._pack_padded_sequence.default: _pack_padded_sequence,
-    **{op: _found(op) for op in TOLD},
     ATEN._ctc_loss.Tensor: _ctc_loss,
+    **{op: _found(op) for op in TOLD},
 }
 """Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by."""

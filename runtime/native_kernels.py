@@ -102,9 +102,13 @@ def _batch_norm(
 
 def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
     """A recurrent layer as eager mode runs it, but by PyTorch's own cells in the place of cuDNN's layers, which look at
-    where their weights lie: in a trace they are nowhere."""
+    where their weights lie: in a trace they are nowhere. So is how many sequences each step has, if that is an input.
+    """
+    packed = op._overloadname == "data"
 
     def recurrent(*args: Any, **kwargs: Any) -> Any:
+        if packed:
+            args = (args[0], _real(args[1]), *args[2:])
         before = torch._C._get_cudnn_enabled()
         torch._C._set_cudnn_enabled(False)
         try:
@@ -114,6 +118,12 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
             torch._C._set_cudnn_enabled(before)
 
     return recurrent
+
+
+def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
+    sizes = batch_sizes.tolist()
+    with _disable_current_modes():
+        return torch.tensor(sizes)
 
 
 def _pad_packed_sequence(

@@ -25,7 +25,7 @@ class Deciding(nn.Module):
         super().__init__()
         self.linear, self.body = nn.Linear(8, 8), body
         self.register_buffer("calls", torch.tensor(0))
-        self.recurrent = nn.LSTM(8, 8)
+        self.recurrent = nn.GRU(8, 8)
         self.table = torch.arange(3)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -83,8 +83,10 @@ def counted(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
 def aligned(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     """CTC loss, whose forward leaves its backward a table as wide as the longest target."""
     steps = y.repeat(3, 1).view(9, 2, 8).log_softmax(-1)
-    targets = torch.tensor([[1, 2, 3, 2], [3, 1, 3, 1]])
-    return F.ctc_loss(steps, targets, mask[4:] + 8, mask[1:3] + 1, reduction="none", zero_infinity=True)
+    rows = torch.tensor([[1, 2, 3, 2], [3, 1, 3, 1]])
+    lengths = mask[4:] + 8, mask[1:3] + 1
+    joined = rows[torch.arange(4) < lengths[1][:, None]]
+    return sum(F.ctc_loss(steps, targets, *lengths, zero_infinity=True) for targets in (rows, joined))
 
 
 def signed(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ def packed(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     """Six sequences of one to three steps."""
     steps = y * torch.linspace(-1, 1, 3)[:, None, None]
     sequences = rnn.pack_padded_sequence(steps, mask + 1, enforce_sorted=False)
-    states, (last, _) = model.recurrent(sequences)
+    states, last = model.recurrent(sequences)
     padded, lengths = rnn.pad_packed_sequence(states, batch_first=True, padding_value=0.5, total_length=4)
     return torch.cat([padded[0], last[:, 0], y * lengths[:, None]])
 
@@ -219,6 +221,24 @@ def test_a_plain_tensor_that_is_changed_in_place_is_looked_at_again(read: Callab
         planned.table.add_(added)
         plain.table.add_(added)
         assert all(map(same_bits, leaves(planned, MASKS[0]), leaves(plain, MASKS[0])))
+    assert len(planned.plans) == 2
+
+
+def test_sequences_may_be_packed_before() -> None:
+    torch.manual_seed(0)
+    plain = nn.GRU(8, 8)
+    planned = rematplan.plan_module(
+        copy.deepcopy(plain), (rnn.pack_sequence([X[:4], X[3:]]),), budget="100%", costs="roofline"
+    )
+    for lengths in (4, 3), (5, 1):
+        given = rnn.pack_sequence([X[:n] for n in lengths])
+        for model in (planned, plain):
+            model.zero_grad()
+            model(given)[0].data.square().sum().backward()
+        found, expected = (
+            [model(given)[0].data, *(p.grad for p in model.parameters())] for model in (planned, plain)
+        )
+        assert all(map(same_bits, found, expected))
     assert len(planned.plans) == 2
 
 
