@@ -201,6 +201,7 @@ class _Tape:
         self.places: dict[int, int] = {}  # id of a traced tensor → its place
         self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
         self.memory: list[int] = []  # by place: the first place that shares its memory
+        self.drawn: dict[int, torch.Tensor] = {}  # by id, what `rand` gave; of nothing written since
         self.lost: set[int] = set()  # memories that something unknown was written to
         self.real: dict[int, torch.Tensor] = {}  # by place, of the entries made so far and of the sources
         self.made = 0  # entries
@@ -233,6 +234,8 @@ class _Tape:
         """Make a call, noted if all that it depends on is known."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
+        if written:
+            self.drawn.clear()
         if torch.Tag.nondeterministic_seeded in func.tags or not self.knows((args, kwargs)):
             self.lost |= {self.memory[self.places[id(t)]] for t in written if id(t) in self.places}
             return result
@@ -337,6 +340,26 @@ def _given(
     return [t for t in leaves if isinstance(t, torch.Tensor)]
 
 
+def _rand(tape: _Tape, *args: Any, **kwargs: Any) -> Any:
+    drawn = tape.run(ATEN.rand.default, *args, **kwargs)
+    tape.drawn[id(drawn)] = drawn
+    return drawn
+
+
+def _detach(tape: _Tape, x: torch.Tensor) -> Any:
+    same = tape.run(ATEN.detach.default, x)
+    if id(x) in tape.drawn:
+        tape.drawn[id(same)] = same
+    return same
+
+
+def _less(tape: _Tape, x: torch.Tensor, limit: float) -> Any:
+    """None of what `rand` gives is below 0: that a layer is not dropped at a rate of 0 is no matter of chance."""
+    if id(x) in tape.drawn and limit <= 0:
+        return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
+    return tape.run(ATEN.lt.Scalar, x, limit)
+
+
 def _count(mask: torch.Tensor) -> int:
     return int(mask.count_nonzero())
 
@@ -433,6 +456,9 @@ def _found(op: Any) -> Callable[..., Any]:
 
 
 _STATIC: Mapping[Any, Callable[..., Any]] = {
+    ATEN.rand.default: _rand,
+    ATEN.detach.default: _detach,
+    ATEN.lt.Scalar: _less,
     ATEN.nonzero.default: _nonzero,
     ATEN.index.Tensor: _index,
     ATEN.masked_select.default: _masked_select,
@@ -441,4 +467,5 @@ _STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN._ctc_loss.Tensor: _ctc_loss,
     **{op: _found(op) for op in TOLD},
 }
-"""Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by."""
+"""Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by; and calls
+whose results are known, whatever is drawn."""

@@ -133,6 +133,11 @@ def packed(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([padded[0], last[:, 0], y * lengths[:, None]])
 
 
+def never_dropped(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """As layers are dropped at a rate, here of 0; what is drawn for it is drawn all the same."""
+    return y if torch.rand([]) < 0.0 else y.tanh() * torch.rand(())
+
+
 BODIES = {
     body.__name__: body
     for body in (
@@ -153,6 +158,7 @@ BODIES = {
         seen_by_numpy,
         counted_by_kind,
         packed,
+        never_dropped,
     )
 }
 MASKS = [
@@ -178,6 +184,7 @@ def planned_and_plain(body: Body, **options: bool) -> tuple[nn.Module, nn.Module
 def leaves(model: nn.Module, mask: Tensor) -> list[Tensor]:
     """Outputs, gradients and buffers after a step."""
     model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
     given = mask.clone()
     y = model(X, given)
     y.square().sum().backward()
@@ -250,6 +257,12 @@ def by_chance(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y.tanh() if torch.rand(()) < 0.5 else y
 
 
+def by_what_was_drawn_and_written(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    drawn = torch.rand(())
+    drawn -= 0.5
+    return y.tanh() if drawn < 0.0 else y
+
+
 def by_what_was_written(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     kept = mask.clone()
     seen = kept.view(2, 3)
@@ -261,7 +274,9 @@ def by_numpy(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return y * float(y.detach().numpy()[0, 0])
 
 
-@pytest.mark.parametrize("body", [by_parameter, by_chance, by_what_was_written, by_numpy])
+@pytest.mark.parametrize(
+    "body", [by_parameter, by_chance, by_what_was_drawn_and_written, by_what_was_written, by_numpy]
+)
 def test_what_no_input_decides_is_refused(body: Body) -> None:
     with pytest.raises(ModelError, match="looks at what tensors hold"):
         planned_and_plain(body)
