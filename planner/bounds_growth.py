@@ -35,6 +35,10 @@ FIRST = 1.0
 GAIN = 1e-5
 """What a cut must add, in overhead, to be chosen by it."""
 
+CLEARLY = 0.005
+"""By which share another place's relaxation must prove more than the likeliest one's to go first: small differences
+of relaxations say nothing of the integers."""
+
 
 class Growth:
     """The growth of a set of cuts for a search, within a time in seconds.
@@ -66,7 +70,11 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short."""
+        """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short.
+
+        A program that was cut short is solved in more time before a cut is added whose relaxation does not prove more:
+        the larger program would take longer still.
+        """
         if self.over():
             return []
         proven, solved = self.solve(cuts)
@@ -74,13 +82,17 @@ class Growth:
         held, tried = self.held(cuts, among), set(cuts)
         while not self.over() and (likely := self.likely(held, tried)):
             cut = self.most_lifting(cuts, likely)
-            tried.add(cut)
             wider = self.wider(cuts, cut)
-            lifted, solved = self.solve(wider)
-            if not solved:
+            if not solved and self.relaxed(wider) <= proven:
+                more, solved = self.solve(cuts)
+                proven, held = max(proven, more), self.held(cuts, among)
+                continue
+            tried.add(cut)
+            lifted, done = self.solve(wider)
+            if not done:
                 unsolved.append(wider)
             if lifted > proven + GAIN:
-                cuts, proven, tried = wider, lifted, set(wider)
+                cuts, proven, solved, tried = wider, lifted, done, set(wider)
                 held = self.held(cuts, among)
         return unsolved
 
@@ -101,11 +113,12 @@ class Growth:
         return list(dict.fromkeys((*likeliest, *peaks[:FEW]))) or sorted(left, key=lambda op: -held[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """The one that lifts the relaxation most; the first if none lifts it."""
+        """The one that lifts the relaxation most, if it does so clearly; else the first."""
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
         best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
-        return best if lifted and lifted[best] > value + GAIN else likely[0]
+        least = max(value + GAIN, (1 + CLEARLY) * lifted.get(likely[0], value))
+        return best if lifted and lifted[best] > least else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
         """The cuts and one more, in the base order."""
