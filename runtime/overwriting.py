@@ -50,7 +50,8 @@ FRESH = frozenset(
 an argument back, against its schema, would have it written over."""
 
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
-"""Calls that may write over their second operand."""
+"""Calls that may write over their second operand; but not of complex numbers: of their four products
+two are rounded before the others are added, and the order says which."""
 
 RESHAPE = ATEN.reshape.default
 """The one call whose result may or may not be its argument's memory."""
@@ -115,7 +116,7 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
         or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
     ):
         return
-    either = sibling[1] or (call.target in COMMUTES and not call.kwargs)
+    either = sibling[1] or (call.target in COMMUTES and not call.kwargs and not result.is_complex())
     for operand in call.args[: 2 if either else 1]:
         value = step.values[operand.value] if isinstance(operand, Ref) else None
         if (
