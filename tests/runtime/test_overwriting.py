@@ -34,6 +34,11 @@ def _narrow_images(y: Tensor, w: Tensor) -> Tensor:
     return images
 
 
+def _complex(y: Tensor) -> Tensor:
+    """So few numbers that kernels take them one by one."""
+    return torch.view_as_complex(y[:3, :10].reshape(3, 5, 2))
+
+
 def overwritten(body: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     """The ops that write over an operand in a step that keeps everything, after checking it against plain autograd."""
     model = Plain(body)
@@ -106,9 +111,7 @@ def test_sums_of_gradients_and_chains_write_over_what_dies() -> None:
         lambda y, w: functional.dropout(y, 0.5) + y,
         lambda y, w: _narrow_images(y, w),
         lambda y, w: torch.cumsum(y, 0).mul(y).tanh().exp(),
-        lambda y, w: torch.view_as_real(
-            torch.view_as_complex(y.view(48, 32, 2)).exp()
-        ),  # products that do not commute
+        lambda y, w: torch.view_as_real(_complex(y).exp()),  # products whose bits go by the order
     ],
 )
 def test_awkward_operands_keep_their_values(body: Callable[[Tensor, Tensor], Tensor]) -> None:
