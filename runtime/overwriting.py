@@ -50,8 +50,7 @@ FRESH = frozenset(
 an argument back, against its schema, would have it written over."""
 
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
-"""Calls that may write over their second operand; but not of complex numbers: of their four products
-two are rounded before the others are added, and the order says which."""
+"""Calls that may write over their second operand."""
 
 RESHAPE = ATEN.reshape.default
 """The one call whose result may or may not be its argument's memory."""
@@ -105,7 +104,7 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
     """The operands that there is an op to write over: laid out as the result, whole storages, read only once.
 
     Where a dimension is 1 its stride says nothing, a new result's may be another than the operand's, and kernels
-    choose by it how they add up.
+    choose by it how they add up. Complex quotients in place have other bits, complex products by the order.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake
@@ -113,10 +112,11 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
     if (
         not sibling
         or 1 in result.shape
+        or result.is_complex()
         or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
     ):
         return
-    either = sibling[1] or (call.target in COMMUTES and not call.kwargs and not result.is_complex())
+    either = sibling[1] or (call.target in COMMUTES and not call.kwargs)
     for operand in call.args[: 2 if either else 1]:
         value = step.values[operand.value] if isinstance(operand, Ref) else None
         if (

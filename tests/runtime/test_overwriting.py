@@ -112,6 +112,9 @@ def test_sums_of_gradients_and_chains_write_over_what_dies() -> None:
         lambda y, w: _narrow_images(y, w),
         lambda y, w: torch.cumsum(y, 0).mul(y).tanh().exp(),
         lambda y, w: torch.view_as_real(_complex(y).exp()),  # products whose bits go by the order
+        lambda y, w: torch.view_as_real(
+            _complex(y) / _complex(w) / _complex(y).flip(1)
+        ),  # quotients have others in place
     ],
 )
 def test_awkward_operands_keep_their_values(body: Callable[[Tensor, Tensor], Tensor]) -> None:
