@@ -2,7 +2,8 @@
 
 From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
 sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
-lifts the linear relaxation most is tried. It stays if it lifts the integer program. docs/lower-bound.md has figures.
+lifts the linear relaxation most is tried, or the likeliest where none does so clearly. It stays if it lifts the integer
+program. docs/lower-bound.md has figures.
 
 A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
 it begins again then, with cuts along the chain only.
