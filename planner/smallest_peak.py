@@ -40,7 +40,7 @@ def smallest_peak(
     replaces the time limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base
     order.
     """
-    compile_kernels()  # before the clock starts
+    compile_kernels(progress)  # before the clock starts
     effort = Effort(time_limit, moves)
     deadline = math.inf if moves else effort.began + BLOCKS * time_limit
     blocks = leanest_plans(with_turn(graph), deadline)

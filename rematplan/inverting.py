@@ -37,7 +37,7 @@ def plan_either(
     Raises:
         InfeasibleBudget: neither has a plan that fits; carries the smallest peak of the two.
     """
-    compile_kernels()  # before the clock starts
+    compile_kernels(progress)  # before the clock starts
     least = budget.kind == "min"
     amount = 0 if least else budget.bytes(no_recompute(plain).estimate.peak, lambda: 0)
     began = time.monotonic()

@@ -83,7 +83,7 @@ class Auto(Strategy):
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
-        compile_kernels()
+        compile_kernels(progress)
         return _Session(self, graph, budget, progress).plan()
 
     def curve(
@@ -93,7 +93,7 @@ class Auto(Strategy):
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
         left = self.time_limit
-        compile_kernels()  # before any clock starts
+        compile_kernels(progress)  # before any clock starts
         for k, budget in enumerate(steps):
             # The k-th of n gets k shares: small budgets are the hard ones. What one leaves, the others get.
             share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
