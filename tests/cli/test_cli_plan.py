@@ -102,7 +102,7 @@ def test_below_what_the_strategy_reaches(call, refused, problem) -> None:
     for strategy in STRATEGIES:
         low = call("plan", "--problem", problem, "--budget", "1MB", "--strategy", strategy)
         refused(low, 3)
-        smallest = int(re.search(r"can reach, [^(]*\((\d+) bytes\)", low.err)[1])
+        smallest = int(re.search(r"smallest peak it [^(]*\((\d+) bytes\)", low.err)[1])
         family = issubclass(
             STRATEGIES[strategy], FamilyStrategy
         )  # the others may find more or less in another search
