@@ -28,7 +28,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
 from rematplan.runtime.checks import Checks
-from rematplan.runtime.decisions import Decisions, undecided
+from rematplan.runtime.decisions import Decisions
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
@@ -36,6 +36,7 @@ from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
 from rematplan.runtime.true_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.untouched import untouched
+from rematplan.runtime.value_reads import undecided
 
 _LEFT_BEHIND = (
     "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "

@@ -8,22 +8,18 @@ trained parameter or on random numbers are not known before a step runs, and can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
-from threading import get_ident
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rematplan.runtime.sized_ops import CTC_LOSS, TOLD, sizes_of
+from rematplan.runtime.sized_calls import STATIC
+from rematplan.runtime.value_reads import asked, plainly
 
-ATEN = torch.ops.aten
 Source = tuple[str, str | int]
 """Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
 _Pools = dict[str, Any]
@@ -70,7 +66,7 @@ class Guard:
         if not self.entries:
             return True
         pools: _Pools = {"batch": batch, "buffer": buffers}
-        with _plainly():
+        with plainly():
             known = {place: _taken(of, pools) for place, of in self.sources}
             decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
             return all(_same(expected, value) for expected, value in decided)
@@ -91,65 +87,12 @@ def _taken(of: Source | torch.Tensor, pools: _Pools) -> torch.Tensor:
     return (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach().clone()
 
 
-@contextmanager
-def _plainly() -> Iterator[None]:
-    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-        yield
-
-
 def _is_functional(tensor: torch.Tensor) -> bool:
     return bool(torch._is_functional_tensor(tensor))
 
 
 def _same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # nan is nan, and −0 is not 0
-
-
-_TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
-
-
-@contextmanager
-def _asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
-    """A block in which ``answer`` says what `tolist` and `numpy` give, which make no call that a mode could see.
-
-    Both read the memory of a tensor that is no traced one; of others `numpy` refuses all, or reads what lies there.
-    """
-    thread = get_ident()  # the methods are everybody's
-
-    def to_list(tensor: torch.Tensor) -> Any:
-        return answer(_TO_LIST, tensor) if get_ident() == thread else _TO_LIST(tensor)
-
-    def to_numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
-        if get_ident() != thread:
-            return _TO_NUMPY(tensor, force=force)
-        kind, shape, content = answer(_numpy, tensor)
-        return np.frombuffer(bytearray(content), kind).reshape(shape)
-
-    torch.Tensor.tolist, torch.Tensor.numpy = to_list, to_numpy  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del torch.Tensor.tolist, torch.Tensor.numpy  # they are inherited
-
-
-def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    array = _TO_NUMPY(tensor, force=True)
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-@contextmanager
-def undecided() -> Iterator[None]:
-    """A block that may not decide by values.
-
-    Raises:
-        DataDependentOutputException: it looks at what a tensor holds.
-    """
-
-    def refuse(read: Any, _: torch.Tensor) -> Any:
-        raise DataDependentOutputException(read)
-
-    with _asked(refuse):
-        yield
 
 
 class Decisions(TorchDispatchMode):
@@ -159,8 +102,8 @@ class Decisions(TorchDispatchMode):
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
-        self._tape = _Tape(self)
-        self._asking = _asked(lambda read, tensor: self._tape.read(read, tensor))
+        self._tape = Tape(self)
+        self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
 
     def __enter__(self) -> Decisions:
         self._asking.__enter__()
@@ -174,7 +117,7 @@ class Decisions(TorchDispatchMode):
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
         which the last counts."""
-        self._tape = _Tape(self)
+        self._tape = Tape(self)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
         for at, tensor in enumerate(batch):
@@ -191,7 +134,7 @@ class Decisions(TorchDispatchMode):
         return self._tape.guard()
 
 
-class _Tape:
+class Tape:
     """Notes the calls on what is known before a step runs, and answers what is asked of their values."""
 
     def __init__(self, decisions: Decisions) -> None:
@@ -225,7 +168,7 @@ class _Tape:
         """Make a call, or say what it would give."""
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)
-        instead = _STATIC.get(func)
+        instead = STATIC.get(func)
         if instead is not None:
             return instead(self, *args, **kwargs)
         return self.run(func, *args, **kwargs)
@@ -259,7 +202,7 @@ class _Tape:
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
         pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
-        with _plainly():
+        with plainly():
             for place in self.sources.keys() - self.real.keys():
                 self.real[place] = _taken(self.sources[place], pools)
             *_, (_, value) = _made((*self.entries[self.made :], asked), self.real)
@@ -338,134 +281,3 @@ def _given(
     named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
     leaves = pytree.tree_leaves([by_name.get(name) for name in named])
     return [t for t in leaves if isinstance(t, torch.Tensor)]
-
-
-def _rand(tape: _Tape, *args: Any, **kwargs: Any) -> Any:
-    drawn = tape.run(ATEN.rand.default, *args, **kwargs)
-    tape.drawn[id(drawn)] = drawn
-    return drawn
-
-
-def _detach(tape: _Tape, x: torch.Tensor) -> Any:
-    same = tape.run(ATEN.detach.default, x)
-    if id(x) in tape.drawn:
-        tape.drawn[id(same)] = same
-    return same
-
-
-def _less(tape: _Tape, x: torch.Tensor, limit: float) -> Any:
-    """None of what `rand` gives is below 0: that a layer is not dropped at a rate of 0 is no matter of chance."""
-    if id(x) in tape.drawn and limit <= 0:
-        return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
-    return tape.run(ATEN.lt.Scalar, x, limit)
-
-
-def _count(mask: torch.Tensor) -> int:
-    return int(mask.count_nonzero())
-
-
-def _greatest(numbers: torch.Tensor) -> int:
-    return int(numbers.max())
-
-
-def _sum(numbers: torch.Tensor) -> int:
-    return int(numbers.sum())
-
-
-def _nonzero(tape: _Tape, mask: torch.Tensor) -> Any:
-    count = tape.number(_count, mask)
-    if count is None:
-        return tape.run(ATEN.nonzero.default, mask)
-    return tape.run(ATEN.nonzero_static.default, mask, size=count)
-
-
-def _index(tape: _Tape, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    lists: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype is torch.bool:
-            lists += tape.run(ATEN.unbind.int, _nonzero(tape, index), 1)
-        else:
-            lists.append(index)
-    return tape.run(ATEN.index.Tensor, x, lists)
-
-
-def _masked_select(tape: _Tape, x: torch.Tensor, mask: torch.Tensor) -> Any:
-    shape = list(torch.broadcast_shapes(x.shape, mask.shape)) or [1]
-    x, mask = (tape.run(ATEN.expand.default, t, shape) for t in (x, mask))
-    return _index(tape, x, [mask])
-
-
-def _repeat_interleave(tape: _Tape, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
-    size = tape.number(_sum, repeats) if output_size is None else output_size
-    return tape.run(ATEN.repeat_interleave.Tensor, repeats, output_size=size)
-
-
-def _batch_sizes(lengths: torch.Tensor) -> list[int]:
-    """How many sequences reach each step."""
-    longest = int(lengths[0])  # of sorted ones; the kernel refuses others
-    sizes: list[int] = _TO_LIST(
-        ATEN._pack_padded_sequence(lengths.new_empty(longest, len(lengths)), lengths, False)[1]
-    )
-    return sizes
-
-
-def _pack_padded_sequence(tape: _Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """The sizes are a real tensor: recurrent layers and what pads again read them where they lie."""
-    if not tape.knows(lengths):
-        return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
-    sizes = tape.read(_batch_sizes, lengths)
-    x = tape.run(ATEN.transpose.int, x, 0, 1) if batch_first else x
-    steps, begin = [], 0
-    for size, alike in groupby(sizes):
-        end = begin + len(list(alike))
-        alive = tape.run(ATEN.slice.Tensor, tape.run(ATEN.slice.Tensor, x, 0, begin, end), 1, 0, size)
-        steps.append(tape.run(ATEN.reshape.default, alive, [-1, *x.shape[2:]]))
-        begin = end
-    with _plainly():
-        real = torch.tensor(sizes)
-    return tape.run(ATEN.cat.default, steps), real
-
-
-def _ctc_loss(
-    tape: _Tape,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    *more: Any,
-) -> Any:
-    lengths = input_lengths, target_lengths
-    longest = tape.number(_greatest, target_lengths)
-    if longest is None:
-        return tape.run(ATEN._ctc_loss.Tensor, log_probs, targets, *lengths, *more)
-    return tape.run(CTC_LOSS, log_probs, targets, *lengths, longest, *more)
-
-
-def _found(op: Any) -> Callable[..., Any]:
-    """For an op whose results' sizes only itself can say."""
-
-    def sizes(*given: Any) -> list[int]:
-        return sizes_of(op(*given))
-
-    def static(tape: _Tape, *given: Any) -> Any:
-        if not tape.knows(given):
-            return tape.run(op, *given)
-        return tape.run(TOLD[op], *given, sizes=tape.read(sizes, *given))
-
-    return static
-
-
-_STATIC: Mapping[Any, Callable[..., Any]] = {
-    ATEN.rand.default: _rand,
-    ATEN.detach.default: _detach,
-    ATEN.lt.Scalar: _less,
-    ATEN.nonzero.default: _nonzero,
-    ATEN.index.Tensor: _index,
-    ATEN.masked_select.default: _masked_select,
-    ATEN.repeat_interleave.Tensor: _repeat_interleave,
-    ATEN._pack_padded_sequence.default: _pack_padded_sequence,
-    ATEN._ctc_loss.Tensor: _ctc_loss,
-    **{op: _found(op) for op in TOLD},
-}
-"""Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by; and calls
-whose results are known, whatever is drawn."""
