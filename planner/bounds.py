@@ -86,6 +86,7 @@ class BoundSearch:
         self.nearest: Sequence[str] = ()
         self._stopped = False
         self._solver = Solver()
+        self._growth: Growth | None = None
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
         """Work for up to ``time_limit`` seconds; returns, and keeps, the best bound.
@@ -93,8 +94,14 @@ class BoundSearch:
         ``enough``: asked between programs with the bound so far; True ends the search.
         """
         with Solver() as self._solver:
-            Growth(self, time_limit, enough).run()
+            self._growth = Growth(self, time_limit, enough)
+            self._growth.run()
         return self.best
+
+    def extend(self, seconds: float) -> None:
+        """Have a search that has not ended yet work for so many seconds from now."""
+        if self._growth is not None:
+            self._growth.time_limit = self._growth.spent + seconds
 
     def price(self, cut: int) -> float:
         """Take in the bound of the cut at a needed op, quickly, and return it; with inverses there is none."""

@@ -47,6 +47,7 @@ class Proof:
         """Whether the bound's search has not ended yet."""
         return self._thread.is_alive()
 
-    def wait(self, seconds: float) -> None:
-        """Until the bound's search has ended of itself, or the seconds are over."""
+    def finish(self, seconds: float) -> None:
+        """Wait until the bound's search has ended of itself; it may work as long as this, in seconds."""
+        self.bound.extend(seconds)
         self._thread.join(max(0.0, seconds))

@@ -240,7 +240,7 @@ class _Session:
         if self.bound.closed(self.best):
             return
         if self.anneal(self.given, self.left) and not self.bound.closed(self.best):
-            self.proof.wait(self.left)
+            self.proof.finish(self.left)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
         """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with

@@ -240,6 +240,18 @@ def test_a_stopped_search_ends(problems):
     assert time.monotonic() - began < 5
 
 
+def test_a_search_that_is_given_more_time_uses_it(problems):
+    graph, again = problems.unet(3), problems.unet(3)
+    budget = no_recompute(graph).estimate.peak // 2
+    search = BoundSearch(graph, budget)
+
+    def extended(_floor):
+        search.extend(30.0)
+        return False
+
+    assert search.run(0.05, extended) == lower_bound(again, budget, 30.0)
+
+
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
     graph = chain(12)
     order, turn = precedence(graph), 12
