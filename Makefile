@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := ir planner runtime models rematplan benchmarks tests
 
-.PHONY: demo test conformance lint format clean
+.PHONY: demo test kernels conformance lint format clean
 
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
 test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+kernels: $(READY)  ## compile the planner's hot loops, which the first run does otherwise
+	$(BIN)/python -c 'from rematplan.planner.warm import compile_kernels; compile_kernels()'
 
 conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
 	$(BIN)/python benchmarks/conformance.py --refusals

@@ -132,9 +132,9 @@ class Growth:
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program, within a share of the time; what it proves, and whether it is solved."""
+        """Solve the integer program, within a share of the time; what it proves, and whether more time is of no use."""
         if self.search.vast:
-            return -math.inf, False
+            return -math.inf, True
         if cuts in self._solved:
             proven, self._held = self._solved[cuts]
             return proven, True

@@ -21,7 +21,7 @@ LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 EVERY = ("unet", "resnet18", "resnet50", "vgg19", "gpt12", "light_squeezenet", "light_inception_v1")
 """Networks on which every strategy is tried."""
 TWINS = {
-    *("resnet34", "resnet101", "resnet152", "densenet161", "vit_b", "gpt24", "roberta"),
+    *("resnet34", "resnet101", "resnet152", "densenet161", "vit_b", "gpt24", "roberta", "revnet110"),
 }
 """Networks of which there is another that differs in numbers alone."""
 CASES = [(network, name) for network in EVERY for name in STRATEGIES if name != "auto"] + [
