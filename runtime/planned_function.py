@@ -83,9 +83,9 @@ class CompiledPlan:
         call = _Call(self, named, inputs)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
-            link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))  # type: ignore[no-untyped-call]
+            link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
-        return _First.apply(call, link, *first)  # type: ignore[no-untyped-call,no-any-return]
+        return _First.apply(call, link, *first)  # type: ignore[no-any-return]
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:

@@ -28,7 +28,6 @@ def _told(op: OpOverload) -> Any:
         del sizes
         return op(*args, **kwargs)
 
-    @torch.library.register_fake(name)  # type: ignore[untyped-decorator]
     def fake(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
         with _disable_current_modes():  # how many dimensions there are, and of what type, single zeros show
             small = op(*pytree.tree_map_only(torch.Tensor, _single_zero, args), **kwargs)
@@ -37,6 +36,7 @@ def _told(op: OpOverload) -> Any:
             lambda t: torch.empty([next(left) for _ in t.shape], dtype=t.dtype, device=t.device), small
         )
 
+    torch.library.register_fake(name, fake)
     return getattr(torch.ops.rematplan, op._opname).default
 
 

@@ -125,9 +125,6 @@ class InPlaceLayouts(TorchDispatchMode):
 
     supports_higher_order_operators = True  # they pass through
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

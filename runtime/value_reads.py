@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
-TO_LIST, TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
+TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator
 
     def to_numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
         if get_ident() != thread:
-            return TO_NUMPY(tensor, force=force)
+            return _TO_NUMPY(tensor, force=force)
         kind, shape, content = answer(_numpy, tensor)
         return np.frombuffer(bytearray(content), kind).reshape(shape)
 
@@ -40,7 +40,7 @@ def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator
 
 
 def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    array = TO_NUMPY(tensor, force=True)
+    array = _TO_NUMPY(tensor, force=True)
     return array.dtype.str, array.shape, array.tobytes()
 
 
