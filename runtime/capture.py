@@ -29,7 +29,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
 from rematplan.runtime.checks import Checks
 from rematplan.runtime.decisions import Decisions
-from rematplan.runtime.host_random import no_host_draws
+from rematplan.runtime.host_random import no_host_draws, no_seeding
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
 from rematplan.runtime.quiet import quiet
@@ -231,7 +231,7 @@ class _Untied(nn.Module):
         if self.decisions:
             held = {self.names[short]: getattr(self, short) for short in self._buffers}
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
-        with Checks() as checks:
+        with Checks() as checks, no_seeding():
             results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])

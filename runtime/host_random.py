@@ -1,12 +1,16 @@
-"""Random numbers that a forward draws outside of PyTorch: once it is traced, they are constants."""
+"""Random numbers that a fixed graph cannot draw: those from outside of PyTorch, which are constants once a forward is
+traced, and those after the forward has put PyTorch's own generator somewhere else."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from rematplan.ir import ModelError
 
@@ -31,3 +35,21 @@ def no_host_draws(name: str) -> Iterator[None]:
         raise ModelError(
             f"{name}: its forward draws from {who}, which a fixed graph cannot do again; draw with torch"
         )
+
+
+@contextmanager
+def no_seeding() -> Iterator[None]:
+    """A block that leaves the state of PyTorch's generator to the draws.
+
+    Raises:
+        ModelError: it seeds it, or gives it another state.
+    """
+
+    def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError("the forward seeds the random numbers, which a fixed graph cannot do again")
+
+    with ExitStack() as stack:
+        for owner in (torch, torch.random):
+            for name in ("manual_seed", "seed", "set_rng_state"):
+                stack.enter_context(patch.object(owner, name, refused))
+        yield

@@ -52,6 +52,10 @@ an argument back, against its schema, would have it written over."""
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
 """Calls that may write over their second operand."""
 
+IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
+"""Where an op's own sibling gives other bits: ``mul_.Scalar`` rounds its number to the tensor's type, where that has
+16 bits."""
+
 RESHAPE = ATEN.reshape.default
 """The one call whose result may or may not be its argument's memory."""
 
@@ -149,6 +153,8 @@ def _overwriting(call: Call, value: str) -> Call:
 def _sibling(target: Any) -> tuple[Any, str | None] | None:
     """The op that writes in place; or, of a gradient's formula, the one that writes into an argument, with the
     argument's name."""
+    if target in IN_PLACE:
+        return IN_PLACE[target], None
     packet, overload = target._overloadpacket, target._overloadname
     in_place = getattr(ATEN, f"{packet.__name__}_", None)
     if in_place is not None and overload in in_place.overloads():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.types import Number
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -116,11 +117,23 @@ def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 _laid.register_fake(lambda x, stride: x.new_empty_strided(x.shape, stride))
 
 
+@torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _drawn(
+    like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What an op of ATen's, by its name and overload, draws in place into a tensor that lies as ``like`` does."""
+    return _op(op)(_real(like), *tensors, *numbers)  # type: ignore[no-any-return]
+
+
+_drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
+
+
 class InPlaceLayouts(TorchDispatchMode):
-    """A block in which what is written in place twice lies the second time as it did the first, as in eager mode.
+    """A block in which what is written in place lies as in eager mode when it is written again, or drawn.
 
     A tracer makes new tensors of what is written, which are dense. A part of a larger tensor that is no view of it (the
-    gates of a recurrent cell) would be dense from then on, and a sigmoid of it have other last bits.
+    gates of a recurrent cell) would be dense from then on, and a sigmoid of it have other last bits. Random numbers
+    come in the order in which a tensor lies in memory, and are others where it is not dense.
     """
 
     supports_higher_order_operators = True  # they pass through
@@ -130,9 +143,24 @@ class InPlaceLayouts(TorchDispatchMode):
     ) -> Any:
         del types
         written = args[0] if args and _writes_first(func) else None
-        if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
-            _lay_anew(written)
+        if isinstance(written, FunctionalTensor):
+            if torch.Tag.nondeterministic_seeded in func.tags and not written.is_contiguous() and not kwargs:
+                return _draw(func, written, args[1:])
+            if written.device.type == "cpu":
+                _lay_anew(written)
         return func(*args, **(kwargs or {}))
+
+
+def _draw(func: torch._ops.OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
+    """Let a tensor become what is drawn into it."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    numbers = [a for a in args if not isinstance(a, torch.Tensor)]
+    name = f"{func._opname}.{func._overloadname}"
+    drawn = torch.ops.rematplan.drawn.default(written, name, numbers, tensors)
+    torch._functionalize_replace(written.elem, torch._from_functional_tensor(drawn.elem))
+    torch._functionalize_commit_update(written.elem)
+    torch._functionalize_sync(written.elem)
+    return written
 
 
 def _lay_anew(written: FunctionalTensor) -> None:

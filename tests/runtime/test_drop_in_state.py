@@ -310,6 +310,12 @@ def test_checkpoints_of_the_model_are_the_plan_s_to_make(reentrant: bool) -> Non
     equal_after(lambda m: m(x).pow(2).sum().backward(), planned, plain)
 
 
+def seeded() -> float:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return 1.0
+
+
 class Drawing(nn.Linear):
     """Draws outside of PyTorch."""
 
@@ -383,6 +389,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
     for model, given, why in (
         (Drawing(random.random), X, "draws from Python's random"),
         (Drawing(np.random.rand), X, "draws from numpy.random"),
+        (Drawing(seeded), X, "seeds the random numbers"),
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
         (Carrying(torch.zeros(8, 16)), X, "make them buffers"),

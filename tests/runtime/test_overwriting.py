@@ -88,6 +88,15 @@ def test_writing_over_an_operand_gives_the_same_bits(name: str, dtype: torch.dty
         assert torch.equal(given, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_numbers_are_rounded_alike_in_place(name: str, dtype: torch.dtype) -> None:
+    op, number, x = getattr(ATEN, name).Scalar, 2 / 3, X.to(dtype)
+    sibling = _sibling(op)
+    assert sibling
+    assert torch.equal(sibling[0](x.clone(), number), op(x, number))
+
+
 def test_sums_of_gradients_and_chains_write_over_what_dies() -> None:
     names = overwritten(lambda y, w: torch.relu(y) + torch.sigmoid(y) + y @ w)
     assert {
