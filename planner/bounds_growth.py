@@ -3,7 +3,8 @@
 From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
 sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
 lifts the linear relaxation most is tried, or the likeliest where none does so clearly. It stays if it lifts the integer
-program. docs/lower-bound.md has figures.
+program, and if that was solved without being lifted: the solution is over the budget elsewhere then, and often only two
+cuts together lift it. docs/lower-bound.md has figures.
 
 A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
 it begins again then, with cuts along the chain only.
@@ -93,8 +94,10 @@ class Growth:
             if not done:
                 unsolved.append(wider)
             if lifted > proven + GAIN:
-                cuts, proven, solved, tried = wider, lifted, done, set(wider)
-                held = self.held(cuts, among)
+                proven, tried = lifted, set(wider)
+            elif not done:
+                continue
+            cuts, solved, held = wider, done, self.held(wider, among)
         return unsolved
 
     def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:

@@ -252,6 +252,23 @@ def test_a_search_that_is_given_more_time_uses_it(problems):
     assert search.run(0.05, extended) == lower_bound(again, budget, 30.0)
 
 
+def test_cuts_that_lift_nothing_alone_lift_together(problems):
+    graph = problems.random_training(random.Random(37), 12)
+    budget = int(0.7 * no_recompute(graph).estimate.peak)
+    order = precedence(graph)
+
+    def proven(*cuts):
+        rows = CutProgram(graph, order, cuts, budget, 0).rows
+        return SOLVER.solve(rows, 20.0, integer=True, gap=0.0).dual + rows.constant
+
+    alone = proven(21, 26)
+    assert proven(21, 26, 28) == pytest.approx(alone)
+    assert proven(21, 26, 29) == pytest.approx(alone)
+    together = COST_UNIT * proven(21, 26, 28, 29) - 1
+    assert together > COST_UNIT * alone - 1 + 0.01
+    assert lower_bound(graph, budget, 20.0).overhead == pytest.approx(together, abs=1e-6)
+
+
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
     graph = chain(12)
     order, turn = precedence(graph), 12
