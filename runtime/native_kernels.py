@@ -21,6 +21,8 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rematplan.runtime.formulas_by_values import BY_VALUES
+
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", *RECURRENT)
@@ -159,6 +161,7 @@ def native_kernels() -> Iterator[None]:
     }
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
     kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
+    kernels |= BY_VALUES
     flatten = nn.RNNBase.flatten_parameters
     nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
     try:
