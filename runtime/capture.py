@@ -25,6 +25,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rematplan.ir import ModelError
+from rematplan.runtime.autocast_cache import casting_once
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
 from rematplan.runtime.checks import Checks
@@ -214,6 +215,7 @@ class _Untied(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
+        self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: Decisions | None = None
         self.outputs = 0  # of the module; those after them are checks
         self.names: dict[str, str] = {}
@@ -231,7 +233,8 @@ class _Untied(nn.Module):
         if self.decisions:
             held = {self.names[short]: getattr(self, short) for short in self._buffers}
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
-        with Checks() as checks, no_seeding():
+        leaves = [*self.parameters(), *batch]
+        with Checks() as checks, no_seeding(), casting_once(leaves, self.casts_once):
             results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])

@@ -98,7 +98,7 @@ def _batch_norm(
     if training and mean is not None:
         return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
     cudnn = ATEN.cudnn_batch_norm.default
-    with _with_kernels({(cudnn, key): None for key in KEYS}):
+    with with_kernels({(cudnn, key): None for key in KEYS}):
         return cudnn(x, weight, bias, mean, variance, training, momentum, eps)
 
 
@@ -114,7 +114,7 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
         before = torch._C._get_cudnn_enabled()
         torch._C._set_cudnn_enabled(False)
         try:
-            with _with_kernels({(op, key): None for key in KEYS}):
+            with with_kernels({(op, key): None for key in KEYS}):
                 return op(*args, **kwargs)
         finally:
             torch._C._set_cudnn_enabled(before)
@@ -165,14 +165,14 @@ def native_kernels() -> Iterator[None]:
     flatten = nn.RNNBase.flatten_parameters
     nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
     try:
-        with _with_kernels(kernels):
+        with with_kernels(kernels):
             yield
     finally:
         nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
 
 
 @contextmanager
-def _with_kernels(kernels: _Kernels) -> Iterator[None]:
+def with_kernels(kernels: _Kernels) -> Iterator[None]:
     """Within it, the Python kernels of these ops are others; None: there are none."""
     before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
     _put(kernels)

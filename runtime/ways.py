@@ -84,7 +84,7 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
         for leaf in leaves
     ]
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST]
-    return tuple(described), spec, tuple(casts)
+    return tuple(described), spec, tuple(casts), torch.is_autocast_cache_enabled()
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:

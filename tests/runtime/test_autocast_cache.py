@@ -1,0 +1,54 @@
+"""Weights that are used more than once under autocast have eager mode's gradients: cast once, added up as cast."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+
+AUTOCAST: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "none": nullcontext,
+    "cached": lambda: torch.autocast("cpu", torch.bfloat16),
+    "not cached": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+class Shared(nn.Linear):
+    """Uses its weight twice in one block of autocast, then in another, and casts it by itself beside."""
+
+    def __init__(self, within: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__(13, 13)
+        self.within = within
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.within():
+            y = super().forward(super().forward(x).tanh())
+        with self.within():
+            y = y + super().forward(y.tanh())
+        with torch.autocast("cpu", enabled=False):
+            y = y + functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16))
+        return y + x.bfloat16() @ self.weight.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("within", AUTOCAST)
+@pytest.mark.parametrize("around", AUTOCAST)
+def test_a_weight_is_cast_as_often_as_in_eager_mode(within: str, around: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Shared(AUTOCAST[within]), torch.randn(15, 13, requires_grad=True)
+    planned = copy.deepcopy(plain)
+    with AUTOCAST[around]():
+        planned = rematplan.plan_module(planned, (x,), budget="100%", strategy="store_all", costs="roofline")
+    gradients = []
+    for model in (planned, plain):
+        x.grad = None
+        with AUTOCAST[around]():
+            y = model(x)
+        y.float().square().mean().backward()
+        gradients.append([x.grad, model.weight.grad, model.bias.grad])
+    assert len(rematplan.planning(planned).plans) == 1
+    assert all(map(torch.equal, *gradients))
