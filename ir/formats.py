@@ -68,12 +68,12 @@ def problem_from_json(data: object) -> TrainingGraph:
     )
 
 
-def save_problem(graph: TrainingGraph, path: Path) -> None:
+def save_problem(graph: TrainingGraph, path: str | Path) -> None:
     """Write the problem file, whole or not at all."""
     write_whole(path, json.dumps(problem_to_json(graph)))
 
 
-def load_problem(path: Path) -> TrainingGraph:
+def load_problem(path: str | Path) -> TrainingGraph:
     """Read a problem file.
 
     Raises:
@@ -85,7 +85,7 @@ def load_problem(path: Path) -> TrainingGraph:
         raise ProblemError(f"{path}: {error}") from None
 
 
-def read_json(path: Path) -> object:
+def read_json(path: str | Path) -> object:
     """The JSON data of a file; ``NaN`` and ``Infinity`` are refused, as the JSON standard has it.
 
     Raises:
@@ -96,14 +96,14 @@ def read_json(path: Path) -> object:
         raise ProblemError(f"{word} is no number")
 
     try:
-        return cast(object, json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse))
+        return cast(object, json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse))
     except OSError as error:
         raise ProblemError(f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ProblemError(f"is no JSON: {error}") from None
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file through a temporary neighbour, so that nothing half-written is ever left behind.
 
     A link is followed. What is no file, such as ``/dev/stdout``, is written to and not replaced.
@@ -112,6 +112,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         ProblemError: the folder or the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
+    path = Path(path)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(data)

@@ -34,20 +34,29 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
         return None
     inputs = set(graph.inputs)
     names = [t.name for t in graph.tensors if t.name not in inputs]
-    if len(names) > MOST_TENSORS:
+    # An op that writes nothing is there for what it does, and must run: it leaves a mark, of no bytes, that is wanted.
+    silent = [o for o in graph.ops if not o.writes]
+    if len(names) + len(silent) > MOST_TENSORS:
         return None
     bit = {t: 1 << i for i, t in enumerate(names)}
+    mark = {o.name: 1 << i for i, o in enumerate(silent, len(names))}
     size = [graph.size[t] for t in names]
     recipes = [
-        (o.name, sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
+        (
+            o.name,
+            sum(bit.get(t, 0) for t in o.reads),
+            sum(bit[t] for t in o.writes) or mark.get(o.name, 0),
+            o.cost,
+            o.workspace,
+        )
         for o in (*graph.ops, *graph.inverses)
         if all(t in bit for t in o.writes)  # an inverse that writes an input may never run
     ]
-    goal = sum(bit.get(t, 0) for t in graph.outputs)
+    goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark.values())
     if graph.input_bytes > budget:
         return Optimum(float("inf"), ())
     best: dict[int, float] = {0: 0.0}
-    came: dict[int, tuple[int, str]] = {}
+    came: dict[int, tuple[int, str | None]] = {}
     held = {0: graph.input_bytes}
     queue = [(0.0, 0)]
     while queue:
@@ -58,25 +67,27 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             return Optimum(cost, _path(came, mask))
         if len(best) > most_states:
             return None
-        steps = [(cost, mask & ~(1 << i), "") for i in range(len(names)) if mask >> i & 1]
+        steps: list[tuple[float, int, str | None]] = [
+            (cost, mask & ~(1 << i), None) for i in range(len(names)) if mask >> i & 1
+        ]
         for name, reads, writes, price, workspace in recipes:
             if mask & reads == reads:
                 fresh = writes & ~mask
                 after = held[mask] + sum(size[i] for i in range(len(names)) if fresh >> i & 1)
                 if after + workspace <= budget:
                     steps.append((cost + price, mask | writes, name))
-        for total, then, name in steps:
+        for total, then, ran in steps:
             if total < best.get(then, float("inf")):
-                best[then], came[then] = total, (mask, name)
+                best[then], came[then] = total, (mask, ran)
                 held[then] = graph.input_bytes + sum(size[i] for i in range(len(names)) if then >> i & 1)
                 heapq.heappush(queue, (total, then))
     return Optimum(float("inf"), ())
 
 
-def _path(came: dict[int, tuple[int, str]], mask: int) -> tuple[str, ...]:
+def _path(came: dict[int, tuple[int, str | None]], mask: int) -> tuple[str, ...]:
     runs: list[str] = []
     while mask in came:
         mask, name = came[mask]
-        if name:
+        if name is not None:
             runs.append(name)
     return tuple(reversed(runs))

@@ -133,12 +133,12 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     return plan
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan file, whole or not at all."""
     write_whole(path, json.dumps(plan_to_json(plan)))
 
 
-def load_plan(path: Path, graph: TrainingGraph) -> Plan:
+def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
     """Read a plan file for a problem.
 
     Raises:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ortools.math_opt import model_pb2, parameters_pb2, result_pb2, rpc_pb2, solution_pb2
@@ -118,7 +119,8 @@ class Solver:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            with suppress(BrokenPipeError), process:  # which closes the pipes and waits
+                pass
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:

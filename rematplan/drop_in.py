@@ -68,6 +68,12 @@ def plan_module(
         ModelError: the model cannot be captured. What the model raises of itself for these arguments (it is run once,
             without gradients kept, if it cannot be captured) is raised as it is.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a {type(model).__name__} is no torch.nn.Module")
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(
+            f"args is a {type(args).__name__}; write what the model is called with as a tuple, (x,)"
+        )
     planner = StepPlanner(
         budget,
         strategy,

@@ -133,7 +133,7 @@ class StepPlanner:
         return self._planned(step, self.problem(step))
 
     def _planned(self, step: CapturedStep, graph: TrainingGraph) -> Plan:
-        plan = self._one_lane(graph) if self.plan is None else load_plan(Path(self.plan), graph)
+        plan = self._one_lane(graph) if self.plan is None else load_plan(self.plan, graph)
 
         def sharing() -> Sharing:
             return sharing_here(step, graph, plan) if self.costs == "profile" else Sharing()

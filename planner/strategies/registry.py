@@ -54,11 +54,13 @@ def _fit(name: str, option: str, value: object, kind: Any) -> object:
         return value
     if isinstance(value, str) and kind in (int, float):
         try:
-            return kind(value)
+            value = kind(value)
         except ValueError:
             raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}") from None
-    if isinstance(value, bool) is not (kind is bool) or not isinstance(
-        value, (int, float) if kind is float else kind
+    if (
+        isinstance(value, bool) is not (kind is bool)
+        or not isinstance(value, (int, float) if kind is float else kind)
+        or value != value  # not a number
     ):
         raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}")
     return value

@@ -76,8 +76,9 @@ def test_an_example_reads_as_it_says():
 
 def test_files_round_trip(tmp_path):
     graph = problem_from_json(example())
-    save_problem(graph, tmp_path / "p.json")
-    assert load_problem(tmp_path / "p.json") == graph
+    for path in (tmp_path / "p.json", str(tmp_path / "p.json")):
+        save_problem(graph, path)
+        assert load_problem(path) == graph
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
 
 

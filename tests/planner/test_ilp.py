@@ -25,16 +25,16 @@ LAWS = settings(derandomize=True, deadline=None, max_examples=30)
 
 
 def drawn(rng, ops, inverses):
-    """A random problem: several writes an op, workspaces, inverses, any outputs."""
+    """A random problem: several writes an op or none, workspaces, inverses, any outputs."""
     tensors, made, known = [Tensor("x", 3)], [], ["x"]
     for i in range(ops):
         reads = tuple(dict.fromkeys(rng.choice(known) for _ in range(rng.randint(0, 3))))
-        writes = tuple(f"t{i}_{k}" for k in range(rng.choice([1, 1, 1, 2])))
+        writes = tuple(f"t{i}_{k}" for k in range(rng.choice([1, 1, 1, 2, 0])))
         tensors += [Tensor(t, rng.randint(0, 9)) for t in writes]
         made.append(Op(f"o{i}", reads, writes, float(rng.randint(0, 9)), rng.choice([0, 0, 4])))
         known += writes
     back = tuple(
-        Op(f"i{i}", (rng.choice(known),), (rng.choice(known[1:]),), float(rng.randint(0, 4)))
+        Op(f"i{i}", (rng.choice(known),), (rng.choice(known[1:] or ["x"]),), float(rng.randint(0, 4)))
         for i in range(inverses)
     )
     outputs = tuple(rng.sample(known, min(len(known), 3)))
@@ -58,6 +58,13 @@ def test_tiny_problems_are_solved_to_the_exhaustive_optimum(seed, ops, inverses,
     plan = ILP().plan(graph, budget)
     assert plan.estimate.peak <= budget
     assert plan.estimate.cost == pytest.approx(optimum.cost)
+
+
+@pytest.mark.parametrize("strategy", [Auto(time_limit=2), ILP()])
+def test_an_op_without_a_name_runs_and_so_does_one_that_writes_nothing(strategy):
+    ops = (Op("", ("x",), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0), Op("says", ("x",), (), 1.0))
+    graph = TrainingGraph("two", (Tensor("x", 1), Tensor("a", 2), Tensor("b", 2)), ("x",), ("b",), ops)
+    assert set(runs_of(strategy.plan(graph, 5).schedule)) == {"", "b", "says"}
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])

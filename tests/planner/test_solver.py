@@ -74,6 +74,14 @@ def test_after_a_process_has_been_lost_another_one_answers():
             assert solver.solve(cover(), 10, integer=True, gap=0.0).dual == pytest.approx(3.0)
 
 
+def test_no_pipes_are_left_open():
+    with Solver() as solver:
+        solver.solve(cover(), 10, integer=True, gap=0.0)
+        process = solver._process
+    assert process.stdin.closed
+    assert process.stdout.closed
+
+
 def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
     def refuse(*_args, **_more):
         raise OSError
