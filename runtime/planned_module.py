@@ -32,7 +32,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
-from rematplan.runtime.reads import Read, reads_of
+from rematplan.runtime.reads import Read, Reads, reads_of
 from rematplan.runtime.ways import (
     ModuleState,
     Walk,
@@ -232,8 +232,9 @@ class _Way:
     plan: Plan
     compiled: CompiledPlan
     outputs: pytree.TreeSpec
+    """Of what the forward returns and of the attributes that it gives: a dictionary by module, of dictionaries."""
     constants: tuple[Any, ...]
-    """The flattened outputs, with `_TENSOR` where a tensor goes."""
+    """The flattened outputs, with a `_Tensor` where a tensor goes."""
     reads: tuple[Read, ...]
     """What the traced forward read of the modules' attributes."""
     guard: Guard
@@ -258,7 +259,13 @@ def _own_errors(
         raise own from None
 
 
-_TENSOR = object()
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Stands for a tensor, by its place among those that a compiled plan gives."""
+
+    at: int
+
+
 _CAPTURING = RLock()
 """While a model is captured, other tensors stand in its places: nobody else may look at them."""
 
@@ -285,7 +292,7 @@ class _Runner:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = _flattened((args, kwargs))
         tensors = _tensors(leaves)
         with _CAPTURING:
             state = self._state(cast(nn.Module, planned))
@@ -295,12 +302,16 @@ class _Runner:
         self._check_first_order()
         with _CAPTURING:
             way = self._way(planned, leaves, spec, state)
-        flat = iter(way.compiled(state.named, tensors))
-        return pytree.tree_unflatten([next(flat) if c is _TENSOR else c for c in way.constants], way.outputs)
+        flat = way.compiled(state.named, tensors)
+        leaves = [flat[c.at] if type(c) is _Tensor else c for c in way.constants]
+        results, given = pytree.tree_unflatten(leaves, way.outputs)
+        for at, attributes in given.items():
+            state.attributes[at].update(attributes)
+        return results
 
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = _flattened((args, kwargs))
         with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
             self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
 
@@ -349,13 +360,13 @@ class _Runner:
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         forward = planned._rematplan_forward_of(model)
-        flat = _Flat(model, forward, leaves, spec)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
         decisions = Decisions(state.named, batch)
         with (
             _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)),
             reads_of(list(model.modules())) as reads,
         ):
+            flat = _Flat(model, forward, leaves, spec, reads)
             step = capture(flat, batch, self.name, model, decisions)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c) else c
@@ -363,7 +374,7 @@ class _Runner:
         )
         step, plan = self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
-        if [int(o.target) for o in outputs] != list(range(sum(c is _TENSOR for c in flat.constants))):
+        if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         return _Way(plan, compiled, flat.outputs, constants, reads.listed(), decisions.guard())
@@ -381,6 +392,11 @@ _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
 """Types of the first tensor that wants a gradient where there is nothing to plan: none does, or somebody traces."""
 
 
+def _flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
+    return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
+
+
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
     """The tensors among the leaves, each once."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
@@ -390,10 +406,15 @@ class _Flat(nn.Module):
     """The model as a function from a flat tuple of tensors to a flat tuple of tensors that are nobody's views."""
 
     def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        reads: Reads,
     ) -> None:
         super().__init__()
-        self.model, self._forward = model, forward
+        self.model, self._forward, self._reads = model, forward, reads
         self.training = model.training
         at: dict[int, int] = {}
         self._leaves = [
@@ -403,17 +424,29 @@ class _Flat(nn.Module):
         self._spec = spec
         self.outputs: pytree.TreeSpec
         self.constants: list[Any] = []
+        self.count = 0  # of tensors among the outputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        flat, self.outputs = pytree.tree_flatten(self._forward(*args, **kwargs))
-        self.constants = [_TENSOR if isinstance(o, torch.Tensor) else o for o in flat]
-        taken = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
-        results = []
-        for output in flat:
-            if isinstance(output, torch.Tensor):
-                # A view, or an output given twice, has a tangent of its own only as a copy.
-                results.append(output.clone() if output._is_view() or id(output) in taken else output)
-                taken.add(id(output))
-        return tuple(results)
+        modules = list(self.model.modules())
+        before = [dict(vars(m)) for m in modules]
+        results = self._forward(*args, **kwargs)
+        given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
+        flat, self.outputs = _flattened((results, {at: one for at, one in given.items() if one}))
+        outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
+        places = {of: _Tensor(at) for at, of in enumerate(outputs)}
+        self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
+        own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        # A view has a tangent of its own only as a copy.
+        return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
+
+    def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+        """The attributes that the forward gives a module, which gets back what it had."""
+        given = self._reads.given(module, before)
+        for name in given:
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+        return given

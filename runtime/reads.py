@@ -51,6 +51,9 @@ class Reads:
         self.owners: dict[int, Owner] = {}
         self.kinds: set[type] = {nn.Module}
         self.found: dict[tuple[Owner, str], Any] = {}
+        self.asked: set[tuple[Owner, str]] = set()
+        self.fresh: set[tuple[Owner, str]] = set()
+        """What was set before it was asked for: attributes that a forward gives, and does not depend on."""
         self.holders: dict[Owner, Any] = {}
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
@@ -65,7 +68,11 @@ class Reads:
     def note(self, holder: Any, name: str, value: Any) -> None:
         """An attribute was read."""
         owner = self.owners.get(id(holder))
-        if owner is None or (type(value) not in PLAIN and name in _BOOKKEEPING):
+        if (
+            owner is None
+            or (owner, name) in self.fresh
+            or (type(value) not in PLAIN and name in _BOOKKEEPING)
+        ):
             return
         value = _as_found(value)
         if value is not _OTHER and name in object.__getattribute__(holder, "__dict__"):
@@ -73,6 +80,30 @@ class Reads:
             first = self.found.setdefault((owner, name), value)
             if not _same(first, value):
                 self.found[owner, name] = _SET
+
+    def note_asked(self, holder: Any, name: str) -> None:
+        """An attribute is about to be read, whether or not it is there."""
+        owner = self.owners.get(id(holder))
+        if owner is not None and (owner, name) not in self.fresh:
+            self.asked.add((owner, name))
+
+    def note_set(self, holder: Any, name: str) -> None:
+        """An attribute was set."""
+        owner = self.owners.get(id(holder))
+        if owner is not None and (owner, name) not in self.asked:
+            self.fresh.add((owner, name))
+
+    def given(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of a module that the forward only gives, where these are tensors, plain values or containers
+        of such. ``before``: what it had when the forward began."""
+        owner = self.owners[id(module)]
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if (owner, name) in self.fresh
+            and value is not before.get(name, _SET)
+            and _as_found(value) is not _OTHER
+        }
 
     def listed(self) -> tuple[Read, ...]:
         """What a plan depends on. What the forward itself sets is not among it: what it read there has another value
@@ -136,18 +167,27 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
+            reads.note_asked(holder, name)
             value = get(holder, name)
             reads.note(holder, name, value)
             return value
 
         return noted
 
+    set_plainly = nn.Module.__setattr__
+
+    def set_and_noted(module: nn.Module, name: str, value: Any) -> None:
+        set_plainly(module, name, value)
+        reads.note_set(module, name)
+
     try:
+        nn.Module.__setattr__ = set_and_noted  # type: ignore[assignment, method-assign]
         for kind, get in plain.items():
             with suppress(TypeError):  # a class of C's does not let itself be changed
                 kind.__getattribute__ = noting(get)  # type: ignore[method-assign]
         yield reads
     finally:
+        nn.Module.__setattr__ = set_plainly  # type: ignore[method-assign]
         for kind, get in plain.items():
             with suppress(TypeError, AttributeError):
                 if own[kind]:

@@ -29,8 +29,9 @@ def untouched(module: nn.Module, name: str) -> Iterator[None]:
     finally:
         left = []
         for path, m, attributes, contents in before:
+            found = {id(container): was for container, was in contents}
             for key, value in m.__dict__.items():
-                if not key.startswith("_") and _is_new(value, attributes.get(key)):
+                if not key.startswith("_") and _is_new(value, found.get(id(value), attributes.get(key))):
                     left.append(f"{path}.{key}".lstrip("."))
             m.__dict__.clear()
             m.__dict__.update(attributes)

@@ -190,6 +190,44 @@ def test_hooks_that_a_forward_installs_are_not_left_by_planning() -> None:
     assert len(planned.plans) == 1
 
 
+class Balanced(nn.Linear):
+    """Leaves a part of the loss, and what it was made of, in attributes, of which it read none before."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.loss: Any = 0.0
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.loss = 0.0
+        self.seen = []
+        y = super().forward(x).tanh()
+        for half in y.chunk(2, -1):
+            self.loss = self.loss + half.mean().square()
+            self.seen.append((half.detach(), half.shape))
+        self._output = y
+        return y, y.shape
+
+
+def test_attributes_that_a_forward_sets_are_set() -> None:
+    planned, plain = planned_and_plain(nn.Sequential(nn.Linear(16, 16), Balanced()))
+    assert planned[1].loss == 0.0
+
+    def use(model: nn.Module) -> list[Tensor]:
+        seen = []
+        for x in (X, X[:4], X):
+            y, shape = model(x)
+            (y.pow(2).sum() + model[1].loss).backward()
+            assert model[1]._output is y
+            assert type(shape) is torch.Size
+            assert type(model[1].seen[0][1]) is torch.Size
+            seen += [y.detach(), model[1].loss.detach(), model[1].seen[1][0]]
+        return seen
+
+    equal_after(use, planned, plain)
+    assert len(planned.plans) == 2
+
+
 def pickled(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
