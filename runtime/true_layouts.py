@@ -16,6 +16,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.types import Number
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rematplan.ir import ModelError
 
 ATEN = torch.ops.aten
 _NAMES = (
@@ -117,6 +120,16 @@ def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 _laid.register_fake(lambda x, stride: x.new_empty_strided(x.shape, stride))
 
 
+DRAWS = frozenset(
+    {
+        *(ATEN.bernoulli_.float, ATEN.bernoulli_.Tensor, ATEN.cauchy_.default, ATEN.exponential_.default),
+        *(ATEN.geometric_.default, ATEN.log_normal_.default, ATEN.normal_.default, ATEN.uniform_.default),
+        *(ATEN.random_.default, getattr(ATEN.random_, "from"), ATEN.random_.to),
+    }
+)
+"""Ops that write random numbers over a tensor, whatever it held."""
+
+
 @torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
@@ -138,17 +151,40 @@ class InPlaceLayouts(TorchDispatchMode):
 
     supports_higher_order_operators = True  # they pass through
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.windows: Any = WeakTensorKeyDictionary()  # with views of windows that are not all of a tensor
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
         written = args[0] if args and _writes_first(func) else None
         if isinstance(written, FunctionalTensor):
-            if torch.Tag.nondeterministic_seeded in func.tags and not written.is_contiguous() and not kwargs:
+            if written in self.windows:
+                raise ModelError("the forward writes into windows of a tensor (unfold), which no plan states")
+            if func in DRAWS and not written.is_contiguous() and not kwargs:
                 return _draw(func, written, args[1:])
             if written.device.type == "cpu":
                 _lay_anew(written)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if _leaves_out(func, args) or (args and _is_view(func) and args[0] in self.windows):
+            self.windows[result] = True
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an op gives one view of its first argument."""
+    return isinstance(func, torch._ops.OpOverload) and func.is_view and len(func._schema.returns) == 1
+
+
+def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a view is of windows that are not all of a tensor, each number once: what is written into them a tracer
+    takes for all that the tensor holds."""
+    if func is not ATEN.unfold.default:
+        return False
+    x, dim, size, step = args
+    return bool(size != step or x.dim() == 0 or x.shape[dim] % size)
 
 
 def _draw(func: torch._ops.OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:

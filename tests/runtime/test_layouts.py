@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
+from rematplan.ir import ModelError
 
 
 class Permute(nn.Module):
@@ -243,10 +244,17 @@ def with_normal_columns(x: Tensor) -> Tensor:
     return x * noise
 
 
+def with_random_slopes(x: Tensor) -> Tensor:
+    slopes = x.detach().clone()
+    functional.rrelu_(slopes[:, 1:9], training=True)  # draws, but reads what it writes over
+    return x * slopes
+
+
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: functional.dropout(x.t(), 0.15),  # at this rate eager mode's own, not the fused one
     "probabilities": lambda x: x.t() * torch.empty_like(x.t()).bernoulli_(x.detach().t().sigmoid()),
     "columns": with_normal_columns,
+    "slopes": with_random_slopes,
     "whole numbers": lambda x: x.t() * torch.empty_like(x.t()).random_(0, 7),
 }
 
@@ -265,3 +273,21 @@ def test_random_numbers_come_in_the_order_in_which_a_tensor_lies(name: str) -> N
         y.square().sum().backward()
         results.append([y.detach(), model.weight.grad, torch.get_rng_state()])
     assert all(map(torch.equal, *results))
+
+
+class Windows(nn.Linear):
+    """Writes into windows of 3 numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).detach()
+        y.unfold(1, 3, 3).mul_(2)
+        return super().forward(y)
+
+
+def test_writing_into_windows_is_right_or_refused() -> None:
+    """PyTorch's functional form of it puts 0 where no window is."""
+    settings = {"budget": "100%", "strategy": "store_all", "costs": "roofline"}
+    plain, x = Windows(12, 12), torch.randn(4, 12)
+    assert torch.equal(rematplan.plan_module(copy.deepcopy(plain), (x,), **settings)(x), plain(x))
+    with pytest.raises(ModelError, match="windows"):
+        rematplan.plan_module(Windows(13, 13), (torch.randn(4, 13),), **settings)
