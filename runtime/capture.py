@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -139,6 +140,8 @@ def _traced(
         _annotated(root),
         # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
         torch._inductor.config.patch(fallback_random=True),
+        # A backward is run after autocast's block, not in it.
+        torch._functorch.config.patch(backward_pass_autocast="off"),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
         InPlaceLayouts(),

@@ -1,4 +1,4 @@
-"""Weights that are used more than once under autocast have eager mode's gradients: cast once, added up as cast."""
+"""Under autocast a planned step has eager mode's bits: weights are cast once for all uses, backwards are not cast."""
 
 import copy
 from collections.abc import Callable
@@ -51,4 +51,29 @@ def test_a_weight_is_cast_as_often_as_in_eager_mode(within: str, around: str) ->
         y.float().square().mean().backward()
         gradients.append([x.grad, model.weight.grad, model.bias.grad])
     assert len(rematplan.planning(planned).plans) == 1
+    assert all(map(torch.equal, *gradients))
+
+
+class Exact(nn.Linear):
+    """Multiplies in 32 bits amid autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return functional.linear(y.float().tanh(), self.weight)
+
+
+def test_a_backward_is_not_under_autocast() -> None:
+    torch.manual_seed(0)
+    plain, x = Exact(13, 13), torch.randn(15, 13)
+    gradients = []
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = rematplan.plan_module(
+            copy.deepcopy(plain), (x,), budget="100%", strategy="store_all", costs="roofline"
+        )
+    for model in (planned, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.square().mean().backward()
+        gradients.append([model.weight.grad, model.bias.grad])
     assert all(map(torch.equal, *gradients))
