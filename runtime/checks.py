@@ -26,12 +26,20 @@ def _linalg_check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) 
     return _nothing(info)
 
 
+@torch.library.custom_op("rematplan::check_constraint", mutates_args=())
+def _check_constraint(valid: torch.Tensor) -> torch.Tensor:
+    if not valid.all():
+        raise ValueError("a parameter or a sample of a distribution does not satisfy its constraint")
+    return _nothing(valid)
+
+
 def _nothing(like: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return like.new_empty(0)
 
 
 _assert_async.register_fake(_nothing)
 _linalg_check_errors.register_fake(_nothing)
+_check_constraint.register_fake(_nothing)
 
 _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
     ATEN._assert_async.default: torch.ops.rematplan.assert_async.default,
@@ -53,6 +61,9 @@ class Checks(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
+        if func is ATEN._is_all_true.default:  # asked by torch.distributions, to raise if it is not so
+            self.results.append(torch.ops.rematplan.check_constraint.default(*args))
+            return torch.tensor(True)
         check = _WITH_RESULT.get(func)
         if check is None:
             return func(*args, **(kwargs or {}))

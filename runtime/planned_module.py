@@ -435,6 +435,8 @@ class _Flat(nn.Module):
         given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
         flat, self.outputs = _flattened((results, {at: one for at, one in given.items() if one}))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
+        if not outputs:
+            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but")
         places = {of: _Tensor(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}

@@ -1,5 +1,6 @@
 """Laws of what a forward checks: a planned step checks it too, and raises the same."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -73,6 +74,26 @@ def test_a_check_is_made_and_raises_what_eager_mode_raises(end: Callable[[Tensor
     with pytest.raises(type(expected.value)) as raised:
         planned(torch.zeros(6, 4))
     assert str(raised.value) == str(expected.value)
+
+
+def drawn(h: Tensor) -> Tensor:
+    """With parameters and a sample that are checked, all of which depend on a weight."""
+    normal = torch.distributions.Normal(h, h.exp() - 1e-3)
+    sample = normal.rsample()
+    return normal.log_prob(sample) + torch.distributions.Bernoulli(sample.sigmoid()).entropy()
+
+
+def test_distributions_check_what_they_are_made_of() -> None:
+    model = Checking(drawn)
+    planned = rematplan.plan_module(model, (X,), budget="min", strategy="approx_dp", costs="roofline")
+    gradients = []
+    for one in (model, planned):
+        torch.manual_seed(0)
+        gradients.append(gradients_of(one))
+    assert all(map(torch.equal, *gradients))
+    for one in (model, planned):
+        with pytest.raises(ValueError, match=r"satisfy (the|its) constraint"):
+            one(torch.full((6, 4), math.nan))
 
 
 @pytest.mark.parametrize("end", [conditional, SolvingBackward.apply])

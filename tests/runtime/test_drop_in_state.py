@@ -455,6 +455,17 @@ def test_outputs_that_hide_tensors_are_withheld() -> None:
         assert torch.equal(planned(X)[1].x[0].x, plain(X)[1].x[0].x)
 
 
+def test_a_module_all_of_whose_outputs_hide_tensors_is_refused_by_that_name() -> None:
+    class Boxing(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            box = Box()
+            box.x = super().forward(x)
+            return box
+
+    with pytest.raises(ModelError, match="Boxing gives nothing but a Box, whose tensors"):
+        planned_and_plain(Boxing(16, 16))
+
+
 class Named(nn.Module):
     """A model that calls parts, methods and buffers of its own what planned modules have beside."""
 
