@@ -48,10 +48,12 @@ _HIGHER_ORDER = (
     "it calls an operator that takes functions (torch.cond, torch.while_loop) or checks values in its backward, which "
     "no plan states; plan those of its parts that do not"
 )
+_COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
     "HigherOrderOperator": _HIGHER_ORDER,
+    "dynamo-optimized": _COMPILED,
 }
 """What the tracer's faults mean, by what they say."""
 VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
@@ -111,8 +113,10 @@ def check_traceable(module: nn.Module) -> None:
         raise ModelError(
             f"{name} is sharded, whole or in parts; plan first, then shard what is planned as one unit"
         )
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        raise ModelError(f"{name} is compiled; plan the module that it was made of, or see rematplan.backend")
+    if any(isinstance(m, torch._dynamo.OptimizedModule) for m in module.modules()):
+        raise ModelError(
+            f"{name} is compiled, whole or in parts; plan what it was made of, or see rematplan.backend"
+        )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ModelError(
             f"{name} has parameters whose shape is not known yet; call it once before it is planned"

@@ -61,7 +61,7 @@ class Reads:
     def _look_into(self, holder: Any, owner: Owner) -> None:
         self.owners.setdefault(id(holder), owner)
         for name, value in vars(holder).items():
-            if _is_record(value) and id(value) not in self.owners and len(owner[1]) < _DEPTH:
+            if is_record(value) and id(value) not in self.owners and len(owner[1]) < _DEPTH:
                 self.kinds.add(type(value))
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
@@ -196,7 +196,7 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
                     del kind.__getattribute__
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
     """Whether an object is there for its attributes: neither a module, nor a tensor, nor something to call."""
     kind = type(value)
     return (

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rematplan.runtime.reads import PLAIN
+from rematplan.runtime.reads import PLAIN, is_record
 
 CONTAINERS = (list, dict, set, OrderedDict)
 
 
 @contextmanager
 def untouched(module: nn.Module, name: str) -> Iterator[None]:
-    """A block after which attributes of the module and its parts are as before it, as is what lists, dictionaries and
-    sets among them hold, hooks among these. Warns of tensors and plain values that the block left in public ones, as a
-    planned forward will not. ``name``: the module's."""
-    before = [(path, m, dict(m.__dict__), _contents(m)) for path, m in module.named_modules()]
+    """A block after which attributes of the module, its parts and records that they hold are as before it, as is what
+    lists, dictionaries and sets among them hold, hooks among these. Warns of tensors and plain values that the block
+    left in public ones, as a planned forward will not. ``name``: the module's."""
+    before = [(path, m, dict(m.__dict__), _contents(m)) for path, m in _holders(module)]
     try:
         yield
     finally:
@@ -44,8 +44,20 @@ def untouched(module: nn.Module, name: str) -> Iterator[None]:
         )
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    return [(v, copy.copy(v)) for v in module.__dict__.values() if type(v) in CONTAINERS]
+def _holders(module: nn.Module) -> list[tuple[str, Any]]:
+    """A module, its parts, and the records in their attributes, each once, by the way to them."""
+    parts = list(module.named_modules())
+    records = {
+        id(value): (f"{path}.{key}", value)
+        for path, part in parts
+        for key, value in part.__dict__.items()
+        if is_record(value)
+    }
+    return [*parts, *records.values()]
+
+
+def _contents(holder: Any) -> list[tuple[Any, Any]]:
+    return [(v, copy.copy(v)) for v in holder.__dict__.values() if type(v) in CONTAINERS]
 
 
 def _refill(container: Any, was: Any) -> None:

@@ -61,7 +61,7 @@ class Walk:
             return None
         own = [tensors[at] for at in self.firsts]
         named = {n: t for n, t in zip(self.names, own, strict=True) if t is not None}
-        kinds = (type(module), *map(type, self.parts), *[a["training"] for a in self.attributes])
+        kinds = (type(module), *map(type, self.parts), *[a.get("training") for a in self.attributes])
         hooks = tuple((at, *hooks) for at, hooks in enumerate(self.hooks) if hooks) if any(self.hooks) else ()
         return ModuleState(
             self.attributes, named, (kinds, hooks, tuple(named), tuple(map(_like, named.values())))

@@ -228,6 +228,21 @@ def test_attributes_that_a_forward_sets_are_set() -> None:
     assert len(planned.plans) == 2
 
 
+def test_records_are_as_before_planning() -> None:
+    class Recorded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.record.x = super().forward(x)
+            self.record.seen.append(self.record.x)
+            return self.record.x
+
+    model = Recorded(16, 16)
+    model.record = Box()
+    model.record.x, model.record.seen = None, []
+    with pytest.warns(UserWarning, match=r"sets record\.x, record\.seen|sets record\.seen, record\.x"):
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert vars(model.record) == {"x": None, "seen": []}
+
+
 def pickled(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)

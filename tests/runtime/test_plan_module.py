@@ -380,6 +380,7 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
         (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
         (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
+        (nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), torch.ones(2, 2), "is compiled"),
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), torch.ones(2, 2), "is scripted"),
         (Slotted(2, 2), torch.ones(2, 2), "no room for a planned subclass"),
     ):
