@@ -25,7 +25,15 @@ from rematplan.runtime.formulas_by_values import BY_VALUES
 
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-PREFIXES = ("upsample_", "_upsample_", "hardshrink", "softshrink", *RECURRENT)
+PREFIXES = (
+    "upsample_",
+    "_upsample_",
+    "hardshrink",
+    "softshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    *RECURRENT,
+)
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 _Kernels = dict[tuple[OpOverload, DispatchKey], Callable[..., Any] | None]

@@ -26,6 +26,10 @@ CALLS = {
     "antialias": lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True),
     "hardshrink": F.hardshrink,
     "softshrink": F.softshrink,
+    "margins": lambda x: F.multi_margin_loss(x[0, 0], torch.arange(8), weight=x[0, 1, 0].detach().abs()),
+    "margins of many": lambda x: F.multilabel_margin_loss(
+        x[0, 0], torch.arange(64).view(8, 8) % 5, reduction="none"
+    ),
 }
 
 
