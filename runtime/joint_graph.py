@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
@@ -187,7 +188,12 @@ class _Reader:
         if tensor.requires_grad:
             raise ModelError("the model uses a tensor that wants a gradient and is none of its parameters")
         self.constants[node.name] = tensor
-        self._value(node.name, node.meta.get("val", tensor), None)
+        fake = node.meta.get("val", tensor)
+        if isinstance(
+            fake, FakeTensor
+        ):  # each mention has its own; views of the constant are of the tracer's one
+            fake = fake.fake_mode.from_tensor(tensor, static_shapes=True)
+        self._value(node.name, fake, None)
         self.inputs.append(StepInput("constant", node.name, node.name))
 
     def _call(self, node: fx.Node) -> None:

@@ -290,8 +290,8 @@ def test_what_cannot_be_is_said() -> None:
 
 
 class Odd(nn.Module):
-    """A plain tensor attribute, a buffer that is assigned, one updated in place by what is long to compute, a range of
-    a profile, and attributes that the forward leaves behind."""
+    """Two views of a plain tensor attribute, a buffer that is assigned, one updated in place by what is long to
+    compute, a range of a profile, and attributes that the forward leaves behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,9 +305,9 @@ class Odd(nn.Module):
         self.calls = self.calls + 1
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         with torch.profiler.record_function("body"):
-            self.last = self.body(x * self.scale)
+            self.last = self.body(x * self.scale[None])
         self.seen.append(self.last)
-        return self.last * self.mean
+        return self.last * self.mean + self.scale[None]
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
