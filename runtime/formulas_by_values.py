@@ -82,7 +82,8 @@ class _MaskedFill(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(mask)
         with torch._C._AutoDispatchBelowAutograd():
-            return ATEN.masked_fill.Tensor(x, mask, value)  # type: ignore[no-any-return]
+            filled: torch.Tensor = ATEN.masked_fill.Tensor(x, mask, value)
+        return filled
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -189,9 +189,8 @@ class _Reader:
             raise ModelError("the model uses a tensor that wants a gradient and is none of its parameters")
         self.constants[node.name] = tensor
         fake = node.meta.get("val", tensor)
-        if isinstance(
-            fake, FakeTensor
-        ):  # each mention has its own; views of the constant are of the tracer's one
+        if isinstance(fake, FakeTensor):
+            # Each mention has a fake of its own; views of the constant are of the tracer's one.
             fake = fake.fake_mode.from_tensor(tensor, static_shapes=True)
         self._value(node.name, fake, None)
         self.inputs.append(StepInput("constant", node.name, node.name))

@@ -135,7 +135,8 @@ def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """What an op of ATen's, by its name and overload, draws in place into a tensor that lies as ``like`` does."""
-    return _op(op)(_real(like), *tensors, *numbers)  # type: ignore[no-any-return]
+    drawn: torch.Tensor = _op(op)(_real(like), *tensors, *numbers)
+    return drawn
 
 
 _drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
