@@ -83,7 +83,9 @@ def drawn(h: Tensor) -> Tensor:
     return normal.log_prob(sample) + torch.distributions.Bernoulli(sample.sigmoid()).entropy()
 
 
-def test_distributions_check_what_they_are_made_of() -> None:
+def test_distributions_check_what_they_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile, used by any test before, turns it off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = Checking(drawn)
     planned = rematplan.plan_module(model, (X,), budget="min", strategy="approx_dp", costs="roofline")
     gradients = []
