@@ -85,7 +85,8 @@ class CompiledPlan:
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
-        return _First.apply(call, link, *first)  # type: ignore[no-any-return]
+        outputs: tuple[torch.Tensor, ...] = _First.apply(call, link, *first)
+        return outputs
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
