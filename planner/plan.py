@@ -129,8 +129,20 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     if plan.lanes:
         plan = replace(plan, lanes=checked_lanes(graph, plan.schedule, plan.lanes))
     if plan.budget is not None and plan.peak > plan.budget:
-        raise ProblemError(f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes")
+        raise ProblemError(_over(plan, graph, data.get("peak")))
     return plan
+
+
+def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
+    """Why a plan is over its budget. ``stated``: its peak by what was known where it was made."""
+    over = f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes"
+    if stated == plan.peak:
+        return over
+    workspaces = sum(op.workspace > 0 for op in graph.ops)
+    return (
+        f"{over}; where it was made its peak was {stated} bytes, of other sizes or workspaces ({workspaces} ops have "
+        f"one here; the costs of roofline know none): plan for these"
+    )
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:

@@ -293,6 +293,10 @@ def test_plan_files_are_priced_anew(tmp_path):
     [
         (put("format", "rematplan.plan/9"), "not a rematplan.plan/1 file"),
         (put("budget", 10), "its peak, 38 bytes, is over its budget, 10 bytes"),
+        (
+            lambda data: data.update(budget=37, peak=36),
+            "38 bytes, .*; where it was made its peak was 36 bytes",
+        ),
         (put("steps", [["run", "g"]]), "'g' reads 'h', which is not resident"),
         (put("steps", [["run", "nothing"]]), "no op or inverse named 'nothing'"),
         (put("steps", [["run", "f"], ["free", "x"]]), "frees 'x', which is an input"),
