@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 
 ATEN = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
-MEAN = 1
-"""ATen's number of the reduction."""
+NONE, MEAN = 0, 1
+"""ATen's numbers of reductions."""
 
 
 @torch.library.custom_op("rematplan::prod_backward", mutates_args=())

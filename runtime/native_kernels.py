@@ -9,7 +9,7 @@ layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's own, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematplan.runtime.formulas_by_values import BY_VALUES
+from rematplan.runtime.formulas_by_values import BY_VALUES, COMPOSITE, MEAN, NONE
 
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -153,6 +153,25 @@ def _pad_packed_sequence(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    reduction: int = MEAN,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """As the kernel does it, which makes a tensor of the lengths where no tracer sees it."""
+    given = log_probs, targets, input_lengths, target_lengths, blank
+    wanted = NONE if reduction == MEAN else reduction
+    losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *given, wanted, zero_infinity)
+    if reduction != MEAN:
+        return losses
+    lengths = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)
+    return (losses / lengths.clamp_min(1)).mean()
+
+
 @contextmanager
 def native_kernels() -> Iterator[None]:
     """Within it, tracing sees these ops as eager mode runs them."""
@@ -170,6 +189,7 @@ def native_kernels() -> Iterator[None]:
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
     kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
     kernels |= BY_VALUES
+    kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     flatten = nn.RNNBase.flatten_parameters
     nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
     try:

@@ -109,7 +109,8 @@ def picked_one(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
 
 def aligned_by_numbers(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     steps = y.repeat(3, 1).view(9, 2, 8).log_softmax(-1)
-    return F.ctc_loss(steps, torch.tensor([1, 2, 3, 2, 3]), (9, 8), (3, 2), reduction="sum") * mask[0]
+    of = steps, torch.tensor([1, 2, 3, 2, 3]), (9, 8), (3, 2)
+    return (F.ctc_loss(*of, reduction="sum") + F.ctc_loss(*of)) * mask[0]
 
 
 def seen_by_numpy(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
