@@ -163,7 +163,10 @@ class _Reader:
 
     def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
         if fake.layout != torch.strided:
-            raise ModelError(f"{call or name} is a tensor of layout {fake.layout}; plans are for dense ones")
+            raise ModelError(
+                f"{call or name} is a tensor of layout {fake.layout}, as the gradient of an embedding with sparse=True "
+                f"is; plans are for dense ones"
+            )
         # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
         storage = self.storages.setdefault(fake.untyped_storage()._cdata, name)
         self.values[name] = value = Value(name, storage, call, fake)
@@ -308,7 +311,7 @@ def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKi
         return "buffer", description.target
     if kind == "TangentAOTInput":
         if type(description.output).__name__ == MUTATED:
-            raise ModelError(f"the model changes its {_place(description.output, names)} in place")
+            raise _in_place(description.output, names)
         return "tangent", str(description.output.idx)
     return "batch", str(description.idx)
 
@@ -319,7 +322,7 @@ def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[Output
         return "output", str(description.idx)
     if kind == MUTATED:
         if not hasattr(description.mutated_input, "target"):
-            raise ModelError(f"the model changes its {_place(description, names)} in place")
+            raise _in_place(description, names)
         return "buffer", description.mutated_input.target
     if kind == "GradAOTOutput":
         of = description.grad_of
@@ -327,11 +330,15 @@ def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[Output
     return None
 
 
-def _place(mutation: Any, names: Mapping[str, str]) -> str:
+def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
     place = mutation.mutated_input
-    if hasattr(place, "target"):
-        return f"parameter {names.get(place.target, place.target).removeprefix('model.')}"
-    return f"input {place.idx}"
+    if not hasattr(place, "target"):
+        return ModelError(f"the model changes its input {place.idx} in place")
+    name = names.get(place.target, place.target).removeprefix("model.")
+    return ModelError(
+        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which no plan "
+        f"states; change it between the steps"
+    )
 
 
 def _with_own_outputs(step: CapturedStep) -> CapturedStep:
