@@ -128,6 +128,8 @@ DRAWS = frozenset(
     }
 )
 """Ops that write random numbers over a tensor, whatever it held."""
+UNNAMEABLE = getattr(ATEN.random_, "from")
+"""Its overload is a keyword of Python's, in which a tracer writes its calls down."""
 
 
 @torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -161,17 +163,41 @@ class InPlaceLayouts(TorchDispatchMode):
     ) -> Any:
         del types
         written = args[0] if args and _writes_first(func) else None
+        if _is_constant(written):
+            raise ModelError(
+                "the forward changes a tensor in place that is none of its inputs, parameters and buffers; make it a "
+                "buffer"
+            )
         if isinstance(written, FunctionalTensor):
             if written in self.windows:
                 raise ModelError("the forward writes into windows of a tensor (unfold), which no plan states")
-            if func in DRAWS and not written.is_contiguous() and not kwargs:
+            if func in DRAWS and not kwargs and (func is UNNAMEABLE or not written.is_contiguous()):
                 return _draw(func, written, args[1:])
             if written.device.type == "cpu":
                 _lay_anew(written)
         result = func(*args, **(kwargs or {}))
+        if _makes_anew(func):
+            result = pytree.tree_map_only(torch.Tensor, _writable, result)
         if _leaves_out(func, args) or (args and _is_view(func) and args[0] in self.windows):
             self.windows[result] = True
         return result
+
+
+def _is_constant(tensor: Any) -> bool:
+    """Whether a tracer takes a tensor for one that nothing changes, as what a module holds as a plain attribute."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def _writable(made: torch.Tensor) -> torch.Tensor:
+    """What is computed from constants alone may be written to, though a tracer takes it for a constant too."""
+    return FunctionalTensor.to_functional(made) if _is_constant(made) else made
+
+
+def _makes_anew(func: Any) -> bool:
+    """Whether nothing that an op gives shares an argument's memory."""
+    return isinstance(func, torch._ops.OpOverload) and not any(r.alias_info for r in func._schema.returns)
 
 
 def _is_view(func: Any) -> bool:

@@ -436,6 +436,33 @@ class Carrying(nn.Linear):
         return y
 
 
+class Masked(nn.Linear):
+    """Makes a mask, step by step, of a tensor that is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.padding = torch.arange(16) > 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(self.padding, dtype=x.dtype).masked_fill_(self.padding, -math.inf)
+        mask[2:4] += self.padding[2:4] + 1.0
+        return (super().forward(x) + mask).softmax(-1)
+
+
+def test_what_is_made_of_plain_tensors_is_changed_in_place() -> None:
+    equal_after(step, *planned_and_plain(Masked()))
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(x) * self.calls
+
+
 @pytest.mark.filterwarnings("ignore:.*sets state:UserWarning")
 def test_what_a_plan_would_get_wrong_is_refused() -> None:
     state = random.getstate()
@@ -445,10 +472,11 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Drawing(seeded), X, "seeds the random numbers"),
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
+        (Counting(), X, "make it a buffer"),
         (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
         (Boxed(16, 16), Box(), "is given a Box"),
         (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
-        (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes its parameter weight in place"),
+        (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
     ):
         with pytest.raises(ModelError, match=why):
             rematplan.plan_module(model, (given,), **SETTINGS)

@@ -256,6 +256,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": with_normal_columns,
     "slopes": with_random_slopes,
     "whole numbers": lambda x: x.t() * torch.empty_like(x.t()).random_(0, 7),
+    "whole numbers from one on": lambda x: x * torch.empty_like(x).random_(1, 7),
 }
 
 
