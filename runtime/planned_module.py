@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import RLock
 from types import MethodType
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
+from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.own_errors import own_error
@@ -199,7 +199,8 @@ class _Planned:
         return cast(Callable[..., Any], own or inherited)
 
     def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
+        with _LOCK.shared():
+            return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
 
     def __copy__(self) -> Any:
         """A further object with the same parts and plans."""
@@ -266,8 +267,7 @@ class _Tensor:
     at: int
 
 
-_CAPTURING = RLock()
-"""While a model is captured, other tensors stand in its places: nobody else may look at them."""
+_LOCK = CaptureLock()
 
 
 class _Runner:
@@ -294,14 +294,13 @@ class _Runner:
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = _flattened((args, kwargs))
         tensors = _tensors(leaves)
-        with _CAPTURING:
+        with _LOCK.shared():
             state = self._state(cast(nn.Module, planned))
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
-        with _CAPTURING:
-            way = self._way(planned, leaves, spec, state)
+        way = self._way(planned, leaves, spec, state)
         flat = way.compiled(state.named, tensors)
         leaves = [flat[c.at] if type(c) is _Tensor else c for c in way.constants]
         results, given = pytree.tree_unflatten(leaves, way.outputs)
@@ -312,7 +311,7 @@ class _Runner:
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
         leaves, spec = _flattened((args, kwargs))
-        with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
+        with _LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
 
     def _state(self, planned: nn.Module) -> ModuleState:
@@ -331,26 +330,35 @@ class _Runner:
             )
 
     def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
-        key = (call_key(leaves, spec), state.key)
-        known = self.ways.get(key, ())
-        tensors = _tensors(leaves)
-        found = next((way for way in known if way.holds(state, tensors)), None)
+        key, tensors = (call_key(leaves, spec), state.key), _tensors(leaves)
+        with _LOCK.shared():
+            found = self._known(key, state, tensors)
         if found is None:
-            if self.ways and not self.dynamic:
-                raise ModelError(
-                    f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, "
-                    f"or with dynamic=True"
-                )
-            found = self._compile(planned, leaves, spec, state)
-            self.ways.setdefault(key, []).append(found)
-            if sum(map(len, self.ways.values())) == MANY:
-                warnings.warn(
-                    f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
-                    f"decided by costs a plan each time that it is another: give numbers as tensors",
-                    stacklevel=8,
-                )
+            with _LOCK.alone():  # where another thread may have made it by now
+                found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
         self.last = found
         return found
+
+    def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> _Way | None:
+        return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
+
+    def _new(
+        self, key: Any, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> _Way:
+        if self.ways and not self.dynamic:
+            raise ModelError(
+                f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
+                f"with dynamic=True"
+            )
+        way = self._compile(planned, leaves, spec, state)
+        self.ways.setdefault(key, []).append(way)
+        if sum(map(len, self.ways.values())) == MANY:
+            warnings.warn(
+                f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
+                f"decided by costs a plan each time that it is another: give numbers as tensors",
+                stacklevel=9,
+            )
+        return way
 
     def _compile(
         self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
@@ -384,7 +392,7 @@ class _Runner:
             warnings.warn(
                 f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
                 f"step is planned; what they compute is part of the plan, what else they do is done only then",
-                stacklevel=7,
+                stacklevel=8,
             )
 
 

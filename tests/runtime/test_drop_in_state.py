@@ -8,7 +8,7 @@ import io
 import math
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,37 @@ def test_threads_may_meet_new_shapes_at_once() -> None:
         results = list(pool.map(planned, batches))
     assert all(torch.equal(y, plain(x)) for x, y in zip(batches, results, strict=True))
     assert len(planned.plans) == 5
+
+
+class Slow(nn.Linear):
+    """Takes its time where others could look, once it is told of them."""
+
+    others: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.others:
+            self.others()
+        return super().forward(x)
+
+
+def test_threads_may_evaluate_while_another_plans() -> None:
+    planned, plain = planned_and_plain(Slow(16, 16))
+    with ThreadPoolExecutor(1) as pool:
+        meanwhile = []
+
+        def evaluate() -> Tensor:
+            with torch.no_grad():
+                return planned(X)
+
+        def others() -> None:
+            Slow.others = None
+            meanwhile.append(pool.submit(evaluate))
+            wait(meanwhile, timeout=0.2)
+
+        Slow.others = staticmethod(others)
+        y = planned(X[:3])
+        assert torch.equal(meanwhile[0].result(), plain(X))
+    assert torch.equal(y, plain(X[:3]))
 
 
 class Recording(nn.Module):

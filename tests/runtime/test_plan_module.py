@@ -417,6 +417,17 @@ def test_moving_and_loading_after_planning() -> None:
     assert len(planned.plans) == 2
 
 
+def test_tensors_that_are_swapped_and_assigned_after_planning() -> None:
+    planned, plain = planned_and_plain()
+    for model in (planned, plain):
+        model.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()}, assign=True)
+        torch.utils.swap_tensors(model.conv.weight, nn.Parameter(torch.ones_like(model.conv.weight)))
+        torch.manual_seed(3)
+        loss_of(model(images())).backward()
+    assert same_grads(planned, plain)
+    assert len(planned.plans) == 2  # the weights that were tied are two now
+
+
 def test_a_copy_has_its_own_weights_and_the_same_plans() -> None:
     planned, plain = planned_and_plain()
     twin = copy.deepcopy(planned)
