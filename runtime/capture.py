@@ -18,10 +18,6 @@ import torch._inductor.config
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -34,6 +30,7 @@ from rematplan.runtime.decisions import Decisions
 from rematplan.runtime.host_random import no_host_draws, no_seeding
 from rematplan.runtime.joint_graph import MODULE, read_joint_graph
 from rematplan.runtime.native_kernels import native_kernels
+from rematplan.runtime.presumptions import VALUES_DECIDE, Presumptions
 from rematplan.runtime.quiet import quiet
 from rematplan.runtime.stateless import call_with, slots
 from rematplan.runtime.true_layouts import InPlaceLayouts, TrueLayouts
@@ -56,7 +53,6 @@ IN_OTHER_WORDS = {
     "dynamo-optimized": _COMPILED,
 }
 """What the tracer's faults mean, by what they say."""
-VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def capture(
@@ -163,11 +159,12 @@ def _traced(
             untied.decisions = decisions
             with decisions or nullcontext():
                 try:
-                    joint = trace()
+                    joint = untied.presumptions.traced(trace)
                 except VALUES_DECIDE:
                     # Models that look into their data to take a shortcut often do not when they are being compiled.
                     stack.enter_context(_as_if_compiling())
-                    joint = trace()
+                    untied.presumptions = Presumptions()
+                    joint = untied.presumptions.traced(trace)
     return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
 
 
@@ -224,6 +221,7 @@ class _Untied(nn.Module):
         self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
         self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: Decisions | None = None
+        self.presumptions = Presumptions()
         self.outputs = 0  # of the module; those after them are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
@@ -241,7 +239,8 @@ class _Untied(nn.Module):
             held = {self.names[short]: getattr(self, short) for short in self._buffers}
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
         leaves = [*self.parameters(), *batch]
-        with Checks() as checks, no_seeding(), casting_once(leaves, self.casts_once):
+        self.presumptions.begin()
+        with Checks(self.presumptions) as checks, no_seeding(), casting_once(leaves, self.casts_once):
             results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])

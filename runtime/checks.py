@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematplan.runtime.presumptions import CHECK_CONDITION, VALUES_DECIDE, Presumptions
+
 ATEN = torch.ops.aten
 
 
@@ -49,13 +51,15 @@ _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
 
 
 class Checks(TorchDispatchMode):
-    """A block whose checks are made by ops that give something. ``results``: what they gave, for the graph to keep."""
+    """A block whose checks are made by ops that give something. ``results``: what they gave, for the graph to keep.
+    ``presumptions``: of the conditions that it looks at and that are not known."""
 
     supports_higher_order_operators = True  # they pass through
 
-    def __init__(self) -> None:
+    def __init__(self, presumptions: Presumptions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[torch.Tensor] = []
+        self.presumptions = presumptions
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,8 +68,20 @@ class Checks(TorchDispatchMode):
         if func is ATEN._is_all_true.default:  # asked by torch.distributions, to raise if it is not so
             self.results.append(torch.ops.rematplan.check_constraint.default(*args))
             return torch.tensor(True)
+        if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return self._condition(*args)
         check = _WITH_RESULT.get(func)
         if check is None:
             return func(*args, **(kwargs or {}))
         self.results.append(check(*args, **(kwargs or {})))
         return None
+
+    def _condition(self, condition: torch.Tensor) -> Any:
+        try:
+            return ATEN._local_scalar_dense.default(condition)
+        except VALUES_DECIDE:
+            presumed = self.presumptions.next()
+            if presumed is None:
+                raise
+        self.results.append(CHECK_CONDITION(condition, presumed.outcome, presumed.kind, presumed.text))
+        return presumed.outcome

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import rematplan
 from rematplan.ir import ModelError
@@ -96,6 +97,54 @@ def test_distributions_check_what_they_are_made_of(monkeypatch: pytest.MonkeyPat
     for one in (model, planned):
         with pytest.raises(ValueError, match=r"satisfy (the|its) constraint"):
             one(torch.full((6, 4), math.nan))
+
+
+def positive(h: Tensor) -> Tensor:
+    """Checked in two ways."""
+    if h.isnan().any():
+        raise ValueError("not a number")
+    if h.min() > 0:
+        return h * 2
+    raise AssertionError("not positive")
+
+
+CONDITIONS = {"variances": lambda h: functional.gaussian_nll_loss(X.abs(), h, h), "assert": positive}
+
+
+@pytest.mark.parametrize("end", CONDITIONS.values(), ids=CONDITIONS)
+def test_a_condition_that_is_only_checked_is_checked(end: Callable[[Tensor], Tensor]) -> None:
+    model, x = Checking(end), X.abs()
+    model.linear.weight.data.abs_()
+    planned = rematplan.plan_module(model, (x,), budget="min", strategy="approx_dp", costs="roofline")
+    gradients = []
+    for one in (model, planned):
+        model.zero_grad()
+        one(x).sum().backward()
+        gradients.append(model.linear.weight.grad)
+    assert torch.equal(*gradients)
+    for wrong in (-x, x * math.nan):
+        given = []
+        for one in (model, planned):
+            try:
+                given.append(str(one(wrong).sum().isnan()))
+            except (ValueError, AssertionError) as error:
+                given.append(repr(error))
+        assert given[0] == given[1]
+    assert len(planned.plans) == 1
+
+
+def halved(h: Tensor) -> Tensor:
+    """Goes on for both outcomes of its first condition, for one of them to a check."""
+    if h.sum() > 0:
+        return h / 2
+    if h.min() < 0:
+        raise ValueError("negative")
+    return h
+
+
+def test_a_condition_for_both_of_whose_outcomes_the_forward_goes_on_is_refused() -> None:
+    with pytest.raises(ModelError, match="looks at what tensors hold"):
+        rematplan.plan_module(Checking(halved), (torch.zeros(6, 4),), budget="100%", costs="roofline")
 
 
 @pytest.mark.parametrize("end", [conditional, SolvingBackward.apply])
