@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
-from rematplan.models import build
 
 STEPS = 20
 SETTINGS = {"budget": "92%", "strategy": "approx_dp", "costs": "roofline"}
@@ -29,11 +28,30 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def resnet(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
+class Residual(nn.Module):
+    """A residual block of convolutions and batch norms."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, 2, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, 2, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu_(self.body(x) + self.shortcut(x))
+
+
+def whole(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
     """A network that is planned whole."""
-    x = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(0)
-    model = build("resnet18", image=64, width=8, classes=10)
+    blocks = nn.Sequential(*(Residual(a, b) for a, b in ((3, 8), (8, 16), (16, 32))))
+    model = nn.Sequential(blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     return (rematplan.plan_module(model, (x,), **SETTINGS) if planned else model), x
 
 
@@ -41,7 +59,7 @@ def units(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
     """A network of which each unit is planned."""
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(Block(), Block(), Block()) for _ in range(3)), nn.Linear(32, 10))
+    model = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(3)), nn.Linear(32, 10))
     for at in range(3) if planned else ():
         model[at] = rematplan.plan_module(model[at], (x.clone().requires_grad_(),), **SETTINGS)
     return model, x
@@ -67,8 +85,8 @@ def sharded_units(model: nn.Module) -> nn.Module:
 HOW: dict[
     str, tuple[Callable[[bool, int], tuple[nn.Module, torch.Tensor]], Callable[[nn.Module], nn.Module]]
 ] = {
-    "data_parallel": (resnet, data_parallel),
-    "sharded": (resnet, sharded),
+    "data_parallel": (whole, data_parallel),
+    "sharded": (whole, sharded),
     "sharded_units": (units, sharded_units),
 }
 
