@@ -2,6 +2,7 @@
 own: no test reads or writes the user's. On CUDA the workspace with which cuBLAS gives the same bits each time, to be
 said before cuBLAS is first used."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,3 +18,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded stays loaded: the collector need not go through all of PyTorch each time."""
+    gc.collect()
+    gc.freeze()

@@ -17,6 +17,7 @@ from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.training_step import PlannedStep, verify
 
+pytestmark = pytest.mark.usefixtures("few_blocks")
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 EVERY = ("unet", "resnet18", "resnet50", "vgg19", "gpt12", "light_squeezenet", "light_inception_v1")
 """Networks on which every strategy is tried."""

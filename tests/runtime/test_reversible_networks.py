@@ -15,6 +15,7 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.training_step import PlannedStep, verify
 
+pytestmark = pytest.mark.usefixtures("few_blocks")
 BATCH = 32
 """Enough for a dropout's results to take more than the random state it would run again from; smaller ones are never
 run again."""
