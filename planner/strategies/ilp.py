@@ -12,7 +12,6 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds import CLOSED, BoundSearch
 from rematplan.planner.cut_start import cut_start
 from rematplan.planner.ilp_stages import StageProgram, add_violated, runs_at
-from rematplan.planner.ilp_steps import solve_steps
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence_problem import without_inverses
@@ -66,6 +65,9 @@ class ILP(Strategy):
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         recipes = len(graph.ops) + len(graph.inverses)
         if recipes <= TINY and not graph.ordered:
+            # Here, since CP-SAT loads pandas and few problems are so small.
+            from rematplan.planner.ilp_steps import solve_steps
+
             found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
             if found.runs is not None:
                 best.offer(found.runs)

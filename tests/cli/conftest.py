@@ -34,12 +34,12 @@ Call = Callable[..., Result]
 
 
 def quick(argv: list[str]) -> list[str]:
-    """The arguments with a second's limit for the strategies that would search longer."""
+    """The arguments with a third of a second's limit for the strategies that would search longer."""
     if not argv or argv[0] not in ("plan", "curve", "step") or "--help" in argv:
         return argv
     named = [b for a, b in itertools.pairwise(argv) if a == "--strategy"] or ["auto"]
     searching = any("time_limit" in {f.name for f in fields(STRATEGIES[n])} for n in named if n in STRATEGIES)
-    return [*argv, "--time-limit", "1"] if searching else argv
+    return [*argv, "--time-limit", "0.3"] if searching else argv
 
 
 @pytest.fixture
