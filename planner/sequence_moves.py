@@ -49,7 +49,9 @@ from rematplan.planner.sequence_state import (
 from rematplan.planner.sequence_sweep import random_spare, take_out
 
 SEARCH = 16  # tries to find a candidate
-EARLY = 0.5  # share of the candidates that would run again while their inputs are there
+EARLY = 0.4
+"""Share of the candidates that would run again while their inputs are there. Where skips make that pay, no shifts lead
+there from runs before the next read: each holds both what it reads and what it writes."""
 ADAPT = 500  # most moves between two changes of the penalty's price
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
 PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
@@ -163,7 +165,7 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
     """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
-    read, or in plain graphs also earlier, while its inputs are there.
+    read, or earlier, while its inputs are there.
 
     ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
     """
@@ -178,10 +180,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
         op = a_maker(P, S, t)
         if is_spent(P, S, op):
             continue
-        place = early_place(P, S, op, slot, reader) if P.plain and uniform(S.random) < EARLY else reader
+        early = uniform(S.random) < EARLY
+        place = early_place(P, S, op, slot, reader) if early else reader
         stop = S.links.slot[place]
         gain = -S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t]) - P.cost[op]
-        if P.plain:
+        if P.plain or early:
             gain -= supply(P, S, op, stop)
         if gain > best:
             best, best_at, best_op = gain, place, op
