@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.kept_plans import keep_plan
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan
 from rematplan.planner.schedule import runs_of
@@ -59,9 +60,9 @@ class Anneal(Strategy):
         )
         plan = search.run(starts, Effort(self.time_limit, self.moves))
         if plan is None:
-            annealed(graph, self.keep_order).append(search.least)
+            keep_annealed(graph, search.least, self.keep_order)
             raise InfeasibleBudget(self.name, budget, search.least.estimate.peak, "searched")
-        annealed(graph, self.keep_order).append(plan)
+        keep_annealed(graph, plan, self.keep_order)
         return plan
 
     def curve(
@@ -90,6 +91,12 @@ class Anneal(Strategy):
 def annealed(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
     """The plans found for this problem so far, for `auto` to begin with."""
     return remember(graph, ("annealed", keep_order), list)
+
+
+def keep_annealed(graph: TrainingGraph, plan: Plan, keep_order: bool) -> None:
+    """Have `auto` begin with a plan, here and, unless it is told not to, in later processes."""
+    annealed(graph, keep_order).append(plan)
+    keep_plan(graph, plan)
 
 
 def _floor(graph: TrainingGraph) -> float:

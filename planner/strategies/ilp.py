@@ -17,7 +17,7 @@ from rematplan.planner.schedule import runs_of
 from rematplan.planner.sequence_problem import without_inverses
 from rematplan.planner.sequence_search import Effort, Search
 from rematplan.planner.solver import Solver
-from rematplan.planner.strategies.anneal import annealed
+from rematplan.planner.strategies.anneal import keep_annealed
 from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
 TINY = 10  # recipes up to which every order is searched
@@ -55,7 +55,7 @@ class ILP(Strategy):
                 raise
         if best.plan is None:
             raise InfeasibleBudget(self.name, budget, best.smallest, "searched")
-        annealed(graph, keep_order=False).append(best.plan)
+        keep_annealed(graph, best.plan, keep_order=False)
         floor = min(best.bound, best.plan.estimate.overhead)
         closed = best.plan.estimate.overhead <= floor + CLOSED
         return replace(

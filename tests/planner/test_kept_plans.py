@@ -12,6 +12,7 @@ from rematplan.planner.kept_plans import keep_plan, kept_plans
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.strategies.ilp import ILP
 
 INSTANT = Auto(time_limit=0.0)
 
@@ -31,10 +32,11 @@ def again(graph):
     return replace(graph)
 
 
-def test_a_later_process_is_never_worse_at_the_same_or_a_larger_budget(problems):
+@pytest.mark.parametrize("search", [Auto(time_limit=1), Anneal(moves=50_000), ILP(time_limit=2)])
+def test_a_later_process_is_never_worse_at_the_same_or_a_larger_budget(problems, search):
     graph = problems.residual((2, 2))
     peak = base(graph).estimate.peak
-    found = Auto(time_limit=1).plan(graph, int(0.6 * peak))
+    found = search.plan(graph, int(0.6 * peak))
     for share in (0.6, 0.61, 0.7):
         later = INSTANT.plan(again(graph), int(share * peak))
         assert later.estimate.cost <= found.estimate.cost
