@@ -30,9 +30,10 @@ from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
+from rematplan.runtime.flat_model import FlatModel, Place, flattened, tensors_in
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
-from rematplan.runtime.reads import Read, Reads, reads_of
+from rematplan.runtime.reads import Read, reads_of
 from rematplan.runtime.ways import (
     ModuleState,
     Walk,
@@ -235,7 +236,7 @@ class _Way:
     outputs: pytree.TreeSpec
     """Of what the forward returns and of the attributes that it gives: a dictionary by module, of dictionaries."""
     constants: tuple[Any, ...]
-    """The flattened outputs, with a `_Tensor` where a tensor goes."""
+    """The flattened outputs, with a `Place` where a tensor goes."""
     reads: tuple[Read, ...]
     """What the traced forward read of the modules' attributes."""
     guard: Guard
@@ -258,13 +259,6 @@ def _own_errors(
         if own is None:
             raise
         raise own from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Stands for a tensor, by its place among those that a compiled plan gives."""
-
-    at: int
 
 
 _LOCK = CaptureLock()
@@ -292,8 +286,8 @@ class _Runner:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
-        leaves, spec = _flattened((args, kwargs))
-        tensors = _tensors(leaves)
+        leaves, spec = flattened((args, kwargs))
+        tensors = tensors_in(leaves)
         with _LOCK.shared():
             state = self._state(cast(nn.Module, planned))
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
@@ -302,7 +296,7 @@ class _Runner:
         self._check_first_order()
         way = self._way(planned, leaves, spec, state)
         flat = way.compiled(state.named, tensors)
-        leaves = [flat[c.at] if type(c) is _Tensor else c for c in way.constants]
+        leaves = [flat[c.at] if type(c) is Place else c for c in way.constants]
         results, given = pytree.tree_unflatten(leaves, way.outputs)
         for at, attributes in given.items():
             state.attributes[at].update(attributes)
@@ -310,7 +304,7 @@ class _Runner:
 
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
-        leaves, spec = _flattened((args, kwargs))
+        leaves, spec = flattened((args, kwargs))
         with _LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
 
@@ -330,7 +324,7 @@ class _Runner:
             )
 
     def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
-        key, tensors = (call_key(leaves, spec), state.key), _tensors(leaves)
+        key, tensors = (call_key(leaves, spec), state.key), tensors_in(leaves)
         with _LOCK.shared():
             found = self._known(key, state, tensors)
         if found is None:
@@ -368,13 +362,13 @@ class _Runner:
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         forward = planned._rematplan_forward_of(model)
-        batch = [t.detach().requires_grad_(t.requires_grad) for t in _tensors(leaves)]
+        batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
         decisions = Decisions(state.named, batch)
         with (
             _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)),
             reads_of(list(model.modules())) as reads,
         ):
-            flat = _Flat(model, forward, leaves, spec, reads)
+            flat = FlatModel(model, forward, leaves, spec, reads)
             step = capture(flat, batch, self.name, model, decisions)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c) else c
@@ -398,65 +392,3 @@ class _Runner:
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
 """Types of the first tensor that wants a gradient where there is nothing to plan: none does, or somebody traces."""
-
-
-def _flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
-    return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
-
-
-def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
-    """The tensors among the leaves, each once."""
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-
-
-class _Flat(nn.Module):
-    """The model as a function from a flat tuple of tensors to a flat tuple of tensors that are nobody's views."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        reads: Reads,
-    ) -> None:
-        super().__init__()
-        self.model, self._forward, self._reads = model, forward, reads
-        self.training = model.training
-        at: dict[int, int] = {}
-        self._leaves = [
-            (at.setdefault(id(leaf), len(at)), None) if isinstance(leaf, torch.Tensor) else (None, leaf)
-            for leaf in leaves
-        ]
-        self._spec = spec
-        self.outputs: pytree.TreeSpec
-        self.constants: list[Any] = []
-        self.count = 0  # of tensors among the outputs
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        modules = list(self.model.modules())
-        before = [dict(vars(m)) for m in modules]
-        results = self._forward(*args, **kwargs)
-        given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
-        flat, self.outputs = _flattened((results, {at: one for at, one in given.items() if one}))
-        outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
-        if not outputs:
-            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but")
-        places = {of: _Tensor(at) for at, of in enumerate(outputs)}
-        self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
-        own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
-        # A view has a tangent of its own only as a copy.
-        return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
-
-    def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """The attributes that the forward gives a module, which gets back what it had."""
-        given = self._reads.given(module, before)
-        for name in given:
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-        return given

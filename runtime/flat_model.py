@@ -1,0 +1,89 @@
+"""A model as a function of tensors alone, from a flat tuple to a flat tuple, as tracers take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rematplan.runtime.reads import Reads
+from rematplan.runtime.ways import check_no_hidden_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stands for a tensor, by its place among those that a compiled plan gives."""
+
+    at: int
+
+
+def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
+    return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
+
+
+def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
+    """The tensors among the leaves, each once."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+
+
+class FlatModel(nn.Module):
+    """The model called as ``leaves`` and ``spec`` say, as a function of the tensors among them.
+
+    Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results and
+    of the attributes that the forward gives (a dictionary by module, of dictionaries), and ``constants``, its leaves,
+    with a `Place` where one of the ``count`` tensors goes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        reads: Reads,
+    ) -> None:
+        super().__init__()
+        self.model, self._forward, self._reads = model, forward, reads
+        self.training = model.training
+        at: dict[int, int] = {}
+        self._leaves = [
+            (at.setdefault(id(leaf), len(at)), None) if isinstance(leaf, torch.Tensor) else (None, leaf)
+            for leaf in leaves
+        ]
+        self._spec = spec
+        self.outputs: pytree.TreeSpec
+        self.constants: list[Any] = []
+        self.count = 0  # of tensors among the outputs
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors that the model gives, each once, none of them another's view."""
+        leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        modules = list(self.model.modules())
+        before = [dict(vars(m)) for m in modules]
+        results = self._forward(*args, **kwargs)
+        given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
+        flat, self.outputs = flattened((results, {at: one for at, one in given.items() if one}))
+        outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
+        if not outputs:
+            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but")
+        places = {of: Place(at) for at, of in enumerate(outputs)}
+        self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
+        own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        # A view has a tangent of its own only as a copy.
+        return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
+
+    def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+        """The attributes that the forward gives a module, which gets back what it had."""
+        given = self._reads.given(module, before)
+        for name in given:
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+        return given

@@ -1,0 +1,157 @@
+"""What a planned step could not do as the model does is refused in one line, or withheld."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import ModelError
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def planned(model: nn.Module, given: Any = X) -> nn.Module:
+    return rematplan.plan_module(model, (given,), budget="min", strategy="approx_dp", costs="roofline")
+
+
+def seeded() -> float:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return 1.0
+
+
+class Drawing(nn.Linear):
+    """Draws outside of PyTorch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__(16, 16)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.draw()
+
+
+class Loose(nn.Linear):
+    """Has a trained tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.loose = [torch.ones(16, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.loose[0]
+
+
+class Box:
+    """Hides a tensor."""
+
+    def __init__(self) -> None:
+        self.x = X
+
+
+class BoxOfBoxes:
+    """Hides it deeper."""
+
+    def __init__(self) -> None:
+        self.boxes = {"first": [Box()]}
+        self.this = self
+
+
+class Boxed(nn.Linear):
+    """Takes a box."""
+
+    def forward(self, box: Any) -> Tensor:
+        return super().forward(box.x)
+
+
+class Caching(nn.Linear):
+    """Gives a list of boxes beside its result."""
+
+    def forward(self, x: Tensor) -> Any:
+        cache = Box()
+        cache.x = [Box()]
+        cache.x[0].x = super().forward(x)
+        return cache.x[0].x.tanh(), cache
+
+
+class Carrying(nn.Linear):
+    """Carries a state from call to call."""
+
+    def __init__(self, state: Tensor | None) -> None:
+        super().__init__(16, 16)
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) + (0 if self.state is None else self.state)
+        self.state = y.detach()
+        return y
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.filterwarnings("ignore:.*sets state:UserWarning")
+def test_what_a_plan_would_get_wrong_is_refused() -> None:
+    state = random.getstate()
+    for model, given, why in (
+        (Drawing(random.random), X, "draws from Python's random"),
+        (Drawing(np.random.rand), X, "draws from numpy.random"),
+        (Drawing(seeded), X, "seeds the random numbers"),
+        (Loose(), X, "none of its parameters"),
+        (Carrying(None), X, "make them buffers"),
+        (Counting(), X, "make it a buffer"),
+        (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
+        (Boxed(16, 16), Box(), "is given a Box"),
+        (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
+        (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            planned(model, given)
+    assert random.getstate() == state
+
+
+def test_other_derivatives_than_the_backward_are_refused() -> None:
+    model = planned(nn.Linear(16, 16))
+    with pytest.raises(ModelError, match=r"torch\.func"):
+        torch.func.vmap(model)(X[None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
+        model(X)
+
+
+def test_outputs_that_hide_tensors_are_withheld() -> None:
+    plain = Caching(16, 16)
+    model = planned(copy.deepcopy(plain))
+    with pytest.raises(ModelError, match="gives a Box, whose tensors"):
+        _ = model(X)[1].x
+    assert not hasattr(model(X)[1], "to")
+    for each in (model, plain):
+        each(X)[0].sum().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        assert torch.equal(model(X)[1].x[0].x, plain(X)[1].x[0].x)
+
+
+def test_a_module_all_of_whose_outputs_hide_tensors_is_refused_by_that_name() -> None:
+    class Boxing(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            box = Box()
+            box.x = super().forward(x)
+            return box
+
+    with pytest.raises(ModelError, match="Boxing gives nothing but a Box, whose tensors"):
+        planned(Boxing(16, 16))
