@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rematplan.runtime.presumptions import CHECK_CONDITION, VALUES_DECIDE, Presumptions
+from rematplan.runtime.presumptions import CHECK_CONDITION, VALUES_DECIDE, Presumption, Presumptions
 
 ATEN = torch.ops.aten
 
@@ -28,26 +28,23 @@ def _linalg_check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) 
     return _nothing(info)
 
 
-@torch.library.custom_op("rematplan::check_constraint", mutates_args=())
-def _check_constraint(valid: torch.Tensor) -> torch.Tensor:
-    if not valid.all():
-        raise ValueError("a parameter or a sample of a distribution does not satisfy its constraint")
-    return _nothing(valid)
-
-
 def _nothing(like: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return like.new_empty(0)
 
 
 _assert_async.register_fake(_nothing)
 _linalg_check_errors.register_fake(_nothing)
-_check_constraint.register_fake(_nothing)
 
 _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
     ATEN._assert_async.default: torch.ops.rematplan.assert_async.default,
     ATEN._assert_async.msg: torch.ops.rematplan.assert_async.default,
     ATEN._linalg_check_errors.default: torch.ops.rematplan.linalg_check_errors.default,
 }
+
+_VALID = Presumption(
+    True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
+)
+"""What is so of all that a distribution validates, and the error where it is not. Its own text would print values."""
 
 
 class Checks(TorchDispatchMode):
@@ -66,8 +63,7 @@ class Checks(TorchDispatchMode):
     ) -> Any:
         del types
         if func is ATEN._is_all_true.default:  # asked by torch.distributions, to raise if it is not so
-            self.results.append(torch.ops.rematplan.check_constraint.default(*args))
-            return torch.tensor(True)
+            return torch.tensor(self._presume(ATEN.all.default(*args), _VALID))
         if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition(*args)
         check = _WITH_RESULT.get(func)
@@ -83,5 +79,8 @@ class Checks(TorchDispatchMode):
             presumed = self.presumptions.next()
             if presumed is None:
                 raise
+        return self._presume(condition, presumed)
+
+    def _presume(self, condition: torch.Tensor, presumed: Presumption) -> bool:
         self.results.append(CHECK_CONDITION(condition, presumed.outcome, presumed.kind, presumed.text))
         return presumed.outcome

@@ -76,7 +76,7 @@ class Presumptions:
         self.trial = outcome
         try:
             trace()
-        except Exception as error:
+        except Exception as error:  # a forward or the tracer may raise anything; which of them did, decides
             return error if _is_raised_by_forward(error) else None
         finally:
             self.trial = None
