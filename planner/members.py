@@ -11,6 +11,7 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Enough, Strategy, pareto
@@ -21,6 +22,7 @@ ALWAYS: Rows = ((StoreAll(),),)
 BLOCKS: Rows = (
     (ChenSqrt(),),
     (ChenGreedy(),),
+    (NestedDP(),),
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
@@ -32,12 +34,13 @@ VAST = 3000
 VAST_BLOCKS: Rows = (
     (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
     (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
+    (NestedDP(plans=8),),
 )
 """The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
 coarse anyway."""
 
 
-LEANEST: tuple[Strategy, ...] = (ApproxDP(objective="memory"),)
+LEANEST: Rows = ((NestedDP(),), (ApproxDP(objective="memory"),))
 """Where a search for less memory starts."""
 
 
@@ -58,9 +61,10 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     """Block plans of little memory, as far as they are found before a time of the monotonic clock: a search that
     begins with them ends lower than one that begins with the base order (DenseNet-161 in 20 s at 1.45 times the
     largest working set, not at 2.11; Swin-T at 1.17, not at 1.27)."""
-    row = VAST_BLOCKS[-1] if len(graph.ops) > VAST else LEANEST
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
-    found += _first(graph, row, until, lambda _: None)[-1:] if graph.has_phases else ()
+    rows = VAST_BLOCKS[1:] if len(graph.ops) > VAST else LEANEST
+    for row in rows if graph.has_phases else ():
+        found += _first(graph, row, until, lambda _: None)[-1:]
     return tuple(found)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
@@ -59,22 +61,48 @@ def smallest_peak(
         starts = [*starts, runs_of(plain.schedule)]
         effort.done = int(PLAIN * moves)
     floor = min_peak_bound(graph).bytes
-    search = Search(
-        graph,
-        floor,
-        keep_order=keep_order,
-        report=lambda fraction, _: progress(fraction, "lowering the peak"),
-    )
-    search.prepare(starts)
-    until, stalls = DESCENDING * effort.total, 0
+    searches = [
+        Search(graph, floor, seed, keep_order, report=lambda done, _: progress(done, "lowering the peak"))
+        for seed in range(1 if moves or (os.cpu_count() or 1) < 2 else 2)  # moves: the same on any machine
+    ]
     try:
-        while stalls < STALLS and search.least.estimate.peak > floor and effort.spent() < until:
-            before = search.least.estimate.peak
-            search.descend(effort, until)
-            stalls = stalls + 1 if search.least.estimate.peak == before else 0
-        return _cheapest(search, effort, progress)
+        _descend(searches, starts, effort)
+        return _cheapest(min(searches, key=_reached), effort, progress)
     except KeyboardInterrupt:
-        return replace(search.least, budget=search.least.estimate.peak)
+        least = min(searches, key=_reached).least
+        return replace(least, budget=least.estimate.peak)
+
+
+def _reached(search: Search) -> int:
+    return search.least.estimate.peak
+
+
+def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort: Effort) -> None:
+    """Lower the peak in each search, a thread each; all but the first do without the leanest of the starts, from where
+    there may be no way down."""
+    first, *others = searches
+    first.prepare(starts)
+    rest = [runs for runs in starts if runs != runs_of(first.least.schedule)]
+    for search in others:
+        search.prepare(rest)
+    beside = replace(effort)
+    with ThreadPoolExecutor(len(searches)) as pool:
+        work = [pool.submit(_lower, search, beside) for search in others]
+        try:
+            _lower(first, effort)
+            for other in work:
+                other.result()
+        finally:
+            beside.stop()
+
+
+def _lower(search: Search, effort: Effort) -> None:
+    """Descend until nothing more is gained or the time for it is up."""
+    until, stalls = DESCENDING * effort.total, 0
+    while stalls < STALLS and search.least.estimate.peak > search.budget and effort.spent() < until:
+        before = search.least.estimate.peak
+        search.descend(effort, until)
+        stalls = stalls + 1 if search.least.estimate.peak == before else 0
 
 
 def _cheapest(descent: Search, effort: Effort, progress: Progress) -> Plan:

@@ -15,13 +15,14 @@ from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.ilp import ILP
+from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.planner.strategy import Strategy
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     kind.name: kind
-    for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, Anneal, ILP, Reversible)
+    for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, NestedDP, Anneal, ILP, Reversible)
 }
 
 

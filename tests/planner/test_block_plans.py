@@ -29,7 +29,8 @@ from rematplan.planner.forward_graph import forward_graph
 from rematplan.planner.lattice import lower_sets
 from rematplan.planner.lowering import Partition, lower, partition_of
 from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.strategies.block_strategy import BlockStrategy
+from rematplan.planner.strategies.candidates import CandidateStrategy
+from rematplan.planner.strategies.dp_strategy import DPStrategy
 from rematplan.planner.strategy import Enough
 
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
@@ -37,8 +38,8 @@ PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
 KINDS = [
     strategy(name, **({"objective": objective} if objective else {}))
     for name, kind in STRATEGIES.items()
-    if name == "store_all" or issubclass(kind, BlockStrategy)
-    for objective in (("time", "memory") if name.endswith("_dp") else (None,))
+    if name == "store_all" or issubclass(kind, CandidateStrategy)
+    for objective in (("time", "memory") if issubclass(kind, DPStrategy) else (None,))
 ]
 NAMES = [f"{s.name}-{getattr(s, 'objective', '')}".strip("-") for s in KINDS]
 

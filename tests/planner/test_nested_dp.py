@@ -1,0 +1,116 @@
+"""Nested plans are Revolve's on equal layers, and reach below block partitions on any network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from math import comb
+
+import pytest
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner import runs_of, strategy
+from rematplan.planner.block_chain import block_chain
+from rematplan.planner.exhaustive import exhaustive
+from rematplan.planner.nested_dp import intervals
+from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.strategies.nested_dp import NestedDP
+
+SIZE = 1000
+
+
+def equal_layers(n: int) -> TrainingGraph:
+    """Layers of one size and cost, whose backward reads their input."""
+    value = ["x", *(f"a{k}" for k in range(1, n + 1))]
+    forward = [Op(f"f{k}", (value[k - 1],), (value[k],), 1.0, 0, "forward") for k in range(1, n + 1)]
+    loss = Op("loss", (value[n],), (f"g{n}",), 1.0, 0, "backward")
+    backward = [
+        Op(f"b{k}", (value[k - 1], f"g{k}"), (f"g{k - 1}",), 2.0, 0, "backward") for k in range(n, 0, -1)
+    ]
+    tensors = (*value, *(f"g{k}" for k in range(n + 1)))
+    ops = (*forward, loss, *backward)
+    return TrainingGraph(f"{n} layers", tuple(Tensor(t, SIZE) for t in tensors), ("x",), ("g0",), ops)
+
+
+def revolve(layers: int, checkpoints: int) -> int:
+    """Layers that run again at least (Griewank and Walther 2000, proposition 1), the input stored besides."""
+    sweeps = next(r for r in count() if comb(checkpoints + r, checkpoints) >= layers)
+    return sweeps * layers - comb(checkpoints + sweeps, sweeps - 1) - (layers - 1)
+
+
+@pytest.mark.parametrize("layers", [7, 30, 100])
+def test_of_equal_layers_as_many_run_again_as_revolve_proves_necessary(layers):
+    graph = equal_layers(layers)
+    plans = [p for p in NestedDP().curve(graph, ()) if p.estimate.reruns]
+    assert len(plans) >= min(layers - 4, 20)
+    for plan in plans:
+        held = plan.estimate.peak // SIZE - 3  # beside the input and a layer's two gradients
+        assert plan.estimate.reruns == revolve(layers, held)
+    assert plans[-1].estimate.peak <= (4 if layers < 50 else 5) * SIZE
+
+
+def test_no_schedule_is_better_on_few_layers():
+    graph = equal_layers(4)
+    for slots in (4, 5, 6):
+        exact = exhaustive(graph, slots * SIZE)
+        assert exact is not None
+        assert NestedDP().plan(graph, slots * SIZE).estimate.cost == exact.cost
+
+
+def test_equal_layers_are_solved_once():
+    chain = block_chain(equal_layers(400), 1000)
+    everywhere = list(range(1, 401))
+    assert len(intervals(chain, everywhere).first) < 5 * 400
+    costs = chain.cost.copy()
+    costs += range(400)
+    assert len(intervals(replace(chain, cost=costs), everywhere).first) == 400 * 401 // 2
+
+
+def test_a_thousand_layers_fit_where_a_few_do(oracle):
+    assert NestedDP(plans=4).curve(equal_layers(1000), ())[-1].estimate.peak <= 9 * SIZE
+
+
+def test_the_smallest_peak_begins_there():
+    assert smallest_peak(equal_layers(150), moves=10).estimate.peak <= 7 * SIZE
+
+
+@pytest.mark.parametrize("shape", ["unet", "residual"])
+def test_the_least_peak_is_below_any_block_partitions(problems, shape):
+    graph = problems.unet() if shape == "unet" else problems.residual()
+    least = {name: strategy(name).curve(graph, ())[-1].estimate.peak for name in ("nested_dp", "approx_dp")}
+    assert least["nested_dp"] < least["approx_dp"]
+
+
+def test_blocks_of_several_nodes_where_there_are_many(problems):
+    graph = problems.residual()
+    chain = block_chain(graph, 12)
+    assert 6 <= len(chain) <= 12
+    forward = [graph.ops[o] for ops in chain.forward for o in ops]
+    assert {op.name for op in forward} == {op.name for op in graph.ops if op.phase == "forward"}
+    assert len({o for ops in chain.backward for o in ops}) == len(graph.ops) - len(forward)
+
+
+def test_what_may_never_run_again_runs_once(problems):
+    graph = problems.residual((2, 2))
+    once = tuple(op.name for op in graph.ops if op.phase == "forward")[::3]
+    for plan in NestedDP().curve(replace(graph, never_rerun=once), ()):
+        runs = runs_of(plan.schedule)
+        assert all(runs.count(name) == 1 for name in once)
+
+
+def test_delayed_gradients_of_weights_do_not_hold_the_chain_up():
+    """Where all weights' gradients are computed at the end, each still runs when what it reads is there."""
+    n = 40
+    graph = equal_layers(n)
+    late = [
+        Op(f"w{k}", (f"g{k}", "x" if k == 1 else f"a{k - 1}"), (f"dw{k}",), 1.0, 0, "backward")
+        for k in range(n, 0, -1)
+    ]
+    weights = [Tensor(f"dw{k}", 1) for k in range(1, n + 1)]
+    graph = replace(
+        graph,
+        tensors=(*graph.tensors, *weights),
+        ops=(*graph.ops, *late),
+        outputs=(*graph.outputs, *(t.name for t in weights)),
+    )
+    assert NestedDP().curve(graph, ())[-1].estimate.peak <= 9 * SIZE
