@@ -14,9 +14,9 @@ from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll
-from rematplan.planner.strategy import Enough, Strategy, pareto
+from rematplan.planner.strategy import Enough, FamilyStrategy, pareto
 
-Rows = tuple[tuple[Strategy, ...], ...]
+Rows = tuple[tuple[FamilyStrategy, ...], ...]
 
 ALWAYS: Rows = ((StoreAll(),),)
 BLOCKS: Rows = (
@@ -34,18 +34,20 @@ VAST = 3000
 VAST_BLOCKS: Rows = (
     (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
     (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
-    (NestedDP(plans=8),),
 )
 """The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
 coarse anyway."""
 
 
-LEANEST: Rows = ((NestedDP(),), (ApproxDP(objective="memory"),))
-"""Where a search for less memory starts."""
+LEANEST: FamilyStrategy = ApproxDP(objective="memory")
+"""Where a search for less memory starts, beside nested plans."""
 
 
-def members_plans(graph: TrainingGraph, until: float, report: Callable[[str], None]) -> tuple[Plan, ...]:
-    """The trade-off of all members, as far as they come before a time of the monotonic clock, none dominated.
+def members_plans(
+    graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
+) -> tuple[Plan, ...]:
+    """Of each member the best plan for the budget and the leanest, as far as they come before a time of the monotonic
+    clock; none that another dominates.
 
     ``report`` is told what is being done.
     """
@@ -53,8 +55,15 @@ def members_plans(graph: TrainingGraph, until: float, report: Callable[[str], No
     found: list[Plan] = []
     for row in (*ALWAYS, *(blocks if graph.has_phases else ())):
         if not found or time.monotonic() <= until:
-            found.extend(_first(graph, row, until, report))
+            found.extend(_first(graph, row, budget, until, report))
     return pareto(found)
+
+
+def nested_plans(
+    graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
+) -> tuple[Plan, ...]:
+    """As `members_plans`, of the one member that finds something for the least budgets, and only about this one."""
+    return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
@@ -62,16 +71,21 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     begins with them ends lower than one that begins with the base order (DenseNet-161 in 20 s at 1.45 times the
     largest working set, not at 2.11; Swin-T at 1.17, not at 1.27)."""
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
-    rows = VAST_BLOCKS[1:] if len(graph.ops) > VAST else LEANEST
-    for row in rows if graph.has_phases else ():
-        found += _first(graph, row, until, lambda _: None)[-1:]
+    found += nested_plans(graph, 0, until, lambda _: None)
+    row = VAST_BLOCKS[-1] if len(graph.ops) > VAST else (LEANEST,)
+    if graph.has_phases and (not found or time.monotonic() <= until):
+        found += _first(graph, row, 0, until, lambda _: None)
     return tuple(found)
 
 
 def _first(
-    graph: TrainingGraph, row: tuple[Strategy, ...], until: float, report: Callable[[str], None]
+    graph: TrainingGraph,
+    row: tuple[FamilyStrategy, ...],
+    budget: int,
+    until: float,
+    report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """The curve of the first member of a row that the problem is not too large for, as far as it comes."""
+    """What the first member of a row that can take the problem has around the budget, as far as it comes."""
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:
@@ -80,7 +94,7 @@ def _first(
             report(f"{name}: {text}")
 
         try:
-            return member.curve(graph, (), progress)
+            return member.around(graph, budget, progress)
         except LatticeTooLarge:
             continue
     return ()

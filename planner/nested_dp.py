@@ -102,7 +102,7 @@ class Units(NamedTuple):
     room: int
 
 
-def in_units(chain: BlockChain, most: int, room: int) -> Units:
+def in_units(chain: BlockChain, most: float, room: int) -> Units:
     """With ``room`` units for ``most`` bytes."""
     unit = max(1.0, most / room)
 

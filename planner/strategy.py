@@ -63,11 +63,16 @@ class FamilyStrategy(Strategy):
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
+        found = self.around(graph, budget, progress)
+        if found[0].estimate.peak > budget:
+            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak)
+        return replace(found[0], budget=budget)
+
+    def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
+        """The cheapest plan within the budget, if there is one, and then the leanest of all, if that is another."""
         front = self.curve(graph, (), progress)
         fitting = [p for p in front if p.estimate.peak <= budget]
-        if not fitting:
-            raise InfeasibleBudget(self.name, budget, min(p.estimate.peak for p in front))
-        return replace(fitting[0], budget=budget)
+        return tuple({p.estimate.peak: p for p in (*fitting[:1], front[-1])}.values())
 
     def curve(
         self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent

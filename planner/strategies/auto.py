@@ -18,7 +18,7 @@ from rematplan.planner.carried import begun_with
 from rematplan.planner.cut_start import cut_start
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.kept_plans import keep_plan, kept_plans
-from rematplan.planner.members import VAST, leanest_plans, members_plans
+from rematplan.planner.members import VAST, leanest_plans, members_plans, nested_plans
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.proof import Proof
@@ -35,7 +35,7 @@ from rematplan.planner.warm import compile_kernels
 
 CUT = 0.3  # share of the time after which the loss cut is asked no more
 MEMBERS = 0.4  # share of the time that the members may take
-MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is
+MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is (from when on: `members_until`)
 MARKED = 0.6  # share of the search's time for a plain problem as the training step that it looks like
 PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
 REFUSAL = 0.15
@@ -184,19 +184,26 @@ class _Session:
         """Seconds."""
         return max(0.0, self.began + self.auto.time_limit - time.monotonic())
 
+    @property
+    def members_until(self) -> float:
+        """When the members' time ends; they are the more urgent where nothing fits yet."""
+        now = time.monotonic()
+        begun = self.began if self.best else now
+        until = min(now + self.left, begun + MEMBERS * self.auto.time_limit)
+        return max(until, begun + MEMBERS_LEAST)
+
     def gather(self) -> None:
         """Take in what the loss cut suggests, what a first annealing finds, and the members' plans."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
+        if self.best is None:  # from what fits, however dear, all else finds its way sooner
+            self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, FIRST * self.left, alone=True)
             if self.bound.closed(self.best):
                 return
-        seconds = max(MEMBERS_LEAST, MEMBERS * self.auto.time_limit)
-        begun = self.began if self.best else time.monotonic()  # the more urgent where nothing fits yet
-        until = min(time.monotonic() + self.left, begun + seconds)
-        self.take(members_plans(self.plain, max(until, self.began + MEMBERS_LEAST), self.report))
+        self.take(members_plans(self.plain, self.budget, self.members_until, self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.run_price import price_runs
-from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, pareto, silent
+from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, silent
 from rematplan.planner.traffic import Ints
 from rematplan.planner.turn import with_turn
 
@@ -44,50 +48,48 @@ class CandidateStrategy(FamilyStrategy):
         Raises:
             UsageError: the problem has no backward half, marked or plain to see (`turn`), so that blocks mean nothing.
         """
+        front = self._front(graph, progress)
+        with suppress(Enough):
+            for at, priced in enumerate(reversed(front), 1):  # the leanest first: nothing else may fit
+                yield self._plan(graph, priced)
+                progress(1.0, f"plan {at} of {len(front)}")
+
+    def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
+        """See `FamilyStrategy.around`; makes no plans but these."""
+        front = self._front(graph, progress)
+        fitting = [priced for priced in front if priced.peak <= budget]
+        picks = {priced.peak: priced for priced in (*fitting[:1], front[-1])}
+        return tuple(self._plan(graph, priced) for priced in picks.values())
+
+    def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
+        """By rising cost. After `Enough` what was found until then, which is not remembered."""
         graph = with_turn(graph)
         if not graph.has_phases:
             raise UsageError(
                 f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
                 f"in the forward half; try --strategy auto"
             )
-        # Where the halves are interleaved, no candidate gives the base order back.
-        yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
         front: list[_Priced] = []
-        ended: Enough | None = None
-        try:
-            for candidate in self.candidates(graph, progress):
+
+        def search() -> list[_Priced]:
+            # Where the halves are interleaved, no candidate gives the base order back.
+            base = Candidate(np.arange(len(graph.ops)))
+            for candidate in chain([base], self.candidates(graph, progress)):
                 peak, cost = price_runs(graph, candidate.runs)
-                front = _front([*front, _Priced(cost, peak, candidate)])
-        except Enough as enough:
-            ended = enough
-        for at, (_, _, (runs, blocks)) in enumerate(
-            reversed(front)
-        ):  # the leanest first: nothing else may fit
-            if at:
-                progress(1.0, f"plan {at} of {len(front)}")
-            yield plan_from_runs(graph, [graph.ops[o].name for o in runs], self.name, blocks=blocks)
-        if ended:
-            raise ended
-
-    def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
-    ) -> tuple[Plan, ...]:
-        """See `FamilyStrategy.curve`; searched once a graph, unless it is told that it is enough."""
-        del budgets
-        found: list[Plan] = []
-
-        def search() -> tuple[Plan, ...]:
-            for plan in self.family(graph, progress):
-                found.append(plan)
-            return pareto(found)
+                front[:] = _undominated([*front, _Priced(cost, peak, candidate)])
+            return front
 
         try:
-            return remember(graph, (self.name, self), search)
+            return remember(graph, (self.name, self, "front"), search)
         except Enough:
-            return pareto(found)
+            return front
+
+    def _plan(self, graph: TrainingGraph, priced: _Priced) -> Plan:
+        runs, blocks = priced.candidate
+        return plan_from_runs(graph, [graph.ops[o].name for o in runs], self.name, blocks=blocks)
 
 
-def _front(priced: Sequence[_Priced]) -> list[_Priced]:
+def _undominated(priced: Sequence[_Priced]) -> list[_Priced]:
     """Those that no other beats, by rising cost; the first of equals."""
     front: list[_Priced] = []
     least = math.inf

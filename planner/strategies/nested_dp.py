@@ -13,6 +13,7 @@ from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.block_chain import BlockChain, block_chain, narrow_places
 from rematplan.planner.forward_graph import forward_graph
 from rematplan.planner.lowering import kept_always
+from rematplan.planner.memo import remember
 from rematplan.planner.nested_dp import Intervals, Table, in_units, intervals, solve
 from rematplan.planner.strategies.candidates import Candidate, CandidateStrategy
 from rematplan.planner.strategy import Progress
@@ -21,11 +22,13 @@ from rematplan.planner.useful_runs import useful_runs
 
 BLOCKS = 1000
 """The most of a chain."""
-PLACES = (1000, 250, 60, 30)
-"""For long passes to end at most; the first number that asks for no more than ``WORK`` is taken, or else the last."""
+PLACES = (BLOCKS, 40)
+"""For long passes to end at: everywhere, or at so many where that asks for more than ``WORK``. Fewer cost little."""
 WORK = 5e8
-SCALES = 4
-"""Tables, each over a quarter of the bytes of the one before: little memory is told in small units."""
+SCALES = (64, 16, 4, 1)
+"""Shares of the bytes that tables are over: little memory is told in small units."""
+SLACK = 1.3
+"""By how much a plan's peak may be below what the table reckons with."""
 LONGEST = 20
 """The most runs of a plan for each op."""
 
@@ -35,7 +38,8 @@ class NestedDP(CandidateStrategy):
     """Where memory is so scarce that a block must run more than twice: what `planner.nested_dp` finds, in the base
     order of the forward half. In deep networks its least peak is far below any that block partitions have.
 
-    ``units``: of memory in a table. ``plans``: how many are made of each of its tables.
+    ``units``: of memory in a table. ``plans``: how many are made of each of its tables. ``near``: a budget, bytes, for
+    which the one table that tells it best is enough; 0: all are made.
     """
 
     name: ClassVar[str] = "nested_dp"
@@ -43,39 +47,43 @@ class NestedDP(CandidateStrategy):
 
     units: int = 800
     plans: int = 40
+    near: int = 0
 
     def __post_init__(self) -> None:
-        for option in ("units", "plans"):
-            if getattr(self, option) < 1:
-                raise UsageError(f"{self.name}: {option} is {getattr(self, option)}; it must be at least 1")
+        for option, least in (("units", 1), ("plans", 1), ("near", 0)):
+            if getattr(self, option) < least:
+                value = getattr(self, option)
+                raise UsageError(f"{self.name}: {option} is {value}; it must be at least {least}")
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterator[Candidate]:
         """See `CandidateStrategy.candidates`."""
         if not len(forward_graph(graph)):
             return
-        chain = block_chain(graph, BLOCKS)
-        alike = self._intervals(chain)
-        room = math.fsum(
+        chain, alike = remember(graph, ("block chain", self.units), lambda: self._chain(graph))
+        most = math.fsum(
             (*chain.saved, *chain.left, chain.stage.max(), chain.saving.max(), chain.passing.max())
         )
-        for scale in range(SCALES):
-            text = f"{len(chain)} blocks, table {scale + 1} of {SCALES}"
-            progress(scale / SCALES, text)
-            table = solve(in_units(chain, room / 4**scale, self.units), alike)
-            for at, m in enumerate(rooms := self._rooms(table)):
-                progress((scale + at / len(rooms)) / SCALES, text)
+        for at, scale in enumerate(SCALES):
+            if self.near and scale > 1 and most / scale < SLACK * (self.near - graph.input_bytes):
+                continue
+            text = f"{len(chain)} blocks, table {at + 1} of {len(SCALES)}"
+            progress(at / len(SCALES), text)
+            table = solve(in_units(chain, most / scale, self.units), alike)
+            for k, m in enumerate(rooms := self._rooms(table)):
+                progress((at + k / len(rooms)) / len(SCALES), text)
                 steps = table.steps(m, LONGEST * len(chain))
                 if len(steps):
                     yield Candidate(_runs(graph, chain, steps))
-            if not rooms or rooms[0] > self.units // 4:
+            if self.near and rooms:
                 return
 
-    def _intervals(self, chain: BlockChain) -> Intervals:
+    def _chain(self, graph: TrainingGraph) -> tuple[BlockChain, Intervals]:
+        chain = block_chain(graph, BLOCKS)
         for most in PLACES:
             alike = intervals(chain, narrow_places(chain, most))
             if alike.splits * self.units <= WORK:
                 break
-        return alike
+        return chain, alike
 
     def _rooms(self, table: Table) -> list[int]:
         """Numbers of units from the least that is enough on, at which what runs again gets less, spread evenly."""
