@@ -8,9 +8,10 @@ deep one sooner than a few slow ones. How short they may be differs from problem
 the sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time
 and takes no more than a logarithm longer than the best length, were it known.
 
-In problems without phases a hot round looks for an order first, and a second thread does the same from another seed.
-What an order alone can save is soon found; which tensors to drop then takes a slow cooling, and depends on the order
-that was drawn: hot rounds grow slowly, so that there are several, and what stands between them is short.
+In problems without phases every other hot round looks for an order first, and a second thread does the same from
+another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most where the problem
+is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that there are several,
+and what stands between them is short.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ class Search:
             hot *= REHEAT
         else:
             annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
-        orders = hot == start and self._reorders
+        orders = hot == start and self._reorders and k % 4 == 0
         if orders:
             self._reorder(ORDERING * length, effort)
         rest = (1 - ORDERING) * length if orders else length
