@@ -10,8 +10,8 @@ and takes no more than a logarithm longer than the best length, were it known.
 
 In problems without phases every other hot round looks for an order first, and a second thread does the same from
 another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most where the problem
-is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that there are several,
-and what stands between them is short.
+is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that there are
+several, and what stands between them is short.
 """
 
 from __future__ import annotations
