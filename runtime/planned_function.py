@@ -86,7 +86,7 @@ class CompiledPlan:
             link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
         outputs: tuple[torch.Tensor, ...] = _First.apply(call, link, *first)
-        return outputs
+        return outputs[:-1]
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
@@ -160,6 +160,11 @@ class _Call:
             )
         if [t._version for t in self.outputs] != self.output_versions:
             raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
+        if any(given is not None and _is_batched(given) for given in tangents):
+            raise RuntimeError(
+                f"{name}: a planned step goes backward for one gradient at a time; take many (is_grads_batched, "
+                f"vectorize, torch.func) of the model that it was made of"
+            )
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         self.way, self.notes = self.plan.way(tangents, kept), Notes()
         self.segments = self.plan.backward(self.way, self.notes)
@@ -187,6 +192,11 @@ class _Call:
         return gradients
 
 
+def _is_batched(tensor: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def _once_differentiable(backward: Any) -> Any:
     """A backward whose gradients say of themselves that they are the last."""
 
@@ -196,19 +206,25 @@ def _once_differentiable(backward: Any) -> Any:
         with torch.no_grad():
             results = backward(ctx, *gradients)
         given = [r for r in results if r is not None]
+        # The error must stand between the gradients and all that they depend on: where no way leads to what they are
+        # differentiated by, autograd says that the derivative is zero.
+        depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = torch._C._functions.DelayedError(
             f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
             f"made of",
-            len(given),
+            len(given) + len(depend_on),
         )
-        last = iter(error(*(g.detach().requires_grad_() if g.is_floating_point() else g for g in given)))
+        last = iter(error(*given, *depend_on))
         return tuple(None if r is None else next(last) for r in results)
 
     return staticmethod(checked)
 
 
 class _First(torch.autograd.Function):
-    """The forward half, and of the backward half the first segment."""
+    """The forward half, and of the backward half the first segment.
+
+    Its last output is an empty tensor, which it saves: in the graph it comes after all of the step's inputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
@@ -217,7 +233,9 @@ class _First(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # what the loss does not use stays None
         results = call.forward()
         ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
-        return results
+        after_all = torch.empty_like(link)
+        ctx.save_for_backward(after_all)
+        return *results, after_all
 
     @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -286,7 +286,13 @@ def test_what_cannot_be_is_said() -> None:
     for loss in (loss_of(planned(x)), planned(x)["scores"].sum()):
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivatives"):
-            g.sum().backward()
+            g.sum().backward(retain_graph=True)
+        # Not zero, as it would be if the gradient did not hang on what it is differentiated by.
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(g.sum(), x, allow_unused=True)
+    out = planned(x)["scores"]
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(out, x, torch.ones(2, *out.shape), is_grads_batched=True)
 
 
 class Odd(nn.Module):
