@@ -35,6 +35,9 @@ class Writer:
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
         self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
+        self.left: set[str] = (
+            set()
+        )  # storages that were handed over for good, which a schedule may free later
         self.dead: list[str] = []  # values freed since the last call
         self.variable: dict[str, str] = {}  # of a value
         self.taken: set[str] = set()  # names of variables
@@ -99,6 +102,7 @@ class Writer:
         is held; not the storages of those that are ``gone``, which nothing reads again."""
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
+            self.left.add(self.step.values[value].storage)
             self.alive.pop(self.step.values[value].storage, None)
         self.lines.append(f"return {given}, [{', '.join(self._held())}]")
         return self.function(head)
@@ -113,7 +117,8 @@ class Writer:
             if at in self.unused.skipped:
                 continue
             if isinstance(one, Free):
-                if one.tensor not in self.alive and not (self.unused.zero or self.unused.skipped):
+                resident = one.tensor in self.alive or one.tensor in self.left
+                if not (resident or self.unused.zero or self.unused.skipped):
                     raise ProblemError(f"step {at}: frees {one.tensor!r}, which is not resident")
                 self.free(one.tensor)
             else:

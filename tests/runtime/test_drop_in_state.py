@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import UsageError
+from rematplan.planner.schedule import Run
 from rematplan.runtime.measure import peak_above_entry
 
 SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
@@ -452,3 +453,28 @@ def test_attributes_that_are_set_later_go_before_ours() -> None:
     assert planned.plan is rematplan.planning(planned).plan
     with pytest.raises(UsageError, match="not planned"):
         rematplan.planning(plain)
+
+
+class Quantised(nn.Linear):
+    """An op that gives, beside its result, four buffers' new content, which nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+        for name, value in (("low", -1.0), ("high", 1.0)):
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.on, self.on, self.low, self.high, self.scale, self.zero
+        weight = torch.fused_moving_avg_obs_fake_quant(self.weight, *state, 0.01, 0, 255, -1)
+        return nn.functional.linear(x, weight, self.bias).tanh()
+
+
+def test_an_op_that_renews_buffers_runs_again() -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(nn.Sequential(*(Quantised() for _ in range(4))))
+    runs = [one.op for one in planned.plan.schedule if isinstance(one, Run) and "fq_helper" in one.op]
+    assert len(runs) > 4
+    equal_after(step, planned, plain)
