@@ -287,6 +287,8 @@ class _Runner:
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = flattened((args, kwargs))
+        if torch._C._get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
+            return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
         tensors = tensors_in(leaves)
         with _LOCK.shared():
             state = self._state(cast(nn.Module, planned))

@@ -455,6 +455,13 @@ def test_attributes_that_are_set_later_go_before_ours() -> None:
         rematplan.planning(plain)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracers_see_the_model() -> None:
+    planned, plain = planned_and_plain(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    for traced in (torch.fx.symbolic_trace(planned), torch.jit.trace(planned, (X,))):
+        assert torch.equal(traced(X), plain(X))
+
+
 class Quantised(nn.Linear):
     """An op that gives, beside its result, four buffers' new content, which nothing else reads."""
 
