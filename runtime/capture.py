@@ -22,6 +22,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rematplan.ir import ModelError
+from rematplan.runtime.assigned_data import written_data
 from rematplan.runtime.autocast_cache import casting_once
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.checkpoints import without_checkpoints
@@ -240,7 +241,12 @@ class _Untied(nn.Module):
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
         leaves = [*self.parameters(), *batch]
         self.presumptions.begin()
-        with Checks(self.presumptions) as checks, no_seeding(), casting_once(leaves, self.casts_once):
+        with (
+            Checks(self.presumptions) as checks,
+            no_seeding(),
+            casting_once(leaves, self.casts_once),
+            written_data([*leaves, *self.buffers()]),
+        ):
             results = call_with(self.__dict__["inner"], state, batch)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), state[slot])

@@ -455,6 +455,34 @@ def test_attributes_that_are_set_later_go_before_ours() -> None:
         rematplan.planning(plain)
 
 
+class Momentum(nn.Module):
+    """An encoder beside a slower one that follows it, and a buffer that follows the input, both by their ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick, self.slow = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.quick.to(x.device)  # assigns each parameter its own data
+        for p, q in zip(self.slow.parameters(), self.quick.parameters(), strict=True):
+            p.data = p.data * 0.9 + q.data * 0.1
+        self.mean.data = self.mean.data * 0.9 + x.mean(0) * 0.1
+        return self.quick(x).tanh() * self.slow(x - self.mean)
+
+
+def test_what_a_forward_assigns_as_data_is_assigned() -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(Momentum())
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for _ in range(2):
+            step(model)
+        return list(model.slow.parameters())
+
+    equal_after(use, planned, plain)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_tracers_see_the_model() -> None:
     planned, plain = planned_and_plain(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
