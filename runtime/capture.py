@@ -85,14 +85,26 @@ def capture(
     except ModelError:
         raise
     except VALUES_DECIDE as error:
+        where = getattr(error, "module", "")
+        apart = [
+            n for n, part in (root or module).named_children() if n != where.split(".")[0] and _trains(part)
+        ]
         raise ModelError(
-            f"{name}: its forward looks at what tensors hold ({error}), so that no fixed graph states it; plan those "
-            f"of its parts that do not"
+            f"{name}: its forward looks at what tensors hold ({error}{where and f' in {where}'}), so that no fixed "
+            f"graph states it; plan those of its parts{_listed(apart)} that do not"
         ) from error
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
         first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
         raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" if names else ""
 
 
 def check_traceable(module: nn.Module) -> None:
@@ -181,21 +193,22 @@ def _as_if_compiling() -> Iterator[None]:
 
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
-    """A block in which the tracer notes for each op the innermost submodule whose forward makes it."""
+    """A block in which the tracer notes for each op the innermost submodule whose forward makes it. An error that says
+    that values decide gets the name of the one that it comes from, as ``module``."""
     names = {id(m): name for name, m in module.named_modules()}
-    open_: list[Any] = []
+    open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
     tracing_thread = get_ident()  # the hooks are everybody's
 
     def enter(module: nn.Module, _args: Any) -> None:
         if get_ident() != tracing_thread:
             return
         name = names.get(id(module))
-        open_.append(nullcontext() if name is None else annotate({MODULE: name}))
-        open_[-1].__enter__()
+        open_.append((name or "", nullcontext() if name is None else annotate({MODULE: name})))
+        open_[-1][1].__enter__()
 
     def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
         if get_ident() == tracing_thread:
-            open_.pop().__exit__(None, None, None)
+            open_.pop()[1].__exit__(None, None, None)
 
     before = register_module_forward_pre_hook(enter)
     after = register_module_forward_hook(leave, always_call=True)
@@ -203,9 +216,12 @@ def _annotated(module: nn.Module) -> Iterator[None]:
         with preserve_node_meta():
             try:
                 yield
+            except VALUES_DECIDE as error:
+                error.module = open_[-1][0] if open_ else ""  # type: ignore[union-attr]
+                raise
             finally:
                 while open_:  # the forward raised
-                    open_.pop().__exit__(None, None, None)
+                    open_.pop()[1].__exit__(None, None, None)
     finally:
         before.remove()
         after.remove()
