@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from rematplan.ir import ModelError
 from rematplan.runtime.reads import Reads
 from rematplan.runtime.ways import check_no_hidden_tensors
 
@@ -72,6 +73,11 @@ class FlatModel(nn.Module):
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:
             check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but")
+        if any(o.retains_grad for o in outputs.values()):
+            raise ModelError(
+                f"{type(self.model).__name__} keeps the gradient of a tensor that it gives (retain_grad), and a "
+                f"planned step keeps those of parameters and inputs alone"
+            )
         places = {of: Place(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}

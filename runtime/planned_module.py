@@ -39,6 +39,7 @@ from rematplan.runtime.ways import (
     Walk,
     Withheld,
     call_key,
+    check_dense,
     check_no_hidden_tensors,
     hides_tensors,
     hooked,
@@ -361,6 +362,7 @@ class _Runner:
     ) -> _Way:
         model = planned._rematplan_model()
         check_traceable(model)
+        check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has or is given")
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         forward = planned._rematplan_forward_of(model)

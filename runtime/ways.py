@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, ModuleType
@@ -87,6 +87,18 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     return tuple(described), spec, tuple(casts), torch.is_autocast_cache_enabled()
 
 
+def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
+    """Refuse tensors without strides.
+
+    Raises:
+        ModelError: the message begins with ``what``.
+    """
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+            raise ModelError(f"{what} a {kind}; plans are for dense ones")
+
+
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:
     """Refuse objects with tensors that PyTorch does not look into.
 
@@ -151,7 +163,10 @@ def _only_computes(hook: Any) -> bool:
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    except RuntimeError:  # it has no shape or no strides
+        return tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _exactly(leaf: Any) -> Any:
@@ -159,5 +174,15 @@ def _exactly(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), pickle.dumps(leaf)
+        return type(leaf), _pickled(leaf)
     return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
+
+
+def _pickled(leaf: Any) -> bytes:
+    try:
+        return pickle.dumps(leaf)
+    except Exception as error:  # whatever the object's own methods raise
+        raise ModelError(
+            f"an argument of type {type(leaf).__name__} can be neither hashed nor pickled, so that no call can be told "
+            f"from another; give what it holds in a tuple or dictionary"
+        ) from error

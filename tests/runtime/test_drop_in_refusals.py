@@ -103,7 +103,43 @@ class Counting(nn.Linear):
         return super().forward(x) * self.calls
 
 
-@pytest.mark.filterwarnings("ignore:.*sets state:UserWarning")
+class Clipped(nn.Linear):
+    """Changes its trained weight by another way than an op in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Explained(nn.Linear):
+    """Wants the gradient of an activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = super().forward(x)
+        self.features.retain_grad()
+        return self.features.tanh()
+
+
+class Sparse(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("graph", torch.eye(8).to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.graph @ super().forward(x)
+
+
+class Unequal:
+    """Can be neither hashed nor pickled."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+@pytest.mark.filterwarnings("ignore:.*sets state:UserWarning", "ignore:.*is in prototype stage:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_what_a_plan_would_get_wrong_is_refused() -> None:
     state = random.getstate()
     for model, given, why in (
@@ -117,10 +153,35 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Boxed(16, 16), Box(), "is given a Box"),
         (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
+        (Clipped(16, 16), X, "changes the parameter weight in place"),
+        (Explained(16, 16), X, "keeps the gradient"),
+        (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
+        (
+            nn.Linear(16, 16),
+            torch.nested.nested_tensor([X, X[:3]]),
+            "a nested tensor; plans are for dense ones",
+        ),
+        (Boxed(16, 16), Unequal(), "neither hashed nor pickled"),
     ):
         with pytest.raises(ModelError, match=why):
             planned(model, given)
     assert random.getstate() == state
+
+
+class Unlucky(nn.Linear):
+    """Decides by what its weights give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum().item() > 0 else -y
+
+
+def test_a_refusal_says_where_and_which_parts_are_left() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Tanh(), Unlucky(16, 16)))
+    with pytest.raises(
+        ModelError, match=r"dense.default in 2\.1\), .*plan those of its parts \(0\) that do not"
+    ):
+        planned(model)
 
 
 def test_other_derivatives_than_the_backward_are_refused() -> None:
