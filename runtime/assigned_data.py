@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -15,23 +15,28 @@ DATA: Any = torch.Tensor.data
 
 
 @contextmanager
-def written_data(given: Iterable[torch.Tensor]) -> Iterator[None]:
+def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
     """A block in which what is assigned as the ``data`` of a tensor that a forward is given (a parameter, a buffer, an
     input) is written into it, so that it is among what the forward changes in place.
 
     Raises:
-        ModelError: it is of another shape or type.
+        ModelError: it is of another shape or type, or lies in the memory of such a tensor, which two would then share.
     """
-    thread, places = get_ident(), {id(t) for t in given}  # the attribute is everybody's
+    thread = get_ident()  # the attribute is everybody's
+    places, memories = {id(t) for t in given}, {_lies(t)[0] for t in given}
 
     def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
         if get_ident() != thread or id(tensor) not in places:
             DATA.__set__(tensor, data)
         elif (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
             raise ModelError(
-                "the forward assigns the data of a tensor that it is given another shape or type"
+                "the forward gives the data of a parameter, buffer or input another shape or type"
             )
-        elif _memory(data) != _memory(tensor):
+        elif _lies(data) == _lies(tensor):
+            return  # its own, as `Module.to` assigns it where there is nothing to do
+        elif _lies(data)[0] in memories:
+            raise ModelError("the forward assigns as data what is the memory of a parameter, buffer or input")
+        else:
             with torch.no_grad():
                 tensor.detach().copy_(data)
 
@@ -42,5 +47,5 @@ def written_data(given: Iterable[torch.Tensor]) -> Iterator[None]:
         del torch.Tensor.data  # it is inherited
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()

@@ -111,6 +111,18 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+class Following(nn.Linear):
+    """A buffer that is the weight from the first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("copied", torch.zeros(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.copied.data = self.weight.data
+        return super().forward(x) @ self.copied
+
+
 class Explained(nn.Linear):
     """Wants the gradient of an activation."""
 
@@ -154,6 +166,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
         (Clipped(16, 16), X, "changes the parameter weight in place"),
+        (Following(), X, "assigns as data what is the memory"),
         (Explained(16, 16), X, "keeps the gradient"),
         (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
         (
