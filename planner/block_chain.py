@@ -72,6 +72,15 @@ class BlockChain:
         return np.cumsum(np.cumsum(change, axis=1)[::-1], axis=0)[::-1, : n + 1]
 
     @cached_property
+    def held_behind(self) -> Ints:
+        """For each block the bytes that it and the blocks before it leave for later ones, in a pass from block 0 on."""
+        change = np.zeros(len(self), dtype=np.int64)
+        p, r, size = self.crossing.T
+        np.add.at(change, p, size)
+        np.add.at(change, r, -size)
+        return np.cumsum(change)
+
+    @cached_property
     def kinds(self) -> Ints:
         """A number for each block; two with the same number look the same to a program over the chain."""
         tails: list[list[tuple[int, int]]] = [[] for _ in self.forward]
@@ -92,7 +101,8 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
     A block is a node of its `forward_graph`; or, where these are more than ``most``, several: at most that many blocks,
     of about equal bytes, which end where little crosses.
     """
-    ix, members = indexed(graph), forward_graph(graph).members
+    ix = indexed(graph)
+    members = _joined(ix, forward_graph(graph).members)
     fine = _chain(graph, ix, members)
     if len(fine) <= most:
         return fine
@@ -108,10 +118,28 @@ def narrow_places(chain: BlockChain, most: int) -> list[int]:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)
     share = np.floor(np.nextafter(passed / max(1.0, passed[-1]), 0) * most)
-    behind = chain.held[0, 1:]
     parts = np.split(np.arange(len(chain)), np.flatnonzero(np.diff(share)) + 1)
-    places = [int(part[len(part) - 1 - behind[part][::-1].argmin()]) + 1 for part in parts]
+    places = [int(part[len(part) - 1 - chain.held_behind[part][::-1].argmin()]) + 1 for part in parts]
     return [*places[:-1], len(chain)]
+
+
+def _joined(ix: Indexed, blocks: Groups) -> Groups:
+    """Blocks, each joined with the next where both leave no more than the one does: what only waits for the next block
+    (a batch norm's result for an addition) takes no room for long, and a boundary behind the next is as small."""
+    block = {o: k for k, ops in enumerate(blocks) for o in ops}
+    until = [max((block.get(r, len(blocks)) for r in readers), default=-1) for readers in ix.readers]
+
+    def leaves(ops: Sequence[int], k: int) -> int:
+        return sum(ix.bytes[t] for o in ops for t in ix.writes[o] if until[t] > k and not ix.is_output[t])
+
+    joined: list[tuple[int, ...]] = []
+    for k, ops in enumerate(blocks):
+        both = (*joined[-1], *ops) if joined else ops
+        if joined and leaves(both, k) <= leaves(joined[-1], k - 1):
+            joined[-1] = both
+        else:
+            joined.append(ops)
+    return tuple(tuple(sorted(ops)) for ops in joined)
 
 
 def _chain(graph: TrainingGraph, ix: Indexed, forward: Groups) -> BlockChain:
@@ -170,13 +198,23 @@ def _costs(ix: Indexed, blocks: Groups) -> Costs:
 
 def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
     """The stage of each backward op: the first that no backward op before it comes after, and at which the forward
-    tensors that it reads are there, since their own block or a later reader is run again then. ``last``: the last
-    block that reads a tensor, of those that have a say."""
+    tensors that it reads are there, since their own block or a later reader is run again then. One that waits for no
+    block and writes more than it reads runs when the first op does that comes after it. ``last``: the last block that
+    reads a tensor, of those that have a say."""
     stage: dict[int, int] = {}
     for o in ix.backward:
         waits = [blocks - 1, *(stage[p] for p in ix.backward_before[o])]
         waits += [max(block[ix.producer[t]], last[t]) for t in ix.reads[o] if t in last]
         stage[o] = min(waits)
+    due: dict[int, int] = {}
+    for o in reversed(ix.backward):
+        grows = sum(ix.bytes[t] for t in ix.writes[o] if not ix.is_output[t]) > sum(
+            ix.bytes[t] for t in ix.reads[o] if ix.producer[t] >= 0 and not ix.is_output[t]
+        )
+        if grows and last.keys().isdisjoint(ix.reads[o]):
+            stage[o] = due.get(o, stage[o])
+        for p in ix.backward_before[o]:
+            due[p] = max(due.get(p, 0), stage[o])
     return stage
 
 

@@ -86,8 +86,8 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 
 
 class Units(NamedTuple):
-    """A chain's figures in units. ``cost`` and ``left`` as sums over the blocks before each; ``pass_peak[i, s]``:
-    of a pass from block i to block s; ``room``: K."""
+    """A chain's figures in units, costs in shares of their sum. ``cost`` and ``left`` as sums over the blocks before
+    each; ``pass_peak[i, s]``: of a pass from block i to block s; ``room``: K."""
 
     cost: Costs
     closing_cost: Costs
@@ -110,13 +110,14 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
         return np.rint(figures / unit).astype(np.int64)
 
     n = len(chain)
+    whole = float(chain.cost.sum() + chain.closing_cost.sum()) or 1.0  # shares of it fit into 32 bits
     running = np.triu(
         chain.held[:, :-1].astype(np.float64) + chain.passing
     )  # of block k in a pass from block i
     pass_peak = np.concatenate([np.zeros((n + 1, 1)), np.maximum.accumulate(running, axis=1)], axis=1)
     return Units(
-        cost=np.concatenate([[0.0], np.cumsum(chain.cost)]),
-        closing_cost=chain.closing_cost,
+        cost=np.concatenate([[0.0], np.cumsum(chain.cost / whole)]),
+        closing_cost=chain.closing_cost / whole,
         left=np.concatenate([[0], np.cumsum(rounded(chain.left))]),
         saved=rounded(chain.saved),
         saving=rounded(chain.saving),

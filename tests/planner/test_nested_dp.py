@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import count
 from math import comb
@@ -10,7 +11,7 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner import runs_of, strategy
-from rematplan.planner.block_chain import block_chain
+from rematplan.planner.block_chain import block_chain, narrow_places
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.nested_dp import intervals
 from rematplan.planner.smallest_peak import smallest_peak
@@ -114,3 +115,61 @@ def test_delayed_gradients_of_weights_do_not_hold_the_chain_up():
         outputs=(*graph.outputs, *(t.name for t in weights)),
     )
     assert NestedDP().curve(graph, ())[-1].estimate.peak <= 9 * SIZE
+
+
+def test_what_only_waits_for_the_next_block_is_in_one_block_with_it():
+    """A sum of a long path and a short one: no backward op reads its terms."""
+    tensors = tuple(Tensor(t, SIZE) for t in ("x", "a", "scaled", "sum", "g", "ga", "gx"))
+    ops = (
+        Op("conv", ("x",), ("a",), 9.0, 0, "forward"),
+        Op("scale", ("a",), ("scaled",), 1.0, 0, "forward"),
+        Op("add", ("scaled", "x"), ("sum",), 1.0, 0, "forward"),
+        Op("loss", ("sum",), ("g",), 1.0, 0, "backward"),
+        Op("dscale", ("g", "a"), ("ga",), 1.0, 0, "backward"),
+        Op("dconv", ("ga", "g", "x"), ("gx",), 9.0, 0, "backward"),
+    )
+    first = Op("first", ("input",), ("x",), 1.0, 0, "forward")
+    graph = TrainingGraph("sum", (Tensor("input", 1), *tensors), ("input",), ("gx",), (first, *ops))
+    chain = block_chain(graph, 100)
+    assert [tuple(graph.ops[o].name for o in block) for block in chain.forward] == [
+        ("first",),
+        ("conv",),
+        ("scale", "add"),
+    ]
+    assert chain.saved.tolist() == [SIZE, SIZE, SIZE]
+
+
+def test_no_gradient_waits_that_could_be_made_later():
+    """An auxiliary loss at the third layer: its gradient is spread over the layer when that layer's turn comes."""
+    graph = equal_layers(8)
+    spread = Op("spread", ("aux",), ("g3 too",), 1.0, 0, "backward")
+    at = next(k for k, op in enumerate(graph.ops) if op.name == "b3")
+    dearer = replace(graph.ops[at], reads=(*graph.ops[at].reads, "g3 too"))
+    late = replace(
+        graph,
+        tensors=(*graph.tensors, Tensor("aux", 1), Tensor("g3 too", SIZE)),
+        inputs=(*graph.inputs, "aux"),
+        ops=(*graph.ops[:8], spread, *graph.ops[8:at], dearer, *graph.ops[at + 1 :]),
+    )
+    chain = block_chain(late, 100)
+    stage = next(k for k, ops in enumerate(chain.backward) if 8 in ops)
+    assert stage == next(k for k, ops in enumerate(chain.backward) if at + 1 in ops)
+
+
+def test_the_places_of_many_nodes_are_found_in_little_memory():
+    chain = block_chain(equal_layers(2000), 2000)
+    tracemalloc.start()
+    try:
+        narrow_places(chain, 30)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", [1e-60, 1e60])
+def test_costs_of_any_unit_make_the_same_plans(unit):
+    graph = equal_layers(20)
+    rescaled = replace(graph, ops=tuple(replace(op, cost=unit * op.cost) for op in graph.ops))
+    plans = [NestedDP().curve(g, ()) for g in (graph, rescaled)]
+    assert len(plans[0]) > 5
+    assert [p.schedule for p in plans[0]] == [p.schedule for p in plans[1]]
