@@ -173,6 +173,7 @@ class Search:
         A `KeyboardInterrupt` ends the search; the best so far is returned all the same.
         """
         self.prepare(starts)
+        begun = self.best  # tidy: to find that again takes seconds where each op runs many times
         try:
             if self._wants_twin(effort):
                 self._rounds_in_two(starts, effort)
@@ -181,7 +182,7 @@ class Search:
         except KeyboardInterrupt:
             if self.best is None:
                 raise
-        if self.best is not None:
+        if self.best is not None and self.best is not begun:
             self._offer(self.annealer.tidied(runs_of(self.best.schedule), self.budget))
         return self.best
 

@@ -69,7 +69,9 @@ def smallest_peak(
         _descend(searches, starts, effort)
         return _cheapest(min(searches, key=_reached), effort, progress)
     except KeyboardInterrupt:
-        least = min(searches, key=_reached).least
+        if not (begun := [search for search in searches if search.smallest]):
+            raise
+        least = min(begun, key=_reached).least
         return replace(least, budget=least.estimate.peak)
 
 

@@ -14,6 +14,7 @@ from rematplan.planner import runs_of, strategy
 from rematplan.planner.block_chain import block_chain, narrow_places
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.nested_dp import intervals
+from rematplan.planner.sequence_search import Search
 from rematplan.planner.smallest_peak import smallest_peak
 from rematplan.planner.strategies.nested_dp import NestedDP
 
@@ -164,6 +165,15 @@ def test_the_places_of_many_nodes_are_found_in_little_memory():
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_an_interrupt_before_anything_is_known_is_one(monkeypatch):
+    def interrupted(self, starts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smallest_peak(equal_layers(5), moves=10)
 
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])
