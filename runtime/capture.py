@@ -47,11 +47,13 @@ _HIGHER_ORDER = (
     "no plan states; plan those of its parts that do not"
 )
 _COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
+_VARYING = "it makes nested tensors, whose sizes no plan states; plan those of its parts that do not"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
     "HigherOrderOperator": _HIGHER_ORDER,
     "dynamo-optimized": _COMPILED,
+    "shape_env must not be None": _VARYING,
 }
 """What the tracer's faults mean, by what they say."""
 

@@ -189,7 +189,10 @@ class _Reader:
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"an op is given a {type(tensor).__name__}, which a plan cannot hold")
         if tensor.requires_grad:
-            raise ModelError("the model uses a tensor that wants a gradient and is none of its parameters")
+            raise ModelError(
+                "the model uses a tensor that wants a gradient and is none of its parameters; make it one, or, where a "
+                "hook of the model computes it (weight_norm, prune), plan nn.Sequential(model)"
+            )
         self.constants[node.name] = tensor
         fake = node.meta.get("val", tensor)
         if isinstance(fake, FakeTensor):

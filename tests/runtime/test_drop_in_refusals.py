@@ -111,6 +111,19 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.data = y.data * 2
+        return y
+
+
+class Ragged(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x, x[:3]], layout=torch.jagged)
+        return super().forward(rows).to_padded_tensor(0.0)
+
+
 class Following(nn.Linear):
     """A buffer that is the weight from the first forward on."""
 
@@ -166,6 +179,8 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
         (Clipped(16, 16), X, "changes the parameter weight in place"),
+        (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
+        (Ragged(16, 16), X, "makes nested tensors"),
         (Following(), X, "assigns as data what is the memory"),
         (Explained(16, 16), X, "keeps the gradient"),
         (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
