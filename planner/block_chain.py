@@ -129,16 +129,20 @@ def _joined(ix: Indexed, blocks: Groups) -> Groups:
     block = {o: k for k, ops in enumerate(blocks) for o in ops}
     until = [max((block.get(r, len(blocks)) for r in readers), default=-1) for readers in ix.readers]
 
-    def leaves(ops: Sequence[int], k: int) -> int:
-        return sum(ix.bytes[t] for o in ops for t in ix.writes[o] if until[t] > k and not ix.is_output[t])
+    def weight(tensors: Iterable[int]) -> int:
+        return sum(ix.bytes[t] for t in tensors)
 
-    joined: list[tuple[int, ...]] = []
+    joined: list[list[int]] = []
+    left: list[int] = []  # by the last of them to later ones
     for k, ops in enumerate(blocks):
-        both = (*joined[-1], *ops) if joined else ops
-        if joined and leaves(both, k) <= leaves(joined[-1], k - 1):
-            joined[-1] = both
+        own = [t for o in ops for t in ix.writes[o] if until[t] > k and not ix.is_output[t]]
+        both = [t for t in left if until[t] > k] + own
+        if joined and weight(both) <= weight(left):
+            joined[-1] += ops
+            left = both
         else:
-            joined.append(ops)
+            joined.append(list(ops))
+            left = own
     return tuple(tuple(sorted(ops)) for ops in joined)
 
 
