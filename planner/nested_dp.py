@@ -111,9 +111,8 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
     n = len(chain)
     whole = float(chain.cost.sum() + chain.closing_cost.sum()) or 1.0  # shares of it fit into 32 bits
-    running = np.triu(
-        chain.held[:, :-1].astype(np.float64) + chain.passing
-    )  # of block k in a pass from block i
+    # Of block k in a pass from block i; in floats, since a sum of two sizes may be more than 64 bits hold.
+    running = np.triu(chain.held[:, :-1].astype(np.float64) + chain.passing)
     pass_peak = np.concatenate([np.zeros((n + 1, 1)), np.maximum.accumulate(running, axis=1)], axis=1)
     return Units(
         cost=np.concatenate([[0.0], np.cumsum(chain.cost / whole)]),

@@ -35,9 +35,7 @@ class Writer:
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
         self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
-        self.left: set[str] = (
-            set()
-        )  # storages that were handed over for good, which a schedule may free later
+        self.left: set[str] = set()  # storages that were handed over for good; a schedule may free them later
         self.dead: list[str] = []  # values freed since the last call
         self.variable: dict[str, str] = {}  # of a value
         self.taken: set[str] = set()  # names of variables
