@@ -209,6 +209,6 @@ def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Seq
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
     """The strategies that plan a problem without a backward half; if there is none, all, to hear why."""
-    from rematplan.planner.strategies.block_strategy import BlockStrategy
+    from rematplan.planner.strategies.candidates import CandidateStrategy
 
-    return {n: s for n, s in strategies.items() if not isinstance(s, BlockStrategy)} or strategies
+    return {n: s for n, s in strategies.items() if not isinstance(s, CandidateStrategy)} or strategies
