@@ -107,11 +107,15 @@ def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
         assert carried.estimate.peak <= 1.1 * plan.estimate.peak
 
 
-@pytest.mark.parametrize(("budget", "depth"), [("100%", 8), ("min", 24)])
-def test_plan_module_takes_the_better_one_and_loads_it_again(budget: str, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("budget", "depth", "strategy"), [("100%", 8, "auto"), ("min", 24, "reversible")])
+def test_plan_module_inverts_where_it_pays_and_loads_it_again(
+    budget: str, depth: int, strategy: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, x = Couplings(depth), torch.randn(64, 16)
-    options: dict[str, Any] = {"inverses": True, "costs": "roofline", "time_limit": 1}
+    options: dict[str, Any] = {"inverses": True, "costs": "roofline", "strategy": strategy}
+    if strategy == "auto":
+        options["time_limit"] = 1
     planned = rematplan.plan_module(model, (x,), budget=budget, **options)
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")  # type: ignore[arg-type]
     inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))  # type: ignore[union-attr]
@@ -125,6 +129,14 @@ def test_plan_module_takes_the_better_one_and_loads_it_again(budget: str, depth:
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for found in gradients[1:]:
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(gradients[0], found, strict=True))
+
+
+def test_the_smallest_peak_is_the_least_of_inverting_and_recomputing() -> None:
+    model, x = Couplings(24), torch.randn(64, 16)
+    options: dict[str, Any] = {"inverses": True, "costs": "roofline", "budget": "min"}
+    inverting = rematplan.plan_module(model, (x,), strategy="reversible", **options)
+    either = rematplan.plan_module(model, (x,), time_limit=1, **options)
+    assert either.plan.peak <= inverting.plan.peak  # type: ignore[union-attr]
 
 
 def test_on_the_command_line(call: Callable[..., Any], tmp_path: Path) -> None:
