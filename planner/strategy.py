@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.plan import Plan
 
+Row = TypeVar("Row")
 Progress: TypeAlias = Callable[[float, str], None]
 """Called during long work with the fraction done (0..1) and a short text. Raising from it interrupts the work; after
 `Enough` what was found so far is the answer."""
@@ -84,8 +86,15 @@ class FamilyStrategy(Strategy):
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """The plans that no other dominates, by rising overhead and falling peak; the first of equals is kept."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.estimate.cost, p.estimate.peak)):
-        if not front or plan.estimate.peak < front[-1].estimate.peak:
-            front.append(plan)
-    return tuple(front)
+    return tuple(undominated(plans, lambda p: (p.estimate.cost, p.estimate.peak)))
+
+
+def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:
+    """The rows that no other beats in both figures, by rising cost and falling peak; the first of equals is kept."""
+    front: list[Row] = []
+    least = math.inf
+    for row in sorted(rows, key=cost_and_peak):
+        if (peak := cost_and_peak(row)[1]) < least:
+            least = peak
+            front.append(row)
+    return front

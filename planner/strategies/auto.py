@@ -54,7 +54,8 @@ class Auto(Strategy):
     """Never worse than any of the members that it asks; a plan carries the name of the member that found it.
 
     It asks all of them up to 3000 ops; above, where they would take longer than the annealing, only a thinned
-    `approx_dp`; and as many as two fifths of the time (a second at least) allow.
+    `approx_dp`; and as many as two fifths of the time (a second at least) allow. Where nothing fits yet, whatever the
+    size, it asks `nested_dp` about its budget first.
 
     The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
     of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,7 @@ from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.run_price import price_runs
-from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, silent
+from rematplan.planner.strategy import Enough, FamilyStrategy, Progress, silent, undominated
 from rematplan.planner.traffic import Ints
 from rematplan.planner.turn import with_turn
 
@@ -76,7 +75,9 @@ class CandidateStrategy(FamilyStrategy):
             base = Candidate(np.arange(len(graph.ops)))
             for candidate in chain([base], self.candidates(graph, progress)):
                 peak, cost = price_runs(graph, candidate.runs)
-                front[:] = _undominated([*front, _Priced(cost, peak, candidate)])
+                front[:] = undominated(
+                    [*front, _Priced(cost, peak, candidate)], lambda row: (row.cost, row.peak)
+                )
             return front
 
         try:
@@ -87,14 +88,3 @@ class CandidateStrategy(FamilyStrategy):
     def _plan(self, graph: TrainingGraph, priced: _Priced) -> Plan:
         runs, blocks = priced.candidate
         return plan_from_runs(graph, [graph.ops[o].name for o in runs], self.name, blocks=blocks)
-
-
-def _undominated(priced: Sequence[_Priced]) -> list[_Priced]:
-    """Those that no other beats, by rising cost; the first of equals."""
-    front: list[_Priced] = []
-    least = math.inf
-    for row in sorted(priced, key=lambda row: row[:2]):
-        if row.peak < least:
-            least = row.peak
-            front.append(row)
-    return front
