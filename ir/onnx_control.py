@@ -213,20 +213,17 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
     turns = MAX_TURNS + 1 if not count else work.scalar(node, count, "trip count")
     go = not condition or bool(work.scalar(node, condition, "condition"))
+    counts = bool(count and not condition)  # and so ignores what its body says of a condition
     kept: list[list[str]] = []
     turn = 0
+    begun = work.constant(f"{node.name}.{work.fresh}.go", np.asarray(True))
     while go and turn < turns:
-        if turn >= MAX_TURNS:
+        if turn >= MAX_TURNS or (counts and turns > MAX_TURNS):
             raise ModelError(f"node {node.name!r}: the Loop runs more than {MAX_TURNS} times")
-        mark = f"{node.name}.{work.fresh}"
-        begin = [
-            work.constant(f"{mark}.turn", np.asarray(turn, np.int64)),
-            work.constant(f"{mark}.go", np.asarray(True)),
-            *states,
-        ]
+        number = work.constant(f"{node.name}.{work.fresh}.turn", np.asarray(turn, np.int64))
+        begin = (number, begun, *states)
         again, *results = work.inline(node, body, dict(zip(body.inputs, begin, strict=True)), names)
-        # a loop that counts and was given no condition ignores what its body says of one
-        go = bool(count and not condition) or bool(work.scalar(node, again, "condition"))
+        go = counts or bool(work.scalar(node, again, "condition"))
         states, turn = results[: len(states)], turn + 1
         kept.append(results[len(states) :])
     _finish(work, node, states, kept, [0] * (len(node.outputs) - len(states)))

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, onnx_control
 from rematplan.ir.onnx_loader import load_onnx
 
 F, INT, FLAG = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -152,6 +152,12 @@ def test_a_scan_is_as_long_as_its_input(tmp_path, attributes):
         ),
         (
             lambda: helper.make_node(
+                "Loop", ["many", "", "x"], ["y"], name="loop", body=turns(node("Relu", "h", "h2"))
+            ),
+            "node 'loop': the Loop runs more than 10000 times",
+        ),
+        (
+            lambda: helper.make_node(
                 "Loop",
                 ["zero", "", "x"],
                 ["q", "y"],
@@ -171,12 +177,13 @@ def test_a_scan_is_as_long_as_its_input(tmp_path, attributes):
 def test_what_depends_on_data_or_never_ends_is_refused(tmp_path, made, said):
     inputs = (("x", [4, 3]), info("flag", [], FLAG), info("count", [], INT))
     with pytest.raises(ModelError) as error:
-        load(tmp_path, [made()], [constant("zero", 0), constant("two", 2)], inputs)
+        load(tmp_path, [made()], [constant("zero", 0), constant("two", 2), constant("many", 10_001)], inputs)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_loops_in_loops_do_not_explode(tmp_path):
+def test_loops_in_loops_do_not_explode(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_control, "MAX_NODES", 20_000)
     inner = body(
         [node("Identity", "go2", "on2"), node("Relu", "k", "k2")],
         [info("j", [], INT), info("go2", [], FLAG), info("k")],
@@ -184,5 +191,5 @@ def test_loops_in_loops_do_not_explode(tmp_path):
     )
     step = turns(helper.make_node("Loop", ["n", "", "h"], ["h2"], name="in", body=inner))
     loop = helper.make_node("Loop", ["n", "", "x"], ["y"], name="out", body=step)
-    with pytest.raises(ModelError, match="its loops make more than"):
-        load(tmp_path, [loop], [constant("n", 9000)])
+    with pytest.raises(ModelError, match="its loops make more than 20000 nodes"):
+        load(tmp_path, [loop], [constant("n", 900)])
