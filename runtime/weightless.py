@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+DRAWS = frozenset(
+    (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_)
+)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules made within are on the meta device, and nothing is drawn for their weights: where there are no numbers,
+    drawing them is all the same most of the time that a module takes to make."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in DRAWS:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
 
 
 def without_data(
@@ -16,10 +40,10 @@ def without_data(
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
     """A module whose parameters and buffers are fakes on ``device``, a batch of fakes, and the mode they live in.
 
-    ``make`` runs on the meta device, ``inputs`` in the mode, so that neither allocates.
+    ``make`` runs in `shapes_only`, ``inputs`` in the mode, so that neither allocates.
     """
     mode = FakeTensorMode()
-    with torch.device("meta"):
+    with shapes_only():
         module = make()
     empty(module, mode, device)
     with mode:

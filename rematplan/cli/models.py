@@ -15,13 +15,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """List the zoo."""
     del args
-    import torch  # here and below: `rematplan --help` does not wait for torch
-
-    from rematplan.models import ZOO, build
+    from rematplan.models import ZOO, build  # here: `rematplan --help` does not wait for torch
+    from rematplan.runtime.weightless import shapes_only
     from rematplan.tables import models_table
 
     counted = []
-    with torch.device("meta"):  # shapes without memory
+    with shapes_only():
         for name, entry in ZOO.items():
             counted.append((entry, sum(p.numel() for p in build(name).parameters())))
     out.show(models_table(counted))
