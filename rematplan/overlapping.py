@@ -63,7 +63,7 @@ def overlapped(
     if mode == AUTO and share < PAYS:
         said = (
             f"two lanes would save {share:.1%} of the step's time"
-            if share > 0
+            if round(share, 3) > 0  # what rounding leaves is no time
             else "two lanes would save no time"
         )
         return plan, (f"overlap: {said}, each at {shared.speed:.2f} of its speed, so that the plan has one",)

@@ -4,14 +4,16 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rematplan import api
 from rematplan.cli import main
+from rematplan.models import ZOO
 from rematplan.planner.strategies.registry import STRATEGIES
 
 CHECKER = Path(__file__).parents[2].parent / "shared" / "oracle" / "check_plan.py"
@@ -40,6 +42,24 @@ def quick(argv: list[str]) -> list[str]:
     named = [b for a, b in itertools.pairwise(argv) if a == "--strategy"] or ["auto"]
     searching = any("time_limit" in {f.name for f in fields(STRATEGIES[n])} for n in named if n in STRATEGIES)
     return [*argv, "--time-limit", "0.3"] if searching else argv
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captured_once() -> Iterator[None]:
+    """A named network is captured once for the commands of a file that load it alike: nothing changes a loaded step."""
+    load, loaded = api.load_step, {}
+
+    def load_once(model: str | Path, **options: Any) -> api.LoadedStep:
+        if model not in ZOO:
+            return load(model, **options)
+        key = repr((model, sorted(options.items())))
+        if key not in loaded:
+            loaded[key] = load(model, **options)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "load_step", load_once)
+        yield
 
 
 @pytest.fixture

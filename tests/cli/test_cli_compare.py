@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "8", "--costs", "roofline")
+SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "4", "--costs", "roofline")
 NAMES = ["store all", "√n checkpointing", "auto without inverses", "reversible", "auto with inverses"]
 OVERLAP = "auto with inverses, overlap"
 
 
 def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
     png = tmp_path / "c.png"
-    result = call("compare", *SMALL, "--time-limit", "1", "--lane-speed", "0.9", "--png", png, "--json")
+    result = call("compare", *SMALL, "--time-limit", "0.5", "--lane-speed", "0.9", "--png", png, "--json")
     assert result.status == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = {r["strategy"]: r for r in result.data["strategies"]}

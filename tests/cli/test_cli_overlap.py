@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "8", "--costs", "roofline")
+SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "4", "--costs", "roofline")
 PLAN = (*SMALL, "--strategy", "reversible", "--budget", "70%")
 LEAN = ("--strategy", "chen_sqrt", "--budget", "min")
 RESNET = ("resnet18", "--image", "32", "--width", "4", "--batch", "4", "--costs", "roofline")
