@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch._dynamo
 
 from rematplan.ir import ModelError
 
@@ -48,6 +49,8 @@ def no_seeding() -> Iterator[None]:
     def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise ModelError("the forward seeds the random numbers, which a fixed graph cannot do again")
 
+    # Dynamo looks for these functions once in a while; what it took for them here would be wrong for good.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     with ExitStack() as stack:
         for owner in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):

@@ -31,9 +31,10 @@ from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.flat_model import FlatModel, Place, flattened, tensors_in
+from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
-from rematplan.runtime.reads import Read, reads_of
+from rematplan.runtime.reads import OfClasses, Read, reads_of
 from rematplan.runtime.ways import (
     ModuleState,
     Walk,
@@ -196,9 +197,8 @@ class _Planned:
 
     def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward."""
-        own = self.__dict__.get("forward")
-        inherited = super().forward if isinstance(model, _Planned) else model.forward  # type: ignore[misc]
-        return cast(Callable[..., Any], own or inherited)
+        further = isinstance(model, _Planned) and "forward" not in self.__dict__
+        return cast(Callable[..., Any], super().forward if further else model.forward)  # type: ignore[misc]
 
     def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _LOCK.shared():
@@ -238,8 +238,8 @@ class _Way:
     """Of what the forward returns and of the attributes that it gives: a dictionary by module, of dictionaries."""
     constants: tuple[Any, ...]
     """The flattened outputs, with a `Place` where a tensor goes."""
-    reads: tuple[Read, ...]
-    """What the traced forward read of the modules' attributes."""
+    reads: tuple[Read | OfClasses | Named, ...]
+    """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
     """What it decided by the values of inputs and buffers."""
 
@@ -365,15 +365,15 @@ class _Runner:
         check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has or is given")
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
-        forward = planned._rematplan_forward_of(model)
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
         decisions = Decisions(state.named, batch)
-        with (
-            _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)),
-            reads_of(list(model.modules())) as reads,
-        ):
-            flat = FlatModel(model, forward, leaves, spec, reads)
-            step = capture(flat, batch, self.name, model, decisions)
+        modules = list(model.modules())
+        outside = Outside(modules)
+        with reads_of(modules) as reads:
+            forward = planned._rematplan_forward_of(model)
+            with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
+                flat = FlatModel(model, forward, leaves, spec, reads)
+                step = capture(flat, batch, self.name, model, decisions)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c) else c
             for c in flat.constants
@@ -383,7 +383,8 @@ class _Runner:
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
-        return _Way(plan, compiled, flat.outputs, constants, reads.listed(), decisions.guard())
+        depends = (*reads.listed(), *outside.listed(self.name))
+        return _Way(plan, compiled, flat.outputs, constants, depends, decisions.guard())
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:

@@ -1,19 +1,18 @@
-"""The plain attributes that a forward reads: numbers, flags, tensors and containers of them that are constants in what
-is traced, so that a plan holds for as long as they do."""
+"""The attributes that a forward reads of its modules, of records that these hold, and of the classes of both: numbers,
+flags, tensors, functions, containers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from operator import contains
 from typing import Any
 
 import torch
 from torch import nn
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-"""Types of which a value says all that there is to know."""
+from rematplan.runtime.constants import PLAIN, UNSET, Constants, is_data, kept, same, unchanged
 
 Owner = tuple[int, tuple[str, ...]]
 """Who has an attribute: a module, by its position in the walk over all of them, or a record that it holds, such as a
@@ -24,24 +23,47 @@ _DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Attributes of one owner, with the values that a forward found there. Tensors are compared by identity, and 1, 1.0
-    and True are three."""
+    """Attributes of one owner, with the values that a forward found there."""
 
     owner: Owner
-    get: Callable[[dict[str, Any]], tuple[Any, ...]]
-    values: tuple[Any, ...]
+    constants: Constants
 
     def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
         """Whether they have these values still, given the attributes of all modules."""
-        at, path = self.owner
-        place = attributes[at]
-        try:
-            for name in path:
-                place = place[name].__dict__
-            found = self.get(place)
-            return all(map(is_, found, self.values)) or all(map(_same, found, self.values))
-        except (LookupError, AttributeError, RuntimeError, ValueError):
+        place = _place(self.owner, attributes)
+        return place is not None and self.constants.hold(place)
+
+
+@dataclass(frozen=True, slots=True)
+class OfClasses:
+    """Attributes that a forward found in the classes of modules and records, methods among them, by class; and whose
+    they were, for owners may come to have their own: ``modules`` and ``names`` in pairs, and ``records``."""
+
+    found: tuple[tuple[Any, Constants], ...]
+    modules: tuple[int, ...]
+    names: tuple[str, ...]
+    records: tuple[tuple[Owner, str], ...]
+
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether the classes have these values still, and no owner any of its own."""
+        if any(map(contains, map(attributes.__getitem__, self.modules), self.names)):
             return False
+        places = ((_place(owner, attributes), name) for owner, name in self.records)
+        if any(place is None or name in place for place, name in places):
+            return False
+        return all(constants.hold(place) for place, constants in self.found)
+
+
+def _place(owner: Owner, attributes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """An owner's attributes, if there is one still."""
+    at, path = owner
+    place = attributes[at]
+    try:
+        for name in path:
+            place = place[name].__dict__
+    except (LookupError, AttributeError):
+        return None
+    return place
 
 
 class Reads:
@@ -55,6 +77,9 @@ class Reads:
         self.fresh: set[tuple[Owner, str]] = set()
         """What was set before it was asked for: attributes that a forward gives, and does not depend on."""
         self.holders: dict[Owner, Any] = {}
+        self.inherited: dict[Owner, dict[str, None]] = {}
+        """What was found in an owner's class."""
+        self.classes: dict[type, dict[str, Any]] = {}
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
 
@@ -68,18 +93,21 @@ class Reads:
     def note(self, holder: Any, name: str, value: Any) -> None:
         """An attribute was read."""
         owner = self.owners.get(id(holder))
-        if (
-            owner is None
-            or (owner, name) in self.fresh
-            or (type(value) not in PLAIN and name in _BOOKKEEPING)
-        ):
+        if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
-        value = _as_found(value)
-        if value is not _OTHER and name in object.__getattribute__(holder, "__dict__"):
+        if name not in object.__getattribute__(holder, "__dict__"):
+            self._note_inherited(owner, type(holder), name)
+        elif type(value) in PLAIN or not (name in BOOKKEEPING or id(value) in self.owners):
             self.holders[owner] = holder
-            first = self.found.setdefault((owner, name), value)
-            if not _same(first, value):
-                self.found[owner, name] = _SET
+            first = self.found.setdefault((owner, name), kept(value))
+            if not same(value, first):
+                self.found[owner, name] = UNSET
+
+    def _note_inherited(self, owner: Owner, kind: type, name: str) -> None:
+        home = next((c for c in kind.__mro__ if name in vars(c)), nn.Module)
+        if home is not nn.Module:
+            self.inherited.setdefault(owner, {})[name] = None
+            self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_asked(self, holder: Any, name: str) -> None:
         """An attribute is about to be read, whether or not it is there."""
@@ -100,62 +128,32 @@ class Reads:
         return {
             name: value
             for name, value in vars(module).items()
-            if (owner, name) in self.fresh
-            and value is not before.get(name, _SET)
-            and _as_found(value) is not _OTHER
+            if (owner, name) in self.fresh and value is not before.get(name, UNSET) and is_data(value)
         }
 
-    def listed(self) -> tuple[Read, ...]:
+    def listed(self) -> tuple[Read | OfClasses, ...]:
         """What a plan depends on. What the forward itself sets is not among it: what it read there has another value
         now, when all is as it was before."""
-        rows: dict[tuple[Owner, bool], dict[str, Any]] = {}
+        owned: dict[Owner, dict[str, Any]] = {}
         for (owner, name), value in self.found.items():
-            now = vars(self.holders[owner]).get(name, _SET)
-            if _same(value, now):  # what is a copy stands apart: the others are most often the very same
-                rows.setdefault((owner, value is now), {})[name] = value
-        return tuple(Read(owner, _getter(list(row)), (*row.values(),)) for (owner, _), row in rows.items())
+            owned.setdefault(owner, {})[name] = value
+        reads = [
+            Read(owner, row)
+            for owner, values in owned.items()
+            for row in unchanged(values, vars(self.holders[owner]))
+        ]
+        of_classes = [
+            (vars(c), row) for c, values in self.classes.items() for row in unchanged(values, vars(c))
+        ]
+        owners = [(owner, name) for owner, names in self.inherited.items() for name in names]
+        modules = [(at, name) for (at, path), name in owners if not path]
+        records = [(owner, name) for owner, name in owners if owner[1]]
+        numbers, names = zip(*modules, strict=True) if modules else ((), ())
+        return (*reads, OfClasses(tuple(of_classes), numbers, names, tuple(records)))
 
 
-_SET, _OTHER = object(), object()
-_BOOKKEEPING = frozenset(vars(nn.Module()))
+BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
 """What every module keeps of its parts, hooks and tensors; others see to these."""
-_SEQUENCES = (list, tuple, torch.Size)
-
-
-def _as_found(value: Any) -> Any:
-    """A plain value, a tensor, or a copy of a container of such; `_OTHER` for anything else."""
-    kind = type(value)
-    if kind in PLAIN or isinstance(value, torch.Tensor):
-        return value
-    if kind in (*_SEQUENCES, set, frozenset):
-        parts = [_as_found(part) for part in value]
-        if kind is tuple and all(map(is_, parts, value)):
-            return value  # which is soon compared
-        return _OTHER if any(part is _OTHER for part in parts) else kind(parts)
-    if kind is dict:
-        parts = [_as_found(part) for part in value.values()]
-        return _OTHER if any(part is _OTHER for part in parts) else dict(zip(value, parts, strict=True))
-    return _OTHER
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return a is not _SET
-    kind = type(a)
-    if kind is not type(b):
-        return False
-    if kind in _SEQUENCES:
-        return len(a) == len(b) and all(map(_same, a, b))
-    if kind is dict:
-        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
-    return bool(a == b) if kind in (set, frozenset) else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
-
-
-def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:
-        return itemgetter(*names)
-    (name,) = names
-    return lambda attributes: (attributes[name],)
 
 
 @contextmanager

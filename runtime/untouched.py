@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rematplan.runtime.reads import PLAIN, is_record
+from rematplan.runtime.constants import PLAIN
+from rematplan.runtime.reads import is_record
 
 CONTAINERS = (list, dict, set, OrderedDict)
 

@@ -1,0 +1,102 @@
+"""Values that a forward finds outside of its arguments, parameters and buffers: constants in what is traced, so that a
+plan holds for as long as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+"""Types of which a value says all that there is to know."""
+
+UNSET = object()
+"""Stands for a value that is not there; it is the same as no value, itself included."""
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MOST = 1000
+"""Entries of a container that is looked into: all are looked at in every call."""
+_DEEPEST = 4
+"""Containers within each other that are looked into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Names in one place, with the values that were found there.
+
+    Plain values are compared with their type (1, 1.0 and True are three), containers by what is in them, and all else,
+    tensors among it, by identity.
+    """
+
+    names: tuple[str, ...]
+    get: Callable[[Any], tuple[Any, ...]]
+    values: tuple[Any, ...]
+
+    def hold(self, place: Any) -> bool:
+        """Whether the place has these values still."""
+        try:
+            found = self.get(place)
+            return all(map(is_, found, self.values)) or all(map(same, found, self.values))
+        except (LookupError, AttributeError, RuntimeError, ValueError):
+            return False
+
+
+def unchanged(found: Mapping[str, Any], place: Any) -> Iterator[Constants]:
+    """What was found by name and is the same there now, in one row or two: what is a copy stands apart, for the others
+    are most often the very same."""
+    rows: tuple[list[str], list[str]] = [], []
+    for name, value in found.items():
+        with suppress(LookupError, ValueError):  # it is gone, or an empty cell
+            if same(place[name], value):
+                rows[value is place[name]].append(name)
+    for row in filter(None, rows):
+        yield Constants(tuple(row), _getter(row), tuple(found[name] for name in row))
+
+
+def kept(value: Any, depth: int = _DEEPEST) -> Any:
+    """The value, or a copy if it is a container, whose content may change."""
+    kind = _kind(value)
+    if kind not in _CONTAINERS or len(value) > _MOST or not depth:
+        return value
+    parts = [kept(part, depth - 1) for part in (value.values() if kind is dict else value)]
+    if kind is tuple and all(map(is_, parts, value)):
+        return value  # which is soon compared
+    return dict(zip(value, parts, strict=True)) if kind is dict else kind(parts)
+
+
+def is_data(value: Any) -> bool:
+    """Whether it is a plain value, a tensor, or a container of such."""
+    kind = type(value)
+    if kind in (*_CONTAINERS, torch.Size):
+        return all(map(is_data, value.values() if kind is dict else value))
+    return kind in PLAIN or isinstance(value, torch.Tensor)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a value is the one that was kept; see `Constants`."""
+    if a is b:
+        return a is not UNSET
+    kind = _kind(a)
+    if kind is not _kind(b):
+        return False
+    if kind in (list, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if kind is dict:
+        return list(a) == list(b) and all(map(same, a.values(), b.values()))
+    return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
+
+
+def _kind(value: Any) -> type:
+    """The value's type; of a container the built-in one that it is."""
+    return next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    (name,) = names
+    return lambda place: (place[name],)

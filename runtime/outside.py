@@ -1,0 +1,175 @@
+"""What the code of a forward names outside of its modules: global variables, cells of closures, attributes of the
+classes and records among them.
+
+It is found in the code, not by listening while it runs, which would double the time of a trace: what a function names
+counts as read, also on a branch that is not taken.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from rematplan.runtime.constants import Constants, is_data, kept, unchanged
+from rematplan.runtime.reads import BOOKKEEPING, is_record
+
+Names = frozenset[str]
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+"""Packages that nobody looks into: what they go by is theirs."""
+_UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
+"""What is called without being named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What is named in one place: variables of a module, attributes of a class or a record, cells of a closure."""
+
+    place: Any
+    constants: Constants
+
+    def holds(self, _attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether it is there as it was, whatever the attributes of the modules are."""
+        return self.constants.hold(self.place)
+
+
+@dataclass
+class _Shelf:
+    """A place with values by name, and those that were found there."""
+
+    values: Mapping[str, Any]
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+class Outside:
+    """What the forwards of some modules name, as it is when this is made."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.shelves: dict[int, _Shelf] = {}
+        self.waiting: list[tuple[Any, Names]] = []
+        self.met: set[tuple[int, Names]] = set()
+        for kind in dict.fromkeys(map(type, modules)):
+            self._meet(kind, _UNNAMED)
+        for module in modules:
+            for name, value in vars(module).items():
+                if name not in BOOKKEEPING:
+                    self._meet(value, _UNNAMED)
+        while self.waiting:
+            thing, names = self.waiting.pop()
+            for holder, values, wanted, named in _places(thing, names):
+                for name in wanted & values.keys():
+                    self._note(thing, holder, values, name, named)
+
+    def listed(self, model: str) -> tuple[Named, ...]:
+        """What a plan depends on. What the forward has changed meanwhile is not among it; a warning tells that a
+        planned one does not. ``model``: its name."""
+        named, changed = [], set[str]()
+        for shelf in self.shelves.values():
+            rows = list(unchanged(shelf.found, shelf.values))
+            named += [Named(shelf.values, row) for row in rows]
+            changed.update(set(shelf.found).difference(*(row.names for row in rows)))
+        if changed:
+            warnings.warn(
+                f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not",
+                stacklevel=2,
+            )
+        return tuple(named)
+
+    def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
+        """A code that names all of ``named`` names what a thing has under ``name``, in one of its holders."""
+        value = values[name]
+        registry = isinstance(value, dict) and not is_data(
+            value
+        )  # it may grow; its keys are names of their own
+        if not isinstance(value, ModuleType):
+            shelf = self.shelves.setdefault(id(holder), _Shelf(values))
+            shelf.found.setdefault(name, value if registry else kept(value))
+        self._meet(value, named)
+        function = _inside(value) if isinstance(thing, type) or is_record(thing) else None
+        if function:  # a method names others of its object
+            self._meet(thing, _named_in(function.__code__))
+
+    def _meet(self, thing: Any, names: Names) -> None:
+        if (id(thing), names) not in self.met:
+            self.met.add((id(thing), names))
+            self.waiting.append((thing, names))
+
+
+def _places(thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
+    """Where a thing keeps what is meant by those who name ``names`` beside it: holder, values by name, the names
+    looked for, and all names of the code that they are in."""
+    if function := _inside(thing):
+        own = _named_in(function.__code__)
+        if not _is_library(function.__module__):
+            yield function.__globals__, function.__globals__, own, own
+        cells = _Cells(function)  # a library's decorator has there what it decorates
+        yield function, cells, frozenset(cells), own
+    if isinstance(thing, ModuleType):
+        if not _is_library(thing.__name__):
+            yield thing, vars(thing), names, names
+        return
+    if isinstance(thing, dict):
+        yield thing, thing, names, names
+    elif is_record(thing):
+        yield thing, vars(thing), names, names
+    elif not isinstance(thing, type):
+        return
+    for home in (thing if isinstance(thing, type) else type(thing)).__mro__:
+        if not _is_library(home.__module__):
+            yield home, vars(home), names | _UNNAMED, names
+
+
+class _Cells(Mapping[str, Any]):
+    """What a function has of the functions around it, as far as it is there yet."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.cells[name].cell_contents
+        except ValueError as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.cells if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+_AROUND = {
+    MethodType: "__func__",
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    property: "fget",
+    partial: "func",
+    type(cache(len)): "__wrapped__",
+}
+"""Where things to call have the function that they are made of, by type."""
+
+
+def _inside(thing: Any) -> FunctionType | None:
+    """The function that runs where a thing is called, or asked for."""
+    while type(thing) in _AROUND:
+        thing = getattr(thing, _AROUND[type(thing)])
+    return thing if isinstance(thing, FunctionType) else None
+
+
+@cache
+def _named_in(code: CodeType) -> Names:
+    """What a code names besides its own variables, keys of dictionaries and the functions within it included."""
+    inner = (_named_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    keys = (const for const in code.co_consts if isinstance(const, str))
+    return frozenset(code.co_names).union(keys, *inner)
+
+
+def _is_library(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in _LIBRARIES
