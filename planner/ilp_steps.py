@@ -3,23 +3,25 @@
     R[v,k] = recipe v runs at step k        A[t,k] = tensor t is resident before step k (A[t,0] = 0)
     D[t,k] = t is resident during step k
 
-    min Σ c_v R[v,k]
+    min Σ_v c_v (Σ_k R[v,k] − 1)            the 1 for those v that every schedule must run
     (one)     Σ_v R[v,k] ≤ 1
     (read)    R[v,k] ≤ A[t,k]                          t read by v
     (during)  D[t,k] ≥ A[t,k+1];  D[t,k] ≥ R[v,k], t read or written by v;  D[t,k] ≤ A[t,k] + Σ_{u writes t} R[u,k]
     (memory)  Σ m_t D[t,k] + Σ_v workspace_v R[v,k] ≤ B − inputs
-    (end)     A[t,T] = 1 for outputs;  Σ_k R[v,k] ≥ 1 where v must run whatever reads it
+    (end)     A[t,T] = 1 for outputs;  Σ_k R[v,k] ≥ 1 for those v
 
 Any order, any number of runs of each up to T in all, inverses too: the optimum among schedules of at most T runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.bounds_cuts import precedence
 
 COSTS = 10**7  # the base cost in whole units of the solver's objective
 BYTES = 2**40  # larger rooms are counted in coarser units: sizes up, the room down
@@ -65,7 +67,8 @@ def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -
         for v in range(len(recipes)):
             model.add_bool_or(runs[v, k + 1].negated(), *(runs[u, k] for u in range(len(recipes))))
     scale = COSTS / graph.base_cost if graph.base_cost else 0.0
-    model.minimize(sum(round(recipes[v].cost * scale) * run for (v, _), run in runs.items()))
+    price = [round(op.cost * scale) for op in recipes]
+    model.minimize(sum(price[v] * count for v, count in _counted(model, graph, recipes, steps, runs).items()))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = 1
@@ -76,6 +79,24 @@ def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -
         recipes[v].name for k in range(steps) for v in range(len(recipes)) if solver.value(runs[v, k])
     ]
     return StepOptimum(tuple(sequence), status == cp_model.OPTIMAL)
+
+
+def _counted(
+    model: cp_model.CpModel,
+    graph: TrainingGraph,
+    recipes: Sequence[Op],
+    steps: int,
+    runs: Mapping[tuple[int, int], cp_model.IntVar],
+) -> dict[int, cp_model.IntVar]:
+    """How often each recipe runs, but for the one run of those that must: a schedule without recomputation is seen to
+    be optimal by its objective of 0."""
+    needed = precedence(graph).needed
+    must = {op.name for v, op in enumerate(graph.ops) if needed >> v & 1 or not op.writes}
+    counts = {}
+    for v, op in enumerate(recipes):
+        counts[v] = model.new_int_var(0, steps, "")
+        model.add(sum(runs[v, k] for k in range(steps)) == counts[v] + int(op.name in must))
+    return counts
 
 
 Row = list[cp_model.IntVar]
@@ -96,8 +117,6 @@ def _variables(
             model.add(row[steps] == 1)
     runs = {(v, k): model.new_bool_var("") for v in range(len(recipes)) for k in range(steps)}
     for v, op in enumerate(recipes):
-        if not op.writes:
-            model.add_at_least_one(runs[v, k] for k in range(steps))
         if op.name in graph.never_rerun:
             model.add_at_most_one(runs[v, k] for k in range(steps))
     return recipes, tensors, runs

@@ -72,7 +72,7 @@ def test_larger_plans_pass_the_independent_checker(problems, oracle, share):
     graph = problems.residual((1, 1))
     budget = int(share * peak_of_base(graph))
     told = []
-    plan = ILP(time_limit=3).plan(graph, budget, lambda fraction, text: told.append((fraction, text)))
+    plan = ILP(time_limit=1.5).plan(graph, budget, lambda fraction, text: told.append((fraction, text)))
     replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= plan.budget == budget
     assert 0 <= plan.lower_bound <= plan.estimate.overhead
@@ -98,10 +98,10 @@ def test_the_stages_find_what_the_known_schedule_misses(problems):
 def test_ops_that_may_run_only_once_do(problems):
     chain = problems.chain(8)
     budget = int(0.8 * peak_of_base(chain))
-    again = runs_of(ILP(time_limit=2).plan(chain, budget).schedule)
+    again = runs_of(ILP(time_limit=1).plan(chain, budget).schedule)
     repeated = next(n for n in again if again.count(n) > 1)
     bound = replace(chain, never_rerun=(repeated,))
-    runs = runs_of(ILP(time_limit=2).plan(bound, budget).schedule)
+    runs = runs_of(ILP(time_limit=1).plan(bound, budget).schedule)
     assert runs.count(repeated) == 1
 
 
@@ -113,11 +113,11 @@ def test_an_interruption_returns_the_best_so_far(problems):
             raise KeyboardInterrupt
 
     budget = int(0.7 * peak_of_base(graph))
-    assert ILP(time_limit=2).plan(graph, budget, interrupt).estimate.peak <= budget
+    assert ILP(time_limit=1).plan(graph, budget, interrupt).estimate.peak <= budget
 
 
 def test_auto_begins_with_what_the_programs_have_found(problems):
     graph = problems.residual((1, 1))
     budget = int(0.7 * peak_of_base(graph))
-    found = ILP(time_limit=2).plan(graph, budget)
+    found = ILP(time_limit=1).plan(graph, budget)
     assert Auto(time_limit=0.1).plan(graph, budget).estimate.cost <= found.estimate.cost
