@@ -146,10 +146,16 @@ def load_model(
     """The captured step of the MODEL that the arguments name; ``weightless`` and ``inverses`` as for `api.load_step`.
 
     Raises:
+        UsageError: unknown costs or device model: nobody should wait for a capture to hear that.
         RematplanError: the model cannot be read.
     """
     from rematplan import api  # here, so that problem files are planned without waiting for torch
+    from rematplan.pricing import check_costs
+    from rematplan.runtime.device_models import device_model
 
+    check_costs(getattr(args, "costs", None) or PROFILE)
+    if getattr(args, "device_model", None) is not None:
+        device_model(args.device_model)
     with out.progress("capturing the training step"), zoo_errors():
         return api.load_step(
             args.model,
