@@ -119,10 +119,10 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, share):
 
 
 def test_a_reversible_chain_is_taken_back_block_by_block(oracle):
-    graph = reversible(16)
+    graph = reversible(12)
     budget = int(0.3 * peak_of_base(graph))
-    plain = Auto(time_limit=4).plan(without(graph), budget)
-    plan = Auto(time_limit=8).plan(graph, budget)
+    plain = Auto(time_limit=1).plan(without(graph), budget)
+    plan = Auto(time_limit=2).plan(graph, budget)
     replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= budget
     assert replayed["inversions"] > 0
