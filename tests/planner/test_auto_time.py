@@ -10,6 +10,7 @@ from rematplan.planner.bounds import BoundSearch
 from rematplan.planner.cut_start import cut_start
 from rematplan.planner.plan import plan_from_runs
 from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.warm import compile_kernels
 
 SLACK = 3.0  # seconds, for a machine that does other things too
 
@@ -22,10 +23,10 @@ def budget_of(graph, share):
     return int(share * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 2.0])
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_a_time_limit_holds(problems, seconds):
     graph = network(problems)
-    Auto(time_limit=1.0, reuse=False).plan(network(problems), budget_of(graph, 0.55))  # compiles
+    compile_kernels()
     began = time.monotonic()
     Auto(time_limit=seconds, reuse=False).plan(graph, budget_of(graph, 0.55))
     assert time.monotonic() - began < max(1.0, seconds) + SLACK

@@ -54,6 +54,6 @@ def test_auto_is_as_good_as_each_of_its_members(problems):
     peaks = sorted(p.estimate.peak for curve in curves for p in curve)
     for budget in peaks[:: max(1, len(peaks) // 8)]:
         best = min(p.estimate.cost for curve in curves for p in curve if p.estimate.peak <= budget)
-        found = strategy("auto", time_limit=0.5).plan(graph, budget)
+        found = strategy("auto", time_limit=0.2).plan(graph, budget)
         assert found.estimate.peak <= budget == found.budget
         assert found.estimate.cost <= best
