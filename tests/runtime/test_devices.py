@@ -16,11 +16,12 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.measure import kept_by_libraries, peak_above_entry, release_libraries
 from rematplan.runtime.profile_costs import profile_costs
 
+pytestmark = pytest.mark.usefixtures("few_blocks")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 NETWORKS = {
     "resnet18": ({"image": 64, "width": 16, "classes": 10}, 16, 0.82),
     "unet": ({"image": 64, "width": 8}, 2, 0.8),
-    "gpt12": ({"depth": 3, "width": 64, "tokens": 128, "vocabulary": 100}, 8, 0.8),
+    "gpt12": ({"depth": 2, "width": 64, "tokens": 128, "vocabulary": 100}, 8, 0.8),
 }
 
 
