@@ -15,6 +15,7 @@ from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime import inversion_drift
 from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import device_model
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_inverses
@@ -57,8 +58,8 @@ class Scaled(nn.Module):
             scale.data.copy_(torch.linspace(low, high, 8))
 
 
-def planned(model: nn.Module, x: Tensor, lanes: bool = False) -> tuple[PlannedStep, float]:
-    step = with_inverses(capture(model, (x,), "scaled"), named_tensors(model)).step
+def planned(model: nn.Module, captured: CapturedStep, lanes: bool = False) -> tuple[PlannedStep, float]:
+    step = with_inverses(captured, named_tensors(model)).step
     graph = with_anchors(training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
     plan = Reversible().curve(graph, ())[-1]
     assert any(name.startswith("invert_") for name in graph.op if name in str(plan.schedule))
@@ -71,7 +72,8 @@ def planned(model: nn.Module, x: Tensor, lanes: bool = False) -> tuple[PlannedSt
 def test_a_step_whose_scales_have_fallen_too_far_is_refused(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Scaled(kind), torch.randn(16, 16)
-    run, predicted = planned(model, x)
+    captured = capture(model, (x,), "scaled")
+    run, predicted = planned(model, captured)
     assert 0 < predicted < 1e-4
     assert verify(run, (x,), predicted=predicted).passed
     model.set(0.88, 0.92)  # a few steps of training
@@ -79,7 +81,7 @@ def test_a_step_whose_scales_have_fallen_too_far_is_refused(kind: str) -> None:
     model.set(0.02, 1.0)
     with pytest.raises(ModelError, match="plan again, or without inverses"):
         run(x)
-    again, predicted = planned(model, x)  # with more anchors
+    again, predicted = planned(model, captured)  # with more anchors
     assert verify(again, (x,), predicted=predicted).passed
     gc.collect()
     assert not inversion_drift._rows
@@ -89,7 +91,7 @@ def test_a_step_whose_scales_have_fallen_too_far_is_refused(kind: str) -> None:
 def test_zero_is_refused_on_either_lane(lanes: bool) -> None:
     torch.manual_seed(0)
     model, x = Scaled("times", 6), torch.randn(16, 16)
-    run, _ = planned(model, x, lanes)
+    run, _ = planned(model, capture(model, (x,), "scaled"), lanes)
     run(x)
     model.scales[2].data[3] = 0.0
     with pytest.raises(ModelError, match=r"has come near zero \(0 is below 0.001\)"):
