@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache as kept
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
-from rematplan.planner.lanes import Sharing
 from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime import lane_threads
@@ -31,7 +32,7 @@ from rematplan.runtime.captured_step import Call, CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.inverses import with_inverses
 from rematplan.runtime.lane_threads import Lane, recovery_stream, taken, two_lanes
-from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, untouched, verify
@@ -67,8 +68,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@kept
 def made(blocks: int, cache: Path, ordinary: bool = False) -> Case:
-    """The step and its leanest plan: by inversion, or by recomputation where nothing inverts."""
+    """The step and its leanest plan: by inversion, or by recomputation where nothing inverts.
+
+    Tests share the module, of which runs change the statistics of batch norms alone.
+    """
     torch.manual_seed(blocks)
     module, batch = Couplings(blocks, ordinary), (torch.randn(64, 32),)
     step = with_inverses(capture(module, batch, "couplings"), named_tensors(module)).step
@@ -110,7 +115,7 @@ def slowed(step: CapturedStep, rng: Random) -> CapturedStep:
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path) -> None:
     module, batch, step, graph, plan = made(blocks, cache, ordinary)
     one = compile_step(step, plan.schedule)
@@ -139,7 +144,7 @@ def test_dropout_is_replayed_and_batch_norm_updated_once(cache: Path) -> None:
 
 
 def test_the_promised_peak_holds(cache: Path) -> None:
-    module, batch, step, graph, plan = made(9, cache)
+    module, batch, step, graph, plan = made(5, cache)
     held = graph.input_bytes - graph.fixed_split.get("rng_states", 0) - graph.fixed_split.get("tangent", 0)
     peaks = []
     for more in (0, 2**13, 2**15, 2**40):
@@ -157,40 +162,49 @@ def test_the_promised_peak_holds(cache: Path) -> None:
     assert len(set(peaks)) > 2
 
 
-def test_lanes_run_at_the_same_time(cache: Path) -> None:
-    """Sleeping ops take next to no processor, so that two lanes take less time than one on any machine."""
-    module, batch, step, graph, plan = made(6, cache)
-    tired = wrapped(step, lambda call: partial(time.sleep, 0.002))
-    even = replace(graph, ops=tuple(replace(o, cost=1.0) for o in graph.ops),
-                   inverses=tuple(replace(o, cost=1.0) for o in graph.inverses))  # fmt: skip
-    laned = on_two_lanes(even, plan, 2**40, Sharing(1.0))
-    one = compile_step(tired, plan.schedule)
-    two = compile_step(tired, laned.schedule, laned.lanes)
-    calls = {str(k): partial(results, run, module, step, batch) for k, run in enumerate((one, two))}
-    seconds = seconds_in_turn(calls, CPU, 3)
-    share = laned.lanes.makespan / laned.estimate.cost
-    assert share < 0.9
-    assert seconds["1"] / seconds["0"] < (1 + share) / 2
-
-
 class Broken(RuntimeError):
     """What a broken op raises."""
 
 
-def breaking(step: CapturedStep, name: str, at: int) -> CapturedStep:
-    """The step, one of whose ops fails when it runs for the ``at``-th time."""
+def before_run(step: CapturedStep, name: str, at: int, what: Callable[[], Any]) -> CapturedStep:
+    """The step with something to do before one of its ops runs for the ``at``-th time."""
     count = itertools.count(1)
 
-    def fail() -> None:
+    def first() -> None:
         if next(count) == at:
-            raise Broken(name)
+            what()
 
-    return wrapped(step, lambda call: fail if call.name == name else None)
+    return wrapped(step, lambda call: first if call.name == name else None)
+
+
+def breaking(step: CapturedStep, name: str, at: int) -> CapturedStep:
+    """The step, one of whose ops fails when it runs for the ``at``-th time."""
+
+    def fail() -> None:
+        raise Broken(name)
+
+    return before_run(step, name, at, fail)
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
+def test_lanes_run_at_the_same_time(ordinary: bool, cache: Path) -> None:
+    """The first ops of both lanes wait for each other, which lanes that took turns would do in vain."""
+    module, batch, step, graph, plan = made(3, cache, ordinary)
+    laned = on_two_lanes(graph, plan, 2**40)
+    runs, recovery = runs_of(laned.schedule), laned.lanes.recovery
+    first = next(at for at in range(laned.lanes.fork, len(runs)) if at not in recovery)
+    meeting, met = threading.Barrier(2), list[int]()
+    for at in (first, recovery[0]):
+        step = before_run(
+            step, runs[at], runs[: at + 1].count(runs[at]), lambda: met.append(meeting.wait(60))
+        )
+    results(compile_step(step, laned.schedule, laned.lanes), module, step, batch)
+    assert sorted(met) == [0, 1]
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
 def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Path) -> None:
-    module, batch, step, graph, plan = made(4, cache, ordinary)
+    module, batch, step, graph, plan = made(3, cache, ordinary)
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
     for at in range(laned.lanes.fork, len(runs)):
@@ -203,7 +217,7 @@ def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Pa
 
 
 def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
-    module, batch, step, graph, plan = made(4, cache)
+    module, batch, step, graph, plan = made(3, cache)
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
     last = next(name for name in reversed(runs) if graph.op[name].phase == "backward")
@@ -365,7 +379,7 @@ class Deep(nn.Module):
         return x, x.exp().mean(1)
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 7])
+@pytest.mark.parametrize("blocks", [1, 5])
 def test_a_planned_module_overlaps_in_every_segment(blocks: int) -> None:
     torch.manual_seed(0)
     model, x = Deep(blocks), torch.randn(96, 400)
@@ -390,7 +404,7 @@ def test_a_planned_module_overlaps_in_every_segment(blocks: int) -> None:
 
 def test_a_planned_module_on_two_lanes_keeps_its_budget() -> None:
     torch.manual_seed(0)
-    model, x = Deep(9), torch.randn(512, 400)
+    model, x = Deep(6), torch.randn(512, 400)
     lean = rematplan.plan_module(model, (x,), budget="min", strategy="chen_sqrt")
     budget = lean.plan.estimate.peak + 2**21
     planned = rematplan.plan_module(model, (x,), budget=budget, strategy="chen_sqrt", overlap="on")
