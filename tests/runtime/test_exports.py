@@ -54,7 +54,7 @@ class Language(nn.Module):
 
     def __init__(self, d=16):
         super().__init__()
-        self.tokens, self.blocks = nn.Embedding(20, d), nn.Sequential(Block(d, True), Block(d, True))
+        self.tokens, self.blocks = nn.Embedding(20, d), nn.Sequential(Block(d, True))
         self.places = nn.Parameter(torch.randn(8, d) * 0.1)
         self.register_buffer("fixed", torch.randn(8, d) * 0.1)
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, 20, bias=False)

@@ -21,7 +21,7 @@ from rematplan.runtime.onnx_module import OnnxModule, onnx_name
 TEXT = {
     "vocab_size": 40,
     "hidden_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 32,
     "max_position_embeddings": 40,
@@ -40,7 +40,7 @@ def words():
 MODELS = {
     "gpt2": lambda: (
         hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=40, n_positions=40, n_embd=16, n_layer=2, n_head=2, **NO_DROPOUT)
+            hf.GPT2Config(vocab_size=40, n_positions=40, n_embd=16, n_layer=1, n_head=2, **NO_DROPOUT)
         ),
         words(),
     ),
@@ -56,7 +56,7 @@ MODELS = {
                 image_size=32,
                 patch_size=2,
                 embed_dim=8,
-                depths=[2, 2],
+                depths=[2, 1],
                 num_heads=[1, 2],
                 window_size=4,
                 drop_path_rate=0.0,
@@ -67,9 +67,14 @@ MODELS = {
     "segformer": lambda: (
         hf.SegformerForSemanticSegmentation(
             hf.SegformerConfig(
-                depths=[1, 1, 1, 1],
-                hidden_sizes=[8, 8, 16, 16],
-                num_attention_heads=[1, 1, 2, 2],
+                num_encoder_blocks=2,
+                depths=[1, 1],
+                sr_ratios=[2, 1],
+                hidden_sizes=[8, 16],
+                patch_sizes=[7, 3],
+                strides=[4, 2],
+                num_attention_heads=[1, 2],
+                mlp_ratios=[4, 4],
                 decoder_hidden_size=16,
                 drop_path_rate=0.0,
                 classifier_dropout_prob=0.0,

@@ -120,7 +120,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "conv": lambda: (Conv(), (torch.randn(3, 3, 10, 10), torch.tensor([1, 0, 4]))),
     "attention": lambda: (Attention(), (torch.randint(0, 11, (2, 7)),)),
     "shared_gradients": lambda: (SharedGradients(), (torch.randn(4, 6),)),
-    "recurrent": lambda: (Recurrent(), (torch.randn(3, 5, 6),)),
+    "recurrent": lambda: (Recurrent(), (torch.randn(3, 3, 6),)),
     "large_scalar": lambda: (LargeScalar(), (torch.randn(64, 32),)),
     "double": lambda: (Conv().double(), (torch.randn(3, 3, 10, 10).double(), torch.tensor([1, 0, 4]))),
     "bfloat16": lambda: (Attention().bfloat16(), (torch.randint(0, 11, (2, 7)),)),
