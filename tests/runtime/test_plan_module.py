@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.more = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(6))
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(4))
         )
         self.first = nn.Linear(8, 8)
         self.second = nn.Linear(8, 8)
@@ -249,14 +249,14 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
         return search(self, graph, budget, *rest)
 
     monkeypatch.setattr(Auto, "plan", seen)
-    planned, plain = planned_and_plain(strategy="auto", time_limit=4.0, options={"reuse": False})
+    planned, plain = planned_and_plain(strategy="auto", time_limit=1.0, options={"reuse": False})
     for model in (planned, plain):
         torch.manual_seed(1)
         loss_of(model(images(5))).backward()
     assert same_grads(planned, plain)
     planned.eval()
     loss_of(planned(images())).backward()  # without dropout and running statistics: other ops
-    assert [limit for limit, _ in met] == [4.0, 1.0, 4.0]
+    assert [limit for limit, _ in met] == [1.0, 0.25, 1.0]
     assert [begun for _, begun in met[:2]] == [[], [True]]
 
 
@@ -361,8 +361,8 @@ def test_what_is_drawn_for_nothing_is_drawn(budget: str) -> None:
 def test_recurrent_layers_run_the_kernels_that_eager_mode_runs(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(11, 8), kind(8, 8, 2, dropout=0.2, bidirectional=True))
-    plain, x = copy.deepcopy(model), torch.randint(0, 11, (6, 3))
-    planned = rematplan.plan_module(model, (x,), budget="min", time_limit=0.5)
+    plain, x = copy.deepcopy(model), torch.randint(0, 11, (3, 3))
+    planned = rematplan.plan_module(model, (x,), budget="min", strategy="approx_dp", costs="roofline")
     for one in (planned, plain):
         torch.manual_seed(3)
         one(x)[0].pow(2).sum().backward()
