@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.memo import remember
 from rematplan.planner.plan import Plan, plan_from_runs
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.schedule import runs_of, without_idle
 
 
 def carried_over(plan: Plan, graph: TrainingGraph) -> Plan | None:
@@ -15,7 +15,8 @@ def carried_over(plan: Plan, graph: TrainingGraph) -> Plan | None:
     that read what it made; None where that serves no schedule."""
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
-    runs = _without_idle(graph, _with_new(graph, shared, known), shared)
+    runs = _with_new(graph, shared, known)
+    runs = without_idle(graph, runs, [r in shared for r in runs])
     try:
         return plan_from_runs(graph, runs, plan.strategy)
     except ProblemError:
@@ -51,15 +52,3 @@ def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> li
             new = dict.fromkeys(r for t in graph.op[name].writes for r in readers.get(t, ()))
             waiting += [r for r in reversed(new) if made.issuperset(graph.op[r].reads) and r not in waiting]
     return found
-
-
-def _without_idle(graph: TrainingGraph, runs: list[str], shared: set[str]) -> list[str]:
-    """Runs without those of new ops whose results nothing reads."""
-    wanted, kept = set(graph.outputs), []
-    for name in reversed(runs):
-        op = graph.op[name]
-        if name in shared or not wanted.isdisjoint(op.writes):
-            wanted.difference_update(op.writes)
-            wanted.update(op.reads)
-            kept.append(name)
-    return kept[::-1]

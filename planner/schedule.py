@@ -51,3 +51,18 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
         wanted.update(op.reads)
     steps.reverse()
     return tuple(steps)
+
+
+def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
+    """The runs without those whose results nothing reads before they are written again, except where one ``stays``.
+
+    One backward scan: what only an idle run reads is idle too.
+    """
+    wanted, kept = set(graph.outputs), []
+    for name, stay in zip(reversed(runs), reversed(stays), strict=True):
+        recipe = graph.op[name]
+        if stay or not wanted.isdisjoint(recipe.writes):
+            wanted.difference_update(recipe.writes)
+            wanted.update(recipe.reads)
+            kept.append(name)
+    return kept[::-1]

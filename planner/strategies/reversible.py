@@ -19,6 +19,7 @@ from typing import ClassVar
 from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recovery import Recovery, last_forward_read, recoveries
 from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.schedule import without_idle
 from rematplan.planner.strategy import FamilyStrategy, Progress, silent
 
 
@@ -76,22 +77,12 @@ class _Sequence:
         for op in late:
             self._bring(op.reads)
             self.done.append(op.name)
-        return self._read()
-
-    def _read(self) -> list[str]:
-        """The runs without those, beyond the first of each op, whose results nothing reads: the first block's input
-        comes back for its neighbour's sake, who may have needed only what lay on the way."""
-        seen: set[str] = set()
-        first = [name not in seen and not seen.add(name) for name in self.done]  # type: ignore[func-returns-value]
-        inverses = {inverse.name for inverse in self.graph.inverses}
-        wanted, kept = set(self.graph.outputs), []
-        for name, is_first in zip(reversed(self.done), reversed(first), strict=True):
-            recipe = self.graph.op[name]
-            if not wanted.isdisjoint(recipe.writes) or (is_first and name not in inverses):
-                wanted.difference_update(recipe.writes)
-                wanted.update(recipe.reads)
-                kept.append(name)
-        return kept[::-1]
+        # The first block's input comes back for its neighbour's sake, who may have needed only what lay on the way.
+        seen, stays = {inverse.name for inverse in self.graph.inverses}, []
+        for name in self.done:
+            stays.append(name not in seen)  # the first run of an op
+            seen.add(name)
+        return without_idle(self.graph, self.done, stays)
 
     def _bring(self, tensors: Sequence[str]) -> None:
         """Append what must run for these to be there (an explicit stack: chains are long)."""
