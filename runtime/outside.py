@@ -7,6 +7,7 @@ counts as read, also on a branch that is not taken.
 
 from __future__ import annotations
 
+import site
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ from rematplan.runtime.reads import BOOKKEEPING, is_record
 
 Names = frozenset[str]
 
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
-"""Packages that nobody looks into: what they go by is theirs."""
+_SITES = (*site.getsitepackages(), site.getusersitepackages())
+"""Where packages are installed."""
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
 """What is called without being named."""
 
@@ -55,7 +56,9 @@ class Outside:
         self.shelves: dict[int, _Shelf] = {}
         self.waiting: list[tuple[Any, Names]] = []
         self.met: set[tuple[int, Names]] = set()
-        for kind in dict.fromkeys(map(type, modules)):
+        kinds = dict.fromkeys(map(type, modules))
+        self.own = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
+        for kind in kinds:
             self._meet(kind, _UNNAMED)
         for module in modules:
             for name, value in vars(module).items():
@@ -63,7 +66,7 @@ class Outside:
                     self._meet(value, _UNNAMED)
         while self.waiting:
             thing, names = self.waiting.pop()
-            for holder, values, wanted, named in _places(thing, names):
+            for holder, values, wanted, named in self._places(thing, names):
                 for name in wanted & values.keys():
                     self._note(thing, holder, values, name, named)
 
@@ -85,9 +88,8 @@ class Outside:
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
         """A code that names all of ``named`` names what a thing has under ``name``, in one of its holders."""
         value = values[name]
-        registry = isinstance(value, dict) and not is_data(
-            value
-        )  # it may grow; its keys are names of their own
+        # A registry may grow: its keys are names of their own.
+        registry = isinstance(value, dict) and not is_data(value)
         if not isinstance(value, ModuleType):
             shelf = self.shelves.setdefault(id(holder), _Shelf(values))
             shelf.found.setdefault(name, value if registry else kept(value))
@@ -101,29 +103,37 @@ class Outside:
             self.met.add((id(thing), names))
             self.waiting.append((thing, names))
 
-
-def _places(thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-    """Where a thing keeps what is meant by those who name ``names`` beside it: holder, values by name, the names
-    looked for, and all names of the code that they are in."""
-    if function := _inside(thing):
-        own = _named_in(function.__code__)
-        if not _is_library(function.__module__):
-            yield function.__globals__, function.__globals__, own, own
-        cells = _Cells(function)  # a library's decorator has there what it decorates
-        yield function, cells, frozenset(cells), own
-    if isinstance(thing, ModuleType):
-        if not _is_library(thing.__name__):
+    def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
+        """Where a thing keeps what is meant by those who name ``names`` beside it: holder, values by name, the names
+        looked for, and all names of the code that they are in."""
+        if function := _inside(thing):
+            own = _named_in(function.__code__)
+            if not self._is_library(function.__module__):
+                yield function.__globals__, function.__globals__, own, own
+            cells = _Cells(function)  # a library's decorator has there what it decorates
+            yield function, cells, frozenset(cells), own
+        if isinstance(thing, ModuleType):
+            if not self._is_library(thing.__name__):
+                yield thing, vars(thing), names, names
+            return
+        if isinstance(thing, dict):
+            yield thing, thing, names, names
+        elif is_record(thing):
             yield thing, vars(thing), names, names
-        return
-    if isinstance(thing, dict):
-        yield thing, thing, names, names
-    elif is_record(thing):
-        yield thing, vars(thing), names, names
-    elif not isinstance(thing, type):
-        return
-    for home in (thing if isinstance(thing, type) else type(thing)).__mro__:
-        if not _is_library(home.__module__):
-            yield home, vars(home), names | _UNNAMED, names
+        elif not isinstance(thing, type):
+            return
+        for home in (thing if isinstance(thing, type) else type(thing)).__mro__:
+            if not self._is_library(home.__module__):
+                yield home, vars(home), names | _UNNAMED, names
+
+    def _is_library(self, module: str | None) -> bool:
+        """Whether nobody looks into a module's functions: it is PyTorch's, Python's, or installed and not the model's;
+        what such go by is theirs, and too much."""
+        package = (module or "builtins").partition(".")[0]
+        if package in self.own:
+            return False
+        file = getattr(sys.modules.get(package), "__file__", None) or ""
+        return package in sys.stdlib_module_names or package == "torch" or file.startswith(_SITES)
 
 
 class _Cells(Mapping[str, Any]):
@@ -169,7 +179,3 @@ def _named_in(code: CodeType) -> Names:
     inner = (_named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     keys = (const for const in code.co_consts if isinstance(const, str))
     return frozenset(code.co_names).union(keys, *inner)
-
-
-def _is_library(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in _LIBRARIES

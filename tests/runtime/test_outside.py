@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import networkx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -221,5 +222,20 @@ def test_registries_may_grow() -> None:
         warnings.simplefilter("ignore")
         ours = planned(Counting())
     REGISTRY["tanh"] = nn.Tanh
+    ours(X)
+    assert len(ours.plans) == 1
+
+
+class Noting(Part):
+    """Uses an installed library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        networkx.Graph().add_edge(0, 1)
+        return super().forward(x)
+
+
+def test_nobody_looks_into_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = planned(Noting())
+    monkeypatch.setattr(networkx.Graph, "node_attr_dict_factory", type("Others", (dict,), {}))
     ours(X)
     assert len(ours.plans) == 1
