@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,9 @@ from rematplan.planner.lanes import Sharing
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.simulator import simulate
 from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.strategies.registry import STRATEGIES, strategy
+from rematplan.planner.strategies.registry import LIMIT, strategy
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.planner.strategies.store_all import StoreAll, no_recompute
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
 from rematplan.pricing import check_costs, priced
 from rematplan.runtime.captured_step import CapturedStep
@@ -76,9 +76,7 @@ class StepPlanner:
 
     def chosen(self) -> Strategy:
         """The strategy with its options."""
-        known = {f.name for f in fields(STRATEGIES.get(self.strategy, StoreAll))}
-        limit = {"time_limit": self.time_limit} if "time_limit" in known else {}
-        return strategy(self.strategy, **limit | dict(self.options))
+        return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
 
     def problem(self, step: CapturedStep) -> TrainingGraph:
         """The step's planning problem, with all outputs there at the turn and the user's constraints."""

@@ -24,6 +24,8 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     kind.name: kind
     for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, NestedDP, Anneal, ILP, Reversible)
 }
+LIMIT = "time_limit"
+"""An option that every strategy takes; those that do not search need no limit and ignore it."""
 
 
 def strategy(name: str, **options: object) -> Strategy:
@@ -38,6 +40,8 @@ def strategy(name: str, **options: object) -> Strategy:
         raise UsageError(f"no strategy is named {name!r}; there are {', '.join(STRATEGIES)}")
     hints = typing.get_type_hints(kind)
     known = {f.name: hints[f.name] for f in fields(kind)}
+    if LIMIT not in known:
+        options = {option: value for option, value in options.items() if option != LIMIT}
     for option in options:
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"

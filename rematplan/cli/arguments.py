@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rematplan.ir import UsageError
-from rematplan.planner.strategies.registry import STRATEGIES, strategy
+from rematplan.planner.strategies.registry import LIMIT, STRATEGIES, strategy
 from rematplan.planner.strategy import Strategy
 
 LARGEST = 2**31 - 1
@@ -149,7 +149,7 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
         UsageError: an unknown strategy, or an option that none of them has.
     """
     made: dict[str, Strategy] = {}
-    unused = set(options)
+    unused = set(options) - {LIMIT}
     for name in names:
         known = {f.name for f in fields(STRATEGIES[name])} if name in STRATEGIES else set()
         made[name] = strategy(name, **{k: v for k, v in options.items() if k in known})

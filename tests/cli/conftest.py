@@ -1,11 +1,10 @@
 """One way to call the command line, and the files that many tests read."""
 
-import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from rematplan import api
 from rematplan.cli import main
 from rematplan.models import ZOO
-from rematplan.planner.strategies.registry import STRATEGIES
 
 CHECKER = Path(__file__).parents[2].parent / "shared" / "oracle" / "check_plan.py"
 # A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
@@ -39,9 +37,7 @@ def quick(argv: list[str]) -> list[str]:
     """The arguments with a third of a second's limit for the strategies that would search longer."""
     if not argv or argv[0] not in ("plan", "curve", "step") or "--help" in argv:
         return argv
-    named = [b for a, b in itertools.pairwise(argv) if a == "--strategy"] or ["auto"]
-    searching = any("time_limit" in {f.name for f in fields(STRATEGIES[n])} for n in named if n in STRATEGIES)
-    return [*argv, "--time-limit", "0.3"] if searching else argv
+    return [*argv, "--time-limit", "0.3"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,6 +47,11 @@ def test_wrong_names_and_options_are_told_the_right_ones(name, options, message)
         strategy(name, **options)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_takes_a_time_limit(name):
+    assert getattr(strategy(name, time_limit="2"), "time_limit", 2.0) == 2.0
+
+
 def test_auto_is_as_good_as_each_of_its_members(problems):
     graph = problems.residual((2, 2))
     kinds = [strategy(n) for n in STRATEGIES if n.endswith("_dp") or n.startswith("chen") or n == "store_all"]
