@@ -64,7 +64,7 @@ def captured(wide: int) -> tuple[TrainingGraph, TrainingGraph]:
 
 @cache
 def searched_without(wide: int, budget: int) -> float:
-    return Auto(time_limit=1.5).plan(problems(wide)[0], budget).estimate.cost
+    return Auto(time_limit=1).plan(problems(wide)[0], budget).estimate.cost
 
 
 @pytest.mark.parametrize("wide", [1, 8])
@@ -77,7 +77,7 @@ def test_never_worse_than_without(wide: int, budget: str) -> None:
     except InfeasibleBudget:
         without = float("inf")
     # In less time than that search had, of which nothing is known here but what it left on disk.
-    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget(budget))
+    graph, plan = plan_either(Auto(time_limit=0.6), plain, inverted, parse_budget(budget))
     assert plan.estimate.peak <= amount
     assert plan.estimate.cost <= without
     assert graph in (plain, inverted)
@@ -97,8 +97,8 @@ def test_nothing_is_inverted_where_nothing_is_to_be_saved() -> None:
 
 def test_the_least_peak_is_no_larger() -> None:
     plain, inverted = problems()
-    least = least_plan(Auto(time_limit=1), plain).estimate.peak
-    graph, plan = plan_either(Auto(time_limit=2), plain, inverted, parse_budget("min"))
+    least = least_plan(Auto(time_limit=0.5), plain).estimate.peak
+    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("min"))
     assert plan.estimate.peak <= least
     assert graph is inverted
 

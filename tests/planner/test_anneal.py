@@ -118,7 +118,7 @@ def test_an_interrupted_search_returns_the_best_so_far():
 def test_curve_is_monotone():
     graph = network(25)
     peak = peak_of_base(graph)
-    for strategy in (Anneal(moves=40_000), Auto(time_limit=2)):
+    for strategy in (Anneal(moves=40_000), Auto(time_limit=1)):
         plans = strategy.curve(graph, [int(peak * f) for f in (0.5, 0.6, 0.7, 0.8, 0.9, 1)])
         assert len(plans) > 3
         peaks, costs = [p.estimate.peak for p in plans], [p.estimate.cost for p in plans]
@@ -198,9 +198,9 @@ def test_auto_begins_with_what_anneal_has_found():
 def test_a_refusal_says_a_peak_that_is_really_reachable():
     graph = network(30)
     with pytest.raises(InfeasibleBudget) as caught:
-        Auto(time_limit=5).plan(graph, graph.input_bytes + 1)
+        Auto(time_limit=2).plan(graph, graph.input_bytes + 1)
     assert caught.value.smallest < 0.8 * peak_of_base(graph)
-    again = Auto(time_limit=1).plan(graph, caught.value.smallest)
+    again = Auto(time_limit=0.3).plan(graph, caught.value.smallest)
     assert again.estimate.peak <= caught.value.smallest
 
 
