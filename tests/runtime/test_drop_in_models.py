@@ -1,0 +1,199 @@
+"""Laws of models with ways of their own, planned: checkpoints inside, one tensor for two inputs, names that are ours
+too, tensors that the forward writes or assigns."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rematplan
+from rematplan.ir import UsageError
+from rematplan.planner.schedule import Run
+
+SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def planned_and_plain(model: nn.Module, *args: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    plain = copy.deepcopy(model)
+    return rematplan.plan_module(model, args or (X,), **SETTINGS | options), plain
+
+
+def equal_after(use: Callable[[nn.Module], Any], planned: nn.Module, plain: nn.Module) -> None:
+    """What ``use`` gives, and the gradients, buffers and random state that it leaves, are the same."""
+    left = []
+    for model in (planned, plain):
+        torch.manual_seed(5)
+        given = use(model) or []
+        grads = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+        left.append([*given, *grads, *model.buffers(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+def step(model: nn.Module) -> None:
+    model(X).pow(2).sum().backward()
+
+
+class Product(nn.Module):
+    """Two inputs, which may be one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.mix(a, b, b)[0] * b
+
+
+def test_an_input_given_twice_is_one_tensor() -> None:
+    x = X.reshape(1, 8, 16).clone().requires_grad_()
+    planned, plain = planned_and_plain(Product(), x, x)
+    equal_after(lambda m: m(x, x).pow(2).sum().backward(), planned, plain)
+    equal_after(lambda m: m(x, x.detach()).pow(2).sum().backward(), planned, plain)
+
+
+class Checkpointed(nn.Module):
+    """A model with checkpoints of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.inner = reentrant, nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_the_model_are_the_plan_s_to_make(reentrant: bool) -> None:
+    x = X.clone().requires_grad_()
+    planned, plain = planned_and_plain(Checkpointed(reentrant), x, budget="100%", strategy="store_all")
+    assert planned.source.count("addmm(") == 1
+    equal_after(lambda m: m(x).pow(2).sum().backward(), planned, plain)
+
+
+class Masked(nn.Linear):
+    """Makes a mask, step by step, of a tensor that is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.padding = torch.arange(16) > 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(self.padding, dtype=x.dtype).masked_fill_(self.padding, -math.inf)
+        mask[2:4] += self.padding[2:4] + 1.0
+        return (super().forward(x) + mask).softmax(-1)
+
+
+def test_what_is_made_of_plain_tensors_is_changed_in_place() -> None:
+    equal_after(step, *planned_and_plain(Masked()))
+
+
+class Named(nn.Module):
+    """A model that calls parts, methods and buffers of its own what planned modules have beside."""
+
+    plans = ("a", "b")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(16, 4)
+        self.register_buffer("source", torch.ones(4))
+        self._model = nn.Tanh()
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._model(self.plan(self.prepare(x))) * self.source
+
+
+def test_what_the_model_calls_by_our_names_is_still_its_own() -> None:
+    planned, plain = planned_and_plain(Named())
+    assert isinstance(planned.plan, nn.Linear)
+    assert isinstance(planned._model, nn.Tanh)
+    assert planned.plans == ("a", "b")
+    assert torch.equal(planned.source, torch.ones(4))
+    assert torch.equal(planned.prepare(X), X * 2)
+    equal_after(lambda model: model(X).sum().backward(), planned, plain)
+    planning = rematplan.planning(planned)
+    assert planning.plan.estimate.peak <= planning.plan.budget
+    assert len(planning.prepare(X[:3]).plans) == len(planning.plans) == 2
+    assert "def forward(" in planning.source
+
+
+def test_attributes_that_are_set_later_go_before_ours() -> None:
+    planned, plain = planned_and_plain(nn.Linear(16, 16))
+    assert planned.plan is rematplan.planning(planned).plan
+    planned.source, plain.source = "mine", "mine"
+    planned.plan = nn.Identity()
+    assert planned.source == "mine"
+    assert isinstance(planned.plan, nn.Identity)
+    del planned.plan
+    assert planned.plan is rematplan.planning(planned).plan
+    with pytest.raises(UsageError, match="not planned"):
+        rematplan.planning(plain)
+
+
+class Momentum(nn.Module):
+    """An encoder beside a slower one that follows it, and a buffer that follows the input, both by their ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick, self.slow = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.quick.to(x.device)  # assigns each parameter its own data
+        for p, q in zip(self.slow.parameters(), self.quick.parameters(), strict=True):
+            p.data = p.data * 0.9 + q.data * 0.1
+        self.mean.data = self.mean.data * 0.9 + x.mean(0) * 0.1
+        return self.quick(x).tanh() * self.slow(x - self.mean)
+
+
+def test_what_a_forward_assigns_as_data_is_assigned() -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(Momentum())
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for _ in range(2):
+            step(model)
+        return list(model.slow.parameters())
+
+    equal_after(use, planned, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracers_see_the_model() -> None:
+    planned, plain = planned_and_plain(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    for traced in (torch.fx.symbolic_trace(planned), torch.jit.trace(planned, (X,))):
+        assert torch.equal(traced(X), plain(X))
+
+
+class Quantised(nn.Linear):
+    """An op that gives, beside its result, four buffers' new content, which nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+        for name, value in (("low", -1.0), ("high", 1.0)):
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.on, self.on, self.low, self.high, self.scale, self.zero
+        weight = torch.fused_moving_avg_obs_fake_quant(self.weight, *state, 0.01, 0, 255, -1)
+        return nn.functional.linear(x, weight, self.bias).tanh()
+
+
+def test_an_op_that_renews_buffers_runs_again() -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(nn.Sequential(*(Quantised() for _ in range(4))))
+    runs = [one.op for one in planned.plan.schedule if isinstance(one, Run) and "fq_helper" in one.op]
+    assert len(runs) > 4
+    equal_after(step, planned, plain)
