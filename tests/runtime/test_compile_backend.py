@@ -33,7 +33,7 @@ def scalar_code() -> Iterator[None]:
 class Net(nn.Module):
     """Dropout, also of what nothing reads, batch norm, tied weights; outputs that are views and numbers."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(64, 64)
         self.norm = nn.BatchNorm1d(64)
@@ -49,7 +49,7 @@ class Net(nn.Module):
         return {"y": functional.dropout(y, 0.5, self.training), "view": x[:, :2], "n": 3}
 
 
-def compiled_and_plain(depth: int = 6, **options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
+def compiled_and_plain(depth: int = 4, **options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
     torch.manual_seed(0)
     model = Net(depth)
     plain = copy.deepcopy(model)

@@ -32,11 +32,7 @@ from rematplan.runtime.training_step import PlannedStep, verify
 ROWS = 256
 """Of a batch: enough for a dropout's results to take more than the random state it would run again from; smaller ones
 are never run again."""
-
-
 Functions = list[Callable[[Tensor], Tensor]]
-
-
 STYLES: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
 """From the functions F and a tensor of both halves to the tensor after all blocks."""
 
