@@ -10,7 +10,7 @@ from rematplan.planner.strategy import Progress, silent
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.profile_file import read_profile
+from rematplan.runtime.profile_file import Profile, read_profile
 from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import training_graph
 
@@ -18,13 +18,19 @@ COSTS = ("roofline", "profile")
 
 
 def check_costs(costs: str) -> None:
-    """Refuse what is no kind of costs.
+    """Refuse what is no kind of costs, before a network is captured for it.
 
     Raises:
-        UsageError: the message lists the kinds.
+        UsageError: the message lists the kinds, or says what is wrong with a profile file.
     """
-    if costs not in COSTS and Path(costs).suffix != ".json":
+    if costs not in COSTS:
+        _profile(costs)
+
+
+def _profile(costs: str) -> Profile:
+    if Path(costs).suffix != ".json":
         raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, and profile files (NAME.json)")
+    return read_profile(Path(costs))
 
 
 def priced(
@@ -45,11 +51,10 @@ def priced(
         UsageError: unknown costs or device model, a profile that lacks an op of the step, or an error that is not
             positive.
     """
-    check_costs(costs)
     if costs == "profile":
         known = profile_costs(step, progress)
     elif costs == "roofline":
         known = roofline_costs(step, device_model(device))
     else:
-        known = read_profile(Path(costs)).costs(step)
+        known = _profile(costs).costs(step)
     return with_anchors(training_graph(step, known), max_inversion_error)

@@ -146,7 +146,8 @@ def load_model(
     """The captured step of the MODEL that the arguments name; ``weightless`` and ``inverses`` as for `api.load_step`.
 
     Raises:
-        UsageError: unknown costs or device model: nobody should wait for a capture to hear that.
+        UsageError: unknown costs, a broken profile file, an unknown device model: nobody should wait for a capture to
+            hear that.
         RematplanError: the model cannot be read.
     """
     from rematplan import api  # here, so that problem files are planned without waiting for torch

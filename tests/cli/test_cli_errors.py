@@ -65,7 +65,9 @@ def test_bad_arguments(argv, call, refused, tmp_path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", [("--costs", "guess"), ("--device-model", "abacus")])
+@pytest.mark.parametrize(
+    "option", [("--costs", "guess"), ("--costs", "missing.json"), ("--device-model", "abacus")]
+)
 @pytest.mark.parametrize("command", [PLAN, ("compare",)], ids=lambda c: c[0])
 def test_costs_are_checked_before_a_network_is_captured(call, refused, monkeypatch, command, option) -> None:
     monkeypatch.setattr(api, "load_step", None)
