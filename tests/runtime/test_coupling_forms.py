@@ -10,21 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reversed_steps import activations, priced
 from torch import Tensor, nn
 
-from rematplan.ir import ModelError, TrainingGraph
+from rematplan.ir import ModelError
 from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import device_model
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_inverses
 from rematplan.runtime.regular_indices import Slice, picked_slice
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, verify
 from rematplan.runtime.unscattered import without_scatters
 
@@ -170,14 +166,6 @@ class Network(nn.Module):
 def network(body: Callable[[Functions, Tensor], Tensor], n: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Network(body, n).double(), torch.randn(ROWS, 5, dtype=torch.float64)
-
-
-def priced(step: CapturedStep) -> TrainingGraph:
-    return training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
-
-
-def activations(plan: Plan, graph: TrainingGraph) -> int:
-    return plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import equal_after
 from torch import Tensor, nn
 
 import rematplan
@@ -54,17 +55,6 @@ def planned_and_plain(model: nn.Module, *args: Any, **options: Any) -> tuple[nn.
 def net() -> nn.Module:
     torch.manual_seed(0)
     return Net()
-
-
-def equal_after(use: Callable[[nn.Module], Any], planned: nn.Module, plain: nn.Module) -> None:
-    """What ``use`` gives, and the gradients, buffers and random state that it leaves, are the same."""
-    left = []
-    for model in (planned, plain):
-        torch.manual_seed(5)
-        given = use(model) or []
-        grads = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
-        left.append([*given, *grads, *model.buffers(), torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
 
 
 def step(model: nn.Module) -> None:

@@ -8,23 +8,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from reversed_steps import MeanSquare, activations, priced, reversed_step
 from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import ModelError, TrainingGraph
+from rematplan.ir import ModelError
 from rematplan.ir.recovery import recoveries
-from rematplan.planner.inversion_error import with_anchors, worst_error
+from rematplan.planner.inversion_error import worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import device_model
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
 from rematplan.runtime.training_step import PlannedStep, verify
 
 Functions = list[Callable[[Tensor], Tensor]]
@@ -32,30 +30,6 @@ Functions = list[Callable[[Tensor], Tensor]]
 
 def blocks(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
     return list(zip(functions[::2], functions[1::2], strict=True))
-
-
-class MeanSquare(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *x: Tensor) -> Tensor:
-        return self.model(*x).square().mean()
-
-
-def priced(step: CapturedStep) -> TrainingGraph:
-    return training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
-
-
-def activations(plan: Plan, graph: TrainingGraph) -> int:
-    return plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
-
-
-def reversed_step(model: nn.Module, *x: Tensor) -> tuple[CapturedStep, TrainingGraph, Plan]:
-    """The step with its inverses, its problem, the plan that keeps the least."""
-    step = with_inverses(capture(model, x, "step"), named_tensors(model)).step
-    graph = with_anchors(priced(step))
-    return step, graph, Reversible().curve(graph, ())[-1]
 
 
 def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:

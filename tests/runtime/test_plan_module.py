@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import grads, same, same_grads
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -54,21 +55,6 @@ def planned_and_plain(**options: Any) -> tuple[nn.Module, nn.Module]:
     plain = copy.deepcopy(model)
     options = {"budget": "70%", "strategy": "approx_dp", "costs": "roofline"} | options
     return rematplan.plan_module(model, (images(),), **options), plain
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return list(a.state_dict()) == list(b.state_dict()) and all(
-        map(torch.equal, a.state_dict().values(), b.state_dict().values())
-    )
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def same_grads(a: nn.Module, b: nn.Module) -> bool:
-    x, y = grads(a), grads(b)
-    return list(x) == list(y) and bool(x) and all(torch.equal(x[n], y[n]) for n in x)
 
 
 def test_it_is_the_model_to_look_at() -> None:

@@ -5,25 +5,11 @@ import copy
 
 import pytest
 import torch
+from same_bits import same, same_grads
 from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ModelError
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return list(a.state_dict()) == list(b.state_dict()) and all(
-        map(torch.equal, a.state_dict().values(), b.state_dict().values())
-    )
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def same_grads(a: nn.Module, b: nn.Module) -> bool:
-    x, y = grads(a), grads(b)
-    return list(x) == list(y) and bool(x) and all(torch.equal(x[n], y[n]) for n in x)
 
 
 class Odd(nn.Module):

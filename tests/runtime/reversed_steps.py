@@ -1,0 +1,43 @@
+"""Steps that keep the least: what tests of inversion make of a model, and what its plan holds."""
+
+from torch import Tensor, nn
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.inversion_error import with_anchors
+from rematplan.planner.plan import Plan
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.runtime.capture import capture
+from rematplan.runtime.captured_step import CapturedStep
+from rematplan.runtime.device_models import device_model
+from rematplan.runtime.executor import named_tensors
+from rematplan.runtime.inverses import with_inverses
+from rematplan.runtime.roofline import roofline_costs
+from rematplan.runtime.step_problem import training_graph
+
+
+class MeanSquare(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.model(*x).square().mean()
+
+
+def priced(step: CapturedStep) -> TrainingGraph:
+    return training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
+
+
+def activations(plan: Plan, graph: TrainingGraph) -> int:
+    return plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
+
+
+def reversed_step(model: nn.Module, *x: Tensor) -> tuple[CapturedStep, TrainingGraph, Plan]:
+    return reversible(capture(model, x, "step"), model)
+
+
+def reversible(step: CapturedStep, model: nn.Module) -> tuple[CapturedStep, TrainingGraph, Plan]:
+    """The step with its inverses, its problem, the plan that keeps the least."""
+    step = with_inverses(step, named_tensors(model)).step
+    graph = with_anchors(priced(step))
+    return step, graph, Reversible().curve(graph, ())[-1]

@@ -1,0 +1,33 @@
+"""What tests of the drop-in compare: two modules' states and gradients, and all that a use of them leaves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return list(a.state_dict()) == list(b.state_dict()) and all(
+        map(torch.equal, a.state_dict().values(), b.state_dict().values())
+    )
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_grads(a: nn.Module, b: nn.Module) -> bool:
+    x, y = grads(a), grads(b)
+    return list(x) == list(y) and bool(x) and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def equal_after(use: Callable[[nn.Module], Any], planned: nn.Module, plain: nn.Module) -> None:
+    """What ``use`` gives, and the gradients, buffers and random state that it leaves, are the same."""
+    left = []
+    for model in (planned, plain):
+        torch.manual_seed(5)
+        given = use(model) or []
+        grads = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+        left.append([*given, *grads, *model.buffers(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
