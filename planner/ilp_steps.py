@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from rematplan.ir import Op, TrainingGraph
-from rematplan.planner.bounds_cuts import precedence
+from rematplan.planner.sequence_problem import must_run
 
 COSTS = 10**7  # the base cost in whole units of the solver's objective
 BYTES = 2**40  # larger rooms are counted in coarser units: sizes up, the room down
@@ -90,9 +90,7 @@ def _counted(
 ) -> dict[int, cp_model.IntVar]:
     """How often each recipe runs, but for the one run of those that must: a schedule without recomputation is seen to
     be optimal by its objective of 0."""
-    needed = precedence(graph).needed
-    must = {op.name for v, op in enumerate(graph.ops) if needed >> v & 1 or not op.writes}
-    counts = {}
+    must, counts = must_run(graph), {}
     for v, op in enumerate(recipes):
         counts[v] = model.new_int_var(0, steps, "")
         model.add(sum(runs[v, k] for k in range(steps)) == counts[v] + int(op.name in must))

@@ -62,7 +62,7 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
         if op.name not in chosen and not wanted.isdisjoint(op.writes):
             extra.append(op)
             wanted.update(op.reads)
-    must = chosen if keep_order else _must_run(graph)
+    must = chosen if keep_order else must_run(graph)
     rows = (*base, *reversed(extra), *inverses)
     return Recipes(rows, tuple(int(op.name in must) for op in rows))
 
@@ -88,7 +88,7 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
     return kept
 
 
-def _must_run(graph: TrainingGraph) -> set[str]:
+def must_run(graph: TrainingGraph) -> set[str]:
     """The ops that draw random numbers, that write nothing, or that must precede an output."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)

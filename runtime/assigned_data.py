@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -44,11 +45,8 @@ def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
             with torch.no_grad():
                 tensor.detach().copy_(data)
 
-    torch.Tensor.data = property(DATA.__get__, assign)  # type: ignore[assignment]
-    try:
+    with patch.object(torch.Tensor, "data", property(DATA.__get__, assign)):
         yield
-    finally:
-        del torch.Tensor.data  # it is inherited
 
 
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:

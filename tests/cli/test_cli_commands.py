@@ -142,7 +142,7 @@ def test_a_failed_verification_is_exit_status_1(call, monkeypatch) -> None:
     real = api.run_step
 
     def differing(*args: object, **more: object) -> api.StepReport:
-        report = real(*args, **more)  # type: ignore[arg-type]
+        report = real(*args, **more)
         difference = Difference("gradient model.head.weight", 0.5, 0.1)
         return dataclasses.replace(report, verification=Verification(10, (difference,)))
 

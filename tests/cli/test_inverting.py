@@ -124,11 +124,11 @@ def test_plan_module_inverts_where_it_pays_and_loads_it_again(
     if strategy == "auto":
         options["time_limit"] = 1
     planned = rematplan.plan_module(model, (x,), budget=budget, **options)
-    rematplan.save_plan(planned.plan, tmp_path / "plan.json")  # type: ignore[arg-type]
-    inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))  # type: ignore[union-attr]
+    rematplan.save_plan(planned.plan, tmp_path / "plan.json")
+    inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))
     assert inverts == (budget == "min")  # with all the memory there is nothing to be saved
     loaded = rematplan.plan_module(model, (x,), plan=tmp_path / "plan.json", **options)
-    assert runs_of(loaded.plan.schedule) == runs_of(planned.plan.schedule)  # type: ignore[union-attr]
+    assert runs_of(loaded.plan.schedule) == runs_of(planned.plan.schedule)
     gradients = []
     for one in (model, planned, loaded):
         model.zero_grad()
@@ -143,7 +143,7 @@ def test_the_smallest_peak_is_the_least_of_inverting_and_recomputing() -> None:
     options: dict[str, Any] = {"inverses": True, "costs": "roofline", "budget": "min"}
     inverting = rematplan.plan_module(model, (x,), strategy="reversible", **options)
     either = rematplan.plan_module(model, (x,), time_limit=1, **options)
-    assert either.plan.peak <= inverting.plan.peak  # type: ignore[union-attr]
+    assert either.plan.peak <= inverting.plan.peak
 
 
 def test_on_the_command_line(call: Callable[..., Any], tmp_path: Path) -> None:

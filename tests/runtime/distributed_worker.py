@@ -77,7 +77,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def sharded_units(model: nn.Module) -> nn.Module:
     """The same unit by unit; each gathers its weights again before its backward."""
-    for unit in model[:-1]:  # type: ignore[index]
+    for unit in model[:-1]:
         fully_shard(unit, reshard_after_forward=True)
     return fully_shard(model)
 

@@ -1,9 +1,11 @@
 """Steps that keep the least: what tests of inversion make of a model, and what its plan holds."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.inversion_error import with_anchors
+from rematplan.planner.inversion_error import with_anchors, worst_error
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture import capture
@@ -13,6 +15,14 @@ from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_inverses
 from rematplan.runtime.roofline import roofline_costs
 from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.training_step import PlannedStep, verify
+
+Functions = list[Callable[[Tensor], Tensor]]
+
+
+def pairs(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """F and G of each coupling."""
+    return list(zip(functions[::2], functions[1::2], strict=True))
 
 
 class MeanSquare(nn.Module):
@@ -41,3 +51,11 @@ def reversible(step: CapturedStep, model: nn.Module) -> tuple[CapturedStep, Trai
     step = with_inverses(step, named_tensors(model)).step
     graph = with_anchors(priced(step))
     return step, graph, Reversible().curve(graph, ())[-1]
+
+
+def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:
+    outcome = verify(
+        PlannedStep(model, step, plan.schedule), x, seed=5, predicted=worst_error(priced(step), plan.schedule)
+    )
+    assert outcome.passed, outcome.differences
+    return outcome.error

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reversed_steps import activations, priced
+from reversed_steps import Functions, activations, pairs, priced
 from torch import Tensor, nn
 
 from rematplan.ir import ModelError
@@ -25,7 +25,6 @@ from rematplan.runtime.training_step import PlannedStep, verify
 from rematplan.runtime.unscattered import without_scatters
 
 aten = torch.ops.aten
-Functions = list[Callable[[Tensor], Tensor]]
 HALF, ROWS = 8, 32
 FORMS: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
 
@@ -33,10 +32,6 @@ FORMS: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
 def form(f: Callable[[Functions, Tensor], Tensor]) -> Callable[[Functions, Tensor], Tensor]:
     FORMS[f.__name__] = f
     return f
-
-
-def pairs(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    return list(zip(functions[::2], functions[1::2], strict=True))
 
 
 @form

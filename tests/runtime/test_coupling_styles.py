@@ -6,26 +6,33 @@ import contextlib
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from reversed_steps import MeanSquare, activations, priced, reversed_step, reversible
+from reversed_steps import (
+    Functions,
+    MeanSquare,
+    activations,
+    gradient_error,
+    pairs,
+    priced,
+    reversed_step,
+    reversible,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.api import load_step
 from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.training_step import PlannedStep, verify
 
 ROWS = 256
 """Of a batch: enough for a dropout's results to take more than the random state it would run again from; smaller ones
 are never run again."""
-Functions = list[Callable[[Tensor], Tensor]]
 STYLES: dict[str, Callable[[Functions, Tensor], Tensor]] = {}
 """From the functions F and a tensor of both halves to the tensor after all blocks."""
 
@@ -35,13 +42,9 @@ def style(f: Callable[[Functions, Tensor], Tensor]) -> Callable[[Functions, Tens
     return f
 
 
-def blocks(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    return list(zip(functions[::2], functions[1::2], strict=True))
-
-
 @style
 def chunks(functions: Functions, x: Tensor) -> Tensor:
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         a, b = x.chunk(2, -1)
         a = a + f(b)
         x = torch.cat([a, b + g(a)], -1)
@@ -58,7 +61,7 @@ def swapped_halves(functions: Functions, x: Tensor) -> Tensor:
 
 @style
 def slices_and_differences(functions: Functions, x: Tensor) -> Tensor:
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         half = x.shape[-1] // 2
         a, b = x[..., :half], x[..., half:]
         a = f(b) - a
@@ -68,7 +71,7 @@ def slices_and_differences(functions: Functions, x: Tensor) -> Tensor:
 
 @style
 def every_other(functions: Functions, x: Tensor) -> Tensor:
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         a, b = x[..., ::2], x[..., 1::2]
         a = a + f(b)
         x = torch.stack([a, b + g(a)], -1).flatten(-2)
@@ -78,7 +81,7 @@ def every_other(functions: Functions, x: Tensor) -> Tensor:
 @style
 def reshaped(functions: Functions, x: Tensor) -> Tensor:
     n = x.shape[0]
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         y = x.view(n, 2, -1)
         a, b = y[:, 0], y[:, 1]
         a = a + f(b)
@@ -89,7 +92,7 @@ def reshaped(functions: Functions, x: Tensor) -> Tensor:
 @style
 def two_streams(functions: Functions, x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         a = a + functional.dropout(f(b), 0.2)
         a, b = b + g(a), a
     return torch.cat([a, b], -1)
@@ -99,7 +102,7 @@ def two_streams(functions: Functions, x: Tensor) -> Tensor:
 def scaled(functions: Functions, x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     gamma = torch.linspace(0.8, 1.2, a.shape[-1], dtype=x.dtype)
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         a = functional.leaky_relu(gamma * a + f(b), 0.4)
         b = g(a) - b * 0.9
     return torch.cat([a, b], -1)
@@ -128,7 +131,7 @@ def columns(functions: Functions, x: Tensor) -> Tensor:
 def affine(functions: Functions, x: Tensor) -> Tensor:
     """One stream scaled and shifted by functions of the other, as in RealNVP; the scale has bounds."""
     a, b = x.chunk(2, -1)
-    for scale, shift in blocks(functions):
+    for scale, shift in pairs(functions):
         a, b = b, a * torch.exp(torch.tanh(scale(b))) + shift(b)
     return torch.cat([a, b], -1)
 
@@ -153,14 +156,6 @@ def network(name: str, n: int = 2, dtype: torch.dtype = torch.float64) -> tuple[
     return MeanSquare(Network(name, n)).to(dtype), torch.randn(ROWS, 5, dtype=dtype)
 
 
-def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:
-    outcome = verify(
-        PlannedStep(model, step, plan.schedule), x, seed=5, predicted=worst_error(priced(step), plan.schedule)
-    )
-    assert outcome.passed, outcome.differences
-    return outcome.error
-
-
 @pytest.mark.parametrize("name", STYLES)
 def test_every_way_of_writing_a_coupling_is_found_and_gives_the_gradients(name: str) -> None:
     held = []
@@ -172,16 +167,8 @@ def test_every_way_of_writing_a_coupling_is_found_and_gives_the_gradients(name: 
         assert 0 < gradient_error(model, step, plan, x) < 1e-10
         # one more evaluation of every F, shared between the inversion and the gradient
         assert plan.estimate.overhead < 0.5
-        assert all(runs <= 2 for runs in _runs(plan).values())
+        assert all(runs <= 2 for runs in Counter(runs_of(plan.schedule)).values())
     assert held[1] <= 1.05 * held[0]  # what is held does not grow with the depth
-
-
-def _runs(plan: Plan) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in plan.schedule:
-        if hasattr(one, "op"):
-            found[one.op] = found.get(one.op, 0) + 1
-    return found
 
 
 @pytest.mark.parametrize(

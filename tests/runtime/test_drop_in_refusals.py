@@ -157,7 +157,7 @@ class Sparse(nn.Linear):
 class Unequal:
     """Can be neither hashed nor pickled."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __reduce__(self) -> Any:
         raise TypeError

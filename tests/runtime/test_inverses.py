@@ -4,11 +4,18 @@ invertible."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
-from reversed_steps import MeanSquare, activations, priced, reversed_step
+from reversed_steps import (
+    Functions,
+    MeanSquare,
+    activations,
+    gradient_error,
+    pairs,
+    priced,
+    reversed_step,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,7 +23,7 @@ import rematplan
 from rematplan.ir import ModelError
 from rematplan.ir.recovery import recoveries
 from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.plan import Plan
+from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture
@@ -24,28 +31,6 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import named_tensors
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.training_step import PlannedStep, verify
-
-Functions = list[Callable[[Tensor], Tensor]]
-
-
-def blocks(functions: Functions) -> list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    return list(zip(functions[::2], functions[1::2], strict=True))
-
-
-def gradient_error(model: nn.Module, step: CapturedStep, plan: Plan, *x: Tensor) -> float:
-    outcome = verify(
-        PlannedStep(model, step, plan.schedule), x, seed=5, predicted=worst_error(priced(step), plan.schedule)
-    )
-    assert outcome.passed, outcome.differences
-    return outcome.error
-
-
-def _runs(plan: Plan) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in plan.schedule:
-        if hasattr(one, "op"):
-            found[one.op] = found.get(one.op, 0) + 1
-    return found
 
 
 class Residual(nn.Module):
@@ -104,7 +89,7 @@ def test_normalisations_and_activations_come_back(training: bool) -> None:
     for parameter in model.parameters():  # scales other than one, biases other than zero
         parameter.data.add_(0.3)
     step, graph, plan = reversed_step(model, x)
-    kernels = {fill.kernel for call in step.inverses for fill in call.target.fills}  # type: ignore[attr-defined]
+    kernels = {fill.kernel for call in step.inverses for fill in call.target.fills}
     assert {"batch_norm", "group_norm", "leaky_relu", "elu", "prelu"} <= kernels
     assert plan.estimate.peak < no_recompute(graph).estimate.peak
     assert gradient_error(model, step, plan, x) < 1e-10
@@ -151,7 +136,7 @@ class Scales(Streams):
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.stem(x).chunk(2, -1)
         gamma = torch.linspace(0.8, 1.2, a.shape[-1], dtype=x.dtype)
-        for f, g in blocks(list(self.functions)):
+        for f, g in pairs(list(self.functions)):
             a = functional.leaky_relu(gamma * a + f(b), 0.4)
             b = g(a) - b * 0.9
         return torch.cat([a, b], -1)
@@ -160,7 +145,7 @@ class Scales(Streams):
 class Differences(Streams):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for f, g in blocks(list(self.functions)):
+        for f, g in pairs(list(self.functions)):
             a, b = x[..., :8], x[..., 8:]
             a = f(b) - a
             x = torch.cat((a, torch.sub(b, g(a), alpha=0.5)), -1)
@@ -185,11 +170,11 @@ def test_every_inverse_gives_back_what_it_inverts() -> None:
                 found = inverse(*(values[a.value] for a in call.args))
                 true = values[call.results[0]]
                 assert (found.shape, found.stride(), found.dtype) == (true.shape, true.stride(), true.dtype)
-                if inverse.exact:  # type: ignore[attr-defined]
+                if inverse.exact:
                     assert torch.equal(found, true)
                 else:
                     assert torch.allclose(found, true, rtol=1e-10, atol=1e-11), call.name
-                ran |= {fill.kernel for fill in inverse.fills}  # type: ignore[attr-defined]
+                ran |= {fill.kernel for fill in inverse.fills}
     assert {"subtract", "difference", "add", "divide", "copy", "batch_norm", "leaky_relu"} <= ran
 
 
@@ -228,7 +213,7 @@ def test_scales_near_zero_are_refused_with_a_line(scale: Tensor, line: str) -> N
     class Scaled(Streams):
         def forward(self, x: Tensor) -> Tensor:
             a, b = self.stem(x).chunk(2, -1)
-            for f, g in blocks(list(self.functions)):
+            for f, g in pairs(list(self.functions)):
                 a = self.gamma * a + f(b)
                 b = self.gamma * b + g(a)
             return torch.cat([a, b], -1).square().mean()
@@ -237,7 +222,7 @@ def test_scales_near_zero_are_refused_with_a_line(scale: Tensor, line: str) -> N
     model.gamma = nn.Parameter(scale)
     found = with_inverses(capture(model, (x,), "step"), named_tensors(model))
     assert any(line in refused for refused in found.refused)
-    divided = [f for c in found.step.inverses for f in c.target.fills if f.kernel == "divide"]  # type: ignore[attr-defined]
+    divided = [f for c in found.step.inverses for f in c.target.fills if f.kernel == "divide"]
     assert divided == []
 
     model.gamma = nn.Parameter(torch.full((8,), 0.7))
@@ -296,7 +281,7 @@ class Replayed(nn.Module):
 
 
 def chunked_channels(functions: Functions, x: Tensor) -> Tensor:
-    for f, g in blocks(functions):
+    for f, g in pairs(functions):
         a, b = x.chunk(2, 1)
         a = a + f(b)
         x = torch.cat([b + g(a), a], 1)
@@ -310,7 +295,7 @@ def test_dropout_is_replayed_and_batch_norm_updates_once(layout: torch.memory_fo
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64).to(memory_format=layout)
     step, graph, plan = reversed_step(model, x)
     seeded = [c.name for c in step.calls if c.seeded]
-    assert any(_runs(plan)[name] == 2 for name in seeded)
+    assert any(runs_of(plan.schedule).count(name) == 2 for name in seeded)
     assert len(recoveries(graph)) >= 6
     assert 0 < gradient_error(model, step, plan, x) < 1e-10
 
@@ -330,7 +315,7 @@ def test_exact_inverses_keep_every_bit() -> None:
     step = with_exact_inverses(capture(model, (x,), "skips"))
     graph = priced(step)
     plan = Reversible().curve(graph, ())[-1]
-    assert any(inverse.name in _runs(plan) for inverse in graph.inverses)
+    assert any(inverse.name in runs_of(plan.schedule) for inverse in graph.inverses)
     assert worst_error(graph, plan.schedule) == 0
     assert verify(PlannedStep(model, step, plan.schedule), (x,)).bit_equal
 
@@ -344,9 +329,9 @@ def test_a_planned_module_inverts_in_any_loop() -> None:
     model, x = Scores().double(), torch.randn(16, 3, 8, 8, dtype=torch.float64)
     plain = copy.deepcopy(model)
     options: dict[str, object] = {"strategy": "reversible", "costs": "roofline"}
-    planned = rematplan.plan_module(model, (x,), budget="min", **options)  # type: ignore[arg-type]
+    planned = rematplan.plan_module(model, (x,), budget="min", **options)
     full = no_recompute(priced(capture(MeanSquare(plain), (x,), "plain"))).estimate.peak
-    assert planned.plan.estimate.peak < 0.6 * full  # type: ignore[union-attr]
+    assert planned.plan.estimate.peak < 0.6 * full
     for _ in range(2):
         for one in (planned, plain):
             torch.manual_seed(3)
@@ -372,7 +357,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
-        for f, g in blocks(list(self.functions)):
+        for f, g in pairs(list(self.functions)):
             a = a + f(b.to(self.low))
             b = b + g(a.to(self.low)).to(x.dtype)
         return torch.cat([a, b], -1).square().mean()

@@ -22,7 +22,7 @@ FLAG, SCALE, SHIFT = True, 2.0, torch.ones(4)
 CONFIG: dict[str, Any] = {"on": True, "inner": {"slope": 2.0}, "act": torch.tanh}
 RECORD = SimpleNamespace(power=1, deep=SimpleNamespace(bias=0.5))
 LIBRARY = ModuleType("somebodys")
-LIBRARY.FACTOR = 3.0  # type: ignore[attr-defined]
+LIBRARY.FACTOR = 3.0
 KINDS = [nn.Tanh]
 COUNT = STEP = 0
 REGISTRY: dict[str, Any] = {"linear": nn.Linear}
@@ -53,7 +53,7 @@ def wrapped(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def offset(x: Tensor) -> Tensor:
-    return x.mean() * LIBRARY.FACTOR  # type: ignore[attr-defined]
+    return x.mean() * LIBRARY.FACTOR
 
 
 def closed_over() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:

@@ -30,7 +30,7 @@ class Heads(nn.Module):
 
 
 LOSSES: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
-    "all": lambda out: sum(o.pow(2).mean() for o in out),  # type: ignore[arg-type,return-value]
+    "all": lambda out: sum(o.pow(2).mean() for o in out),
     "first": lambda out: out[0].pow(2).mean(),
     "second": lambda out: out[1].pow(2).mean(),
     "a half": lambda out: out[2].pow(2).mean(),
