@@ -46,7 +46,8 @@ class ILP(Strategy):
 
     def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
         """See `Strategy.plan`."""
-        best = _Best(graph, budget, progress)
+        floor = BoundSearch(graph, budget).best.overhead
+        best = _Best(graph, budget, progress, floor, floor)
         best.offer([op.name for op in graph.ops])
         try:
             self._search(graph, budget, best)
@@ -73,26 +74,28 @@ class ILP(Strategy):
                 best.offer(found.runs)
             return
         began = time.monotonic()
-        graph = without_inverses(graph) if graph.inverses else graph
-        search = BoundSearch(graph, budget)
-        if search.turn >= 0 and graph.base_cost:
+        plain = without_inverses(graph) if graph.inverses else graph
+        search = BoundSearch(plain, budget)
+        if search.turn >= 0 and plain.base_cost:
             search.price(search.turn)
-            best.bound = search.best.overhead
+            best.goal = search.best.overhead
+            if plain is graph:  # with inverses there may be cheaper plans than any of these
+                best.bound = best.goal
             until = began + START * self.time_limit
-            start = cut_start(graph, search.order, search.turn, budget, until) if graph.has_phases else None
+            start = cut_start(plain, search.order, search.turn, budget, until) if plain.has_phases else None
             if start is not None:
                 best.offer(start)
         if best.closed or search.best.unreachable:
             return
-        self._anneal(graph, budget, best)
-        if best.plan is not None and len(graph.ops) <= LARGEST and graph.base_cost:
-            program = StageProgram(graph, budget, runs_of(best.plan.schedule), self.upstream)
+        self._anneal(plain, budget, best)
+        if best.plan is not None and len(plain.ops) <= LARGEST and plain.base_cost:
+            program = StageProgram(plain, budget, runs_of(best.plan.schedule), self.upstream)
             with Solver() as solver:
                 self._solve(program, solver, began, best)
 
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """A start, and an order of first runs, that fits."""
-        search = Search(graph, budget, enough=lambda overhead: overhead <= best.bound + CLOSED)
+        search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
         found = search.run(best.starts(), Effort(START * self.time_limit))
         if found is not None:
             best.offer(runs_of(found.schedule))
@@ -140,13 +143,18 @@ class ILP(Strategy):
 
 @dataclass
 class _Best:
-    """The best plan so far."""
+    """The best plan so far.
+
+    ``bound``: a proven floor of the overhead of any plan. ``goal``: of those that are searched for, which use no
+    inverses.
+    """
 
     graph: TrainingGraph
     budget: int
     progress: Progress
+    bound: float
+    goal: float
     plan: Plan | None = None
-    bound: float = -1.0
     smallest: int = field(default=2**63)
 
     def offer(self, runs: Sequence[str]) -> bool:
@@ -164,8 +172,8 @@ class _Best:
 
     @property
     def closed(self) -> bool:
-        """Whether the best plan is proven optimal."""
-        return self.plan is not None and self.plan.estimate.overhead <= self.bound + CLOSED
+        """Whether no better plan is to be found."""
+        return self.plan is not None and self.plan.estimate.overhead <= self.goal + CLOSED
 
     def report(self, fraction: float) -> None:
         """Tell incumbent and bound."""

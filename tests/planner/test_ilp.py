@@ -105,6 +105,19 @@ def test_ops_that_may_run_only_once_do(problems):
     assert runs.count(repeated) == 1
 
 
+def test_with_inverses_the_floor_is_one_of_plans_that_use_them_too(problems):
+    chain = problems.chain(8)
+    convs = [op for op in chain.ops if op.name.startswith("conv")]
+    undo = [Op(f"undo {op.name}", then.writes, op.writes, 0.01 * op.cost) for op, then in pairwise(convs)]
+    graph = replace(chain, inverses=tuple(undo))
+    budget = int(0.7 * peak_of_base(graph))
+    inverting = Anneal(moves=20_000).plan(graph, budget)
+    plan = ILP(time_limit=1).plan(graph, budget)
+    assert inverting.estimate.overhead < plan.estimate.overhead
+    assert plan.lower_bound <= inverting.estimate.overhead
+    assert plan.status == "feasible"
+
+
 def test_an_interruption_returns_the_best_so_far(problems):
     graph = problems.residual((1, 1))
 
