@@ -11,11 +11,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
 
 AUTOCAST = ("cpu", "cuda")
+SETTINGS = (
+    torch.get_default_dtype,
+    torch.get_deterministic_debug_mode,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_overrideable_sdp_enabled,
+    lambda: tuple(torch._C._get_sdp_priority_order()),
+    lambda: _device.CURRENT_DEVICE or torch.device("cpu"),
+)
+"""What is set for the whole process, or a block of it, and decides which ops a forward makes: its default type and
+device, and which kernels it may use."""
 COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
 """Where hooks come from that do nothing but compute: reparametrizations, outputs of inner layers."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -77,14 +93,15 @@ def _keys(held: list[dict[str, Any]]) -> list[str]:
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """What a plan depends on in a call: the arguments but for the numbers in tensors, and autocast."""
+    """What a plan depends on in a call: the arguments but for the numbers in tensors, autocast and `SETTINGS`."""
     at: dict[int, int] = {}
     described = [
         (at.setdefault(id(leaf), len(at)), *_like(leaf)) if isinstance(leaf, torch.Tensor) else _exactly(leaf)
         for leaf in leaves
     ]
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST]
-    return tuple(described), spec, tuple(casts), torch.is_autocast_cache_enabled()
+    settings = (torch.is_autocast_cache_enabled(), *[get() for get in SETTINGS])
+    return tuple(described), spec, tuple(casts), settings
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
@@ -164,7 +181,8 @@ def _only_computes(hook: Any) -> bool:
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
     try:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        lazy = tensor.is_conj(), tensor.is_neg()  # what its memory holds is still to be conjugated, negated
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
     except RuntimeError:  # it has no shape or no strides
         return tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
 

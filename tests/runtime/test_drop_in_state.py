@@ -6,8 +6,9 @@ import gc
 import inspect
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from same_bits import equal_after
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
 from rematplan.runtime.measure import peak_above_entry
@@ -87,6 +89,56 @@ def test_what_is_changed_after_planning_counts(change: Callable[[nn.Module], Any
         step(model)
 
     equal_after(use, planned, plain)
+
+
+class Attending(nn.Module):
+    """Makes other calls under other settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(3, 1, 8, 16).unbind()
+        return nn.functional.scaled_dot_product_attention(query, key, value) + torch.tensor(0.3)
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "setting", [lambda: default_type(torch.float64), lambda: sdpa_kernel(SDPBackend.MATH)]
+)
+def test_settings_have_plans_of_their_own(setting: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(Attending())
+
+    def use(model: nn.Module) -> None:
+        step(model)
+        with setting():
+            step(model)
+        step(model)
+
+    equal_after(use, planned, plain)
+    assert len(planned.plans) == 2
+
+
+def test_a_tensor_still_to_be_conjugated_has_a_plan_of_its_own() -> None:
+    class Imaginary(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.view_as_real(x.resolve_conj())[..., 1])
+
+    given = torch.complex(X, X)
+    planned, plain = planned_and_plain(Imaginary(16, 16), given)
+    for z in (given, given.conj()):
+        assert torch.equal(planned(z), plain(z))
 
 
 def test_what_the_forward_does_not_read_makes_no_new_plan() -> None:
