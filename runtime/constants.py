@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -20,6 +21,8 @@ UNSET = object()
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MOST = 1000
 """Entries of a container that is looked into: all are looked at in every call."""
+_MOST_NUMBERS = 1 << 16
+"""Of an array that is looked into."""
 _DEEPEST = 4
 """Containers within each other that are looked into."""
 
@@ -28,8 +31,8 @@ _DEEPEST = 4
 class Constants:
     """Names in one place, with the values that were found there.
 
-    Plain values are compared with their type (1, 1.0 and True are three), containers by what is in them, and all else,
-    tensors among it, by identity.
+    Plain values are compared with their type (1, 1.0 and True are three), containers and NumPy's arrays by what is in
+    them, and all else, tensors among it, by identity.
     """
 
     names: tuple[str, ...]
@@ -58,14 +61,26 @@ def unchanged(found: Mapping[str, Any], place: Any) -> Iterator[Constants]:
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """The value, or a copy if it is a container, whose content may change."""
+    """The value, or a copy if it is a container or an array, whose content may change."""
     kind = _kind(value)
+    if kind is np.ndarray and value.size <= _MOST_NUMBERS:
+        return value.copy()
     if kind not in _CONTAINERS or len(value) > _MOST or not depth:
         return value
     parts = [kept(part, depth - 1) for part in (value.values() if kind is dict else value)]
     if kind is tuple and all(map(is_, parts, value)):
         return value  # which is soon compared
     return dict(zip(value, parts, strict=True)) if kind is dict else kind(parts)
+
+
+def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
+    """A value, or what is in it if it is a container, or in a container within."""
+    kind = _kind(value)
+    if kind not in _CONTAINERS:
+        yield value
+    elif depth and len(value) <= _MOST:
+        for part in value.values() if kind is dict else value:
+            yield from parts_of(part, depth - 1)
 
 
 def is_data(value: Any) -> bool:
@@ -87,11 +102,19 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if kind is dict:
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
+    if kind is np.ndarray:
+        return (
+            a.size <= _MOST_NUMBERS
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and a.tobytes() == b.tobytes()
+        )
     return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
 
 
 def _kind(value: Any) -> type:
-    """The value's type; of a container the built-in one that it is."""
+    """The value's type; of a container the built-in one that it is, and of a number of NumPy's that of an array."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.ndarray
     return next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
 
 

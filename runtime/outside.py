@@ -1,5 +1,5 @@
 """What the code of a forward names outside of its modules: global variables, cells of closures, attributes of the
-classes and records among them.
+classes and objects among them, of those in its arguments and of those that its modules hold.
 
 It is found in the code, not by listening while it runs, which would double the time of a trace: what a function names
 counts as read, also on a branch that is not taken.
@@ -13,12 +13,15 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from rematplan.runtime.constants import Constants, is_data, kept, unchanged
+from rematplan.runtime.constants import Constants, is_data, kept, parts_of, unchanged
+from rematplan.runtime.host_random import GENERATORS
 from rematplan.runtime.reads import BOOKKEEPING, is_record
 
 Names = frozenset[str]
@@ -52,18 +55,27 @@ class _Shelf:
 class Outside:
     """What the forwards of some modules name, as it is when this is made."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
         self.shelves: dict[int, _Shelf] = {}
         self.waiting: list[tuple[Any, Names]] = []
         self.met: set[tuple[int, Names]] = set()
+        self.names: Names = frozenset()  # of all code that was looked into
+        self.generators: dict[int, Any] = {}
+        """By id, the generators of random numbers that were met."""
         kinds = dict.fromkeys(map(type, modules))
         self.own = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
         for kind in kinds:
             self._meet(kind, _UNNAMED)
-        for module in modules:
-            for name, value in vars(module).items():
-                if name not in BOOKKEEPING:
-                    self._meet(value, _UNNAMED)
+        held = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
+        for value in held:
+            self._meet(value, _UNNAMED)
+        self._follow()
+        # What is passed on, or held in a container, goes by other names where its attributes are read.
+        for thing in (*parts_of(arguments), *(part for value in held for part in parts_of(value))):
+            self._meet(thing, self.names)
+        self._follow()
+
+    def _follow(self) -> None:
         while self.waiting:
             thing, names = self.waiting.pop()
             for holder, values, wanted, named in self._places(thing, names):
@@ -94,11 +106,13 @@ class Outside:
             shelf = self.shelves.setdefault(id(holder), _Shelf(values))
             shelf.found.setdefault(name, value if registry else kept(value))
         self._meet(value, named)
-        function = _inside(value) if isinstance(thing, type) or is_record(thing) else None
+        function = _inside(value) if isinstance(thing, type) or self._is_object(thing) else None
         if function:  # a method names others of its object
             self._meet(thing, _named_in(function.__code__))
 
     def _meet(self, thing: Any, names: Names) -> None:
+        if isinstance(thing, GENERATORS):
+            self.generators[id(thing)] = thing
         if (id(thing), names) not in self.met:
             self.met.add((id(thing), names))
             self.waiting.append((thing, names))
@@ -106,25 +120,39 @@ class Outside:
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
         """Where a thing keeps what is meant by those who name ``names`` beside it: holder, values by name, the names
         looked for, and all names of the code that they are in."""
+        own: Names = _UNNAMED
         if function := _inside(thing):
             own = _named_in(function.__code__)
             if not self._is_library(function.__module__):
+                self.names |= own
                 yield function.__globals__, function.__globals__, own, own
             cells = _Cells(function)  # a library's decorator has there what it decorates
             yield function, cells, frozenset(cells), own
+        for part in _bound(thing):
+            self._meet(part, own)
         if isinstance(thing, ModuleType):
             if not self._is_library(thing.__name__):
                 yield thing, vars(thing), names, names
             return
         if isinstance(thing, dict):
             yield thing, thing, names, names
-        elif is_record(thing):
-            yield thing, vars(thing), names, names
+        elif self._is_object(thing):
+            attributes = vars(thing) if hasattr(thing, "__dict__") else _Slots(thing)
+            yield thing, attributes, names, names
         elif not isinstance(thing, type):
             return
         for home in (thing if isinstance(thing, type) else type(thing)).__mro__:
             if not self._is_library(home.__module__):
                 yield home, vars(home), names | _UNNAMED, names
+
+    def _is_object(self, thing: Any) -> bool:
+        """Whether something is there for its attributes, or is called and may go by them."""
+        if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
+            return is_record(thing)
+        kind = type(thing)
+        return not self._is_library(kind.__module__) and (
+            hasattr(thing, "__dict__") or hasattr(kind, "__slots__")
+        )
 
     def _is_library(self, module: str | None) -> bool:
         """Whether nobody looks into a module's functions: it is PyTorch's, Python's, or installed and not the model's;
@@ -155,6 +183,27 @@ class _Cells(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
+class _Slots(Mapping[str, Any]):
+    """The attributes that an object has in slots."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
+        self.names = frozenset(chain.from_iterable((s,) if isinstance(s, str) else s for s in slots))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.holder, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if hasattr(self.holder, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 _AROUND = {
     MethodType: "__func__",
     staticmethod: "__func__",
@@ -171,6 +220,13 @@ def _inside(thing: Any) -> FunctionType | None:
     while type(thing) in _AROUND:
         thing = getattr(thing, _AROUND[type(thing)])
     return thing if isinstance(thing, FunctionType) else None
+
+
+def _bound(thing: Any) -> tuple[Any, ...]:
+    """What a bound method or a partial function runs with."""
+    if isinstance(thing, (MethodType, BuiltinMethodType)):
+        return (thing.__self__,)
+    return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()
 
 
 @cache

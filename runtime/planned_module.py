@@ -31,6 +31,7 @@ from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.flat_model import FlatModel, Place, flattened, tensors_in
+from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
@@ -368,8 +369,8 @@ class _Runner:
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
         decisions = Decisions(state.named, batch)
         modules = list(model.modules())
-        outside = Outside(modules)
-        with reads_of(modules) as reads:
+        outside = Outside(modules, leaves)
+        with no_host_draws(self.name, outside.generators.values()), reads_of(modules) as reads:
             forward = planned._rematplan_forward_of(model)
             with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
                 flat = FlatModel(model, forward, leaves, spec, reads)

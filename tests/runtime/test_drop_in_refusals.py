@@ -1,6 +1,7 @@
 """What a planned step could not do as the model does is refused in one line, or withheld."""
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,9 @@ import rematplan
 from rematplan.ir import ModelError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+GENERATOR = np.random.default_rng(3)
 
 
 def planned(model: nn.Module, given: Any = X) -> nn.Module:
@@ -166,10 +170,14 @@ class Unequal:
 @pytest.mark.filterwarnings("ignore:.*sets state:UserWarning", "ignore:.*is in prototype stage:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_what_a_plan_would_get_wrong_is_refused() -> None:
-    state = random.getstate()
+    state, generator = random.getstate(), GENERATOR.bit_generator.state
     for model, given, why in (
         (Drawing(random.random), X, "draws from Python's random"),
         (Drawing(np.random.rand), X, "draws from numpy.random"),
+        (Drawing(random.Random(3).random), X, "draws from Python's random"),
+        (Drawing(functools.partial(GENERATOR.random)), X, "draws from numpy.random"),
+        (Drawing(lambda: GENERATOR.random()), X, "draws from numpy.random"),
+        (Drawing(lambda: torch.initial_seed()), X, "asks for their seed"),
         (Drawing(seeded), X, "seeds the random numbers"),
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
@@ -193,7 +201,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
     ):
         with pytest.raises(ModelError, match=why):
             planned(model, given)
-    assert random.getstate() == state
+    assert (random.getstate(), GENERATOR.bit_generator.state) == (state, generator)
 
 
 class Unlucky(nn.Linear):

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import networkx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,25 @@ def closed_over() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
 
 
 SHIFTED, SHIFT_BY = closed_over()
+
+
+class Slotted:
+    """Has no dictionary."""
+
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 2.0
+
+
+class Times:
+    """Is called, and goes by what it has."""
+
+    def __init__(self) -> None:
+        self.by = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
 
 
 class Part(nn.Module):
@@ -177,6 +197,66 @@ def test_what_is_changed_after_planning_counts(change: Callable[[Net], Any]) -> 
         now = ours(X)  # the model itself runs
     assert not torch.equal(now, before)
     assert torch.equal(ours(X), now)
+    assert len(ours.plans) == 2
+
+
+class Holding(Part):
+    """Goes by objects of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted, self.times, self.listed = Slotted(), Times(), [SimpleNamespace(by=2.0)]
+        self.method, self.numbers = Times().__call__, np.ones(4, np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.method(self.times(super().forward(x)))
+        return y * self.slotted.by * self.listed[0].by * float(self.numbers.sum())
+
+
+OBJECTS: dict[str, Callable[[Holding], Any]] = {
+    "what a called object goes by": lambda m: setattr(m.times, "by", 3.0),
+    "what a method's object has": lambda m: setattr(m.method.__self__, "by", 3.0),
+    "a slot": lambda m: setattr(m.slotted, "by", 3.0),
+    "an object in a list": lambda m: setattr(m.listed[0], "by", 3.0),
+    "an array's numbers": lambda m: m.numbers.__setitem__(2, 5.0),
+}
+
+
+@pytest.mark.parametrize("change", OBJECTS.values(), ids=OBJECTS.keys())
+def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any]) -> None:
+    ours = planned(Holding())
+    for _ in range(2):
+        before = ours(X)
+    change(ours)
+    with torch.no_grad():
+        now = ours(X)
+    assert not torch.equal(now, before)
+    for _ in range(2):
+        assert torch.equal(ours(X), now)
+    assert len(ours.plans) == 2
+
+
+class Told(Part):
+    """Is told by an argument what to do."""
+
+    def forward(self, x: Tensor, how: Any) -> Tensor:
+        y = super().forward(x)
+        return how(y) if callable(how) else y * how.by
+
+
+@pytest.mark.parametrize("how", [Times(), Slotted(), SimpleNamespace(by=2.0), SHIFTED])
+def test_what_changes_in_an_argument_counts(how: Any) -> None:
+    ours = rematplan.plan_module(Told(), (X, how), budget="100%", strategy="store_all", costs="roofline")
+    before = ours(X, how)
+    if how is SHIFTED:
+        SHIFT_BY(4.0)
+    else:
+        how.by = 3.0
+    with torch.no_grad():
+        now = ours(X, how)
+    assert not torch.equal(now, before)
+    for _ in range(2):
+        assert torch.equal(ours(X, how), now)
     assert len(ours.plans) == 2
 
 
