@@ -1,0 +1,72 @@
+"""The exhaustive search finds the cost that a plain one over single runs and frees finds, of problems of any shape, and
+whole small training steps within its number of states."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import Op
+from rematplan.planner.bounds import min_peak_bound
+from rematplan.planner.exhaustive import exhaustive
+from rematplan.planner.plan import plan_from_runs
+
+LAWS = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def cheapest(graph, budget):
+    """Dijkstra's algorithm: the state is what is resident, and which of the ops that write nothing have run."""
+    inputs = frozenset(graph.inputs)
+    wanted = {*graph.outputs, *(op.name for op in graph.ops if not op.writes)}
+    queue, best, count = [(0.0, 0, inputs)], {inputs: 0.0}, 1
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if wanted <= state:
+            return cost
+        after = [(cost, state - {t}) for t in state & graph.size.keys() - inputs]
+        for op in (*graph.ops, *graph.inverses):
+            then = state.union(op.writes or {op.name})
+            held = sum(graph.size.get(t, 0) for t in then) + op.workspace
+            if state.issuperset(op.reads) and inputs.isdisjoint(op.writes) and held <= budget:
+                after.append((cost + op.cost, then))
+        for total, then in after:
+            if total < best.get(then, math.inf):
+                best[then] = total
+                heapq.heappush(queue, (total, count, then))
+                count += 1
+    return math.inf
+
+
+@LAWS
+@given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
+def test_it_finds_the_cost_that_a_plain_search_finds(problems, seed, share, inverses):
+    rng = Random(seed)
+    graph = problems.scrambled(rng, rng.randint(2, 5))
+    made = [t for op in graph.ops for t in op.writes]
+    if inverses and made:
+        undo = Op("undo", tuple({rng.choice(made), rng.choice(made)}), (rng.choice(made),), 1.0)
+        graph = replace(graph, inverses=(undo,))
+    base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
+    least = min_peak_bound(graph).bytes
+    budget = int(least + share * (base - least))
+    found = exhaustive(graph, budget, 10**6)
+    assert found.cost == pytest.approx(cheapest(graph, budget))
+    if math.isfinite(found.cost):
+        plan = plan_from_runs(graph, found.runs, "exhaustive")
+        assert plan.estimate.peak <= budget
+        assert plan.estimate.cost == pytest.approx(found.cost)
+
+
+def test_small_training_steps_are_solved(problems):
+    graph = problems.chain(6)
+    base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
+    least = min_peak_bound(graph).bytes
+    costs = [exhaustive(graph, budget).cost for budget in (*range(least, base, 1024), base)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1] == pytest.approx(graph.base_cost)
