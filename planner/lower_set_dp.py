@@ -81,12 +81,12 @@ class LowerSetDP:
     charge_last: bool
 
     def least_budget(self) -> int:
-        """The least formula budget that some chain of the family meets, bytes; by bisection."""
+        """The least formula budget that some chain of the family meets, bytes; by bisection, of budgets at which
+        anything changes only."""
         low, high = 0, self.most_budget()
         while low < high:
-            middle = (low + high) // 2
-            fits = _fill(self.family, 0, middle, 1, self.charge_last)[-1, 0] < NEVER
-            low, high = (low, middle) if fits else (middle + 1, high)
+            met, further = _asked(self.family, (low + high) // 2)
+            low, high = (low, met) if met < NEVER else (further, high)
         return low
 
     def most_budget(self) -> int:
@@ -221,23 +221,50 @@ def _subset(words: Words, i: int, j: int) -> bool:
 
 
 @kernel
-def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int, int]:
-    """From L_i to L_j: bytes needed beside the cache, bytes added to it, ticks of recomputation."""
+def _need(family: Family, i: int, j: int) -> int:
+    """From L_i to L_j: bytes needed beside the cache."""
+    return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
+
+
+@kernel
+def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
+    """From L_i to L_j: bytes added to the cache, ticks of recomputation."""
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
         v = family.edge[e]
         if not (family.words[i, v >> 6] >> np.uint64(v & 63)) & np.uint64(1):
             more += family.node_bytes[v]
             work -= family.node_time[v]
-    if unit == 0 or (last_free and j == len(family.bytes) - 1):
+    if last_free and j == len(family.bytes) - 1:
         work = np.int64(0)
-    need = family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j]
-    return int(need), int(more), int(-(-work // max(unit, 1)))
+    return int(more), int(-(-work // unit))
+
+
+@kernel
+def _asked(family: Family, budget: int) -> tuple[int, int]:
+    """What a chain that meets a budget asks for, and the least that any step beyond the budget asks for; NEVER if there
+    is none. As `_fill`, time not counted."""
+    count = len(family.bytes)
+    cached, asked = np.full(count, NEVER), np.full(count, NEVER)
+    cached[0] = asked[0] = 0
+    further = NEVER
+    for j in range(1, count):
+        for i in range(j):
+            if cached[i] == NEVER or not _subset(family.words, i, j):
+                continue
+            asks = cached[i] + _need(family, i, j)
+            if asks > budget:
+                further = min(further, asks)
+                continue
+            more, _ticks = _step(family, 1, i, j, True)
+            if cached[i] + more < cached[j]:
+                cached[j], asked[j] = cached[i] + more, max(asked[i], asks)
+    return int(asked[-1]), int(further)
 
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """opt, by a sweep over pairs L_i ⊂ L_j in the order of j, then i. ``unit`` 0: time is not counted."""
+    """opt, by a sweep over pairs L_i ⊂ L_j in the order of j, then i."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0
@@ -248,13 +275,14 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
         for i in range(j):
             if first[i] >= end[i] or not _subset(family.words, i, j):
                 continue
-            need, more, ticks = _step(family, unit, i, j, not charge_last)
-            most = budget - need
-            if most >= 0:
-                before, after = opt[i], opt[j]
-                for t in range(first[i], min(end[i], width - ticks)):
-                    if before[t] <= most:
-                        after[t + ticks] = min(after[t + ticks], before[t] + more)
+            most = budget - _need(family, i, j)
+            if most < 0:
+                continue
+            more, ticks = _step(family, unit, i, j, not charge_last)
+            before, after = opt[i], opt[j]
+            for t in range(first[i], min(end[i], width - ticks)):
+                if before[t] <= most:
+                    after[t + ticks] = min(after[t + ticks], before[t] + more)
         for t in range(width):
             if opt[j, t] < NEVER:
                 first[j] = min(first[j], t)
@@ -271,9 +299,9 @@ def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_las
         for i in range(j):
             if not _subset(family.words, i, j):
                 continue
-            need, more, ticks = _step(family, unit, i, j, not charge_last)
+            more, ticks = _step(family, unit, i, j, not charge_last)
             at = t - ticks
-            if at >= 0 and opt[i, at] <= budget - need and opt[i, at] + more == opt[j, t]:
+            if at >= 0 and opt[i, at] <= budget - _need(family, i, j) and opt[i, at] + more == opt[j, t]:
                 j, t = i, at
                 break
         if j == 0:

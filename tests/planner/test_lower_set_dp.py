@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rematplan.planner import lower_set_dp
 from rematplan.planner.forward_graph import ForwardGraph, bits
 from rematplan.planner.lattice import boundary, lower_sets, pruned_lower_sets
 from rematplan.planner.lower_set_dp import _transient, formula, prepare
@@ -102,6 +104,16 @@ def test_exact_dp_is_brute_force(seed, nodes, charge_last, share):
             assert times[-1] == max(feasible.values())  # memory-centric
         for t in times:
             assert feasible[table.chain(t)] == t
+
+
+@pytest.mark.parametrize("unit", [1, 2**40])
+def test_the_least_budget_takes_no_more_passes_the_larger_the_sizes_are(unit, monkeypatch):
+    view = random_view(Random(5), 8)
+    view = replace(view, bytes=tuple(unit * size for size in view.bytes))
+    dp, pass_, passes = prepare(view, lower_sets(view, 300, "x"), TICKS, True), lower_set_dp._asked, []
+    monkeypatch.setattr(lower_set_dp, "_asked", lambda *args: passes.append(pass_(*args)) or passes[-1])
+    assert dp.least_budget() > 0
+    assert len(passes) < 10
 
 
 @PROFILE
