@@ -81,16 +81,15 @@ def capture(
     """
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
+    root = module if root is None else root  # which may be empty, and false
     try:
-        with untouched(root or module, name), no_host_draws(name):
-            return _traced(module, batch, name, root or module, decisions)
+        with untouched(root, name), no_host_draws(name):
+            return _traced(module, batch, name, root, decisions)
     except ModelError:
         raise
     except VALUES_DECIDE as error:
         where = getattr(error, "module", "")
-        apart = [
-            n for n, part in (root or module).named_children() if n != where.split(".")[0] and _trains(part)
-        ]
+        apart = [n for n, part in root.named_children() if n != where.split(".")[0] and _trains(part)]
         raise ModelError(
             f"{name}: its forward looks at what tensors hold ({error}{where and f' in {where}'}), so that no fixed "
             f"graph states it; plan those of its parts{_listed(apart)} that do not"

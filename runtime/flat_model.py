@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ class Place:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands for something that the caller has given, by its place among the leaves of the arguments."""
+
+    at: int
+
+
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
     return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
@@ -32,12 +40,34 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
+def refill(arguments: Any, left: Any) -> Any:
+    """The caller's ``arguments``, whose lists and dictionaries get what a forward ``left`` in those of its own."""
+    if type(arguments) is not type(left):
+        return left
+    if isinstance(arguments, dict):
+        parts = {key: refill(arguments[key], one) if key in arguments else one for key, one in left.items()}
+        for key in arguments.keys() - parts.keys():
+            del arguments[key]
+        for key, one in parts.items():  # some classes have no `update`
+            arguments[key] = one
+        return arguments
+    if not isinstance(arguments, (list, tuple)):
+        return left
+    items = [*map(refill, arguments, left), *left[len(arguments) :]]
+    if isinstance(arguments, list):
+        arguments[:] = items
+    elif not all(map(is_, arguments, items)):
+        return left
+    return arguments
+
+
 class FlatModel(nn.Module):
     """The model called as ``leaves`` and ``spec`` say, as a function of the tensors among them.
 
-    Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results and
-    of the attributes that the forward gives (a dictionary by module, of dictionaries), and ``constants``, its leaves,
-    with a `Place` where one of the ``count`` tensors goes.
+    Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results, of
+    the attributes that the forward gives (a dictionary by module, of dictionaries) and of the arguments if it leaves
+    others in their lists and dictionaries than were there, and ``constants``, its leaves, with a `Place` where one of
+    the ``count`` tensors goes.
     """
 
     def __init__(
@@ -69,10 +99,11 @@ class FlatModel(nn.Module):
         before = [dict(vars(m)) for m in modules]
         results = self._forward(*args, **kwargs)
         given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
-        flat, self.outputs = flattened((results, {at: one for at, one in given.items() if one}))
+        given = {at: one for at, one in given.items() if one}
+        flat, self.outputs = flattened((results, given, self._left((args, kwargs), leaves)))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:
-            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but")
+            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but", True)
         if any(o.retains_grad for o in outputs.values()):
             raise ModelError(
                 f"{type(self.model).__name__} keeps the gradient of a tensor that it gives (retain_grad), and a "
@@ -83,6 +114,14 @@ class FlatModel(nn.Module):
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         # A view has a tangent of its own only as a copy.
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
+
+    def _left(self, arguments: Any, leaves: list[Any]) -> Any:
+        """The arguments after the forward, those that were given as `Given`; None if they are as they were."""
+        left, spec = flattened(arguments)
+        if spec == self._spec and all(map(is_, left, leaves)):
+            return None
+        at = {id(leaf): Given(at) for at, leaf in enumerate(leaves)}
+        return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
     def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
         """The attributes that the forward gives a module, which gets back what it had."""

@@ -30,7 +30,7 @@ from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
-from rematplan.runtime.flat_model import FlatModel, Place, flattened, tensors_in
+from rematplan.runtime.flat_model import FlatModel, Given, Place, flattened, refill, tensors_in
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
@@ -188,6 +188,9 @@ class _Planned:
     _rematplan: _Runner
     _rematplan_replaced: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that is planned is not announced as a further one to those that its bases register."""
+
     def _rematplan_model(self) -> nn.Module:
         """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
         if type(self) is not _class_of(self._rematplan_kind):
@@ -236,9 +239,10 @@ class _Way:
     plan: Plan
     compiled: CompiledPlan
     outputs: pytree.TreeSpec
-    """Of what the forward returns and of the attributes that it gives: a dictionary by module, of dictionaries."""
+    """Of what the forward returns, of the attributes that it gives (a dictionary by module, of dictionaries), and of
+    the arguments if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
-    """The flattened outputs, with a `Place` where a tensor goes."""
+    """The flattened outputs, with a `Place` where a tensor goes, and `Given` for a leaf of the arguments."""
     reads: tuple[Read | OfClasses | Named, ...]
     """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
@@ -300,10 +304,13 @@ class _Runner:
         self._check_first_order()
         way = self._way(planned, leaves, spec, state)
         flat = way.compiled(state.named, tensors)
-        leaves = [flat[c.at] if type(c) is Place else c for c in way.constants]
-        results, given = pytree.tree_unflatten(leaves, way.outputs)
+        places = {Place: flat, Given: leaves}
+        found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
+        results, given, left = pytree.tree_unflatten(found, way.outputs)
         for at, attributes in given.items():
             state.attributes[at].update(attributes)
+        if left is not None:
+            refill((args, kwargs), left)
         return results
 
     def prepare(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -376,7 +383,7 @@ class _Runner:
                 flat = FlatModel(model, forward, leaves, spec, reads)
                 step = capture(flat, batch, self.name, model, decisions)
         constants = tuple(
-            Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c) else c
+            Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
             for c in flat.constants
         )
         step, plan = self.planner(step)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -116,24 +117,27 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
             raise ModelError(f"{what} a {kind}; plans are for dense ones")
 
 
-def check_no_hidden_tensors(leaves: Sequence[Any], what: str) -> None:
-    """Refuse objects with tensors that PyTorch does not look into.
+def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
+    """Refuse objects with tensors that PyTorch does not look into; see `hides_tensors`.
 
     Raises:
         ModelError: the message begins with ``what``.
     """
     for one in leaves:
-        if hides_tensors(one):
+        if hides_tensors(one, called_later):
             raise ModelError(
                 f"{what} a {type(one).__name__}, whose tensors PyTorch does not see; give them in a tuple or "
                 f"dictionary, or register the class with torch.utils._pytree"
             )
 
 
-def hides_tensors(one: Any) -> bool:
-    """Whether an object's attributes lead to a tensor, through containers and other objects."""
+def hides_tensors(one: Any, called_later: bool = False) -> bool:
+    """Whether something leads to a tensor by its attributes, through containers and other objects, or is an iterator,
+    which computes when it is asked. ``called_later``: or whether a function does by what it has of those around it."""
+    if isinstance(one, Iterator):
+        return True
     seen: set[int] = set()
-    todo = [getattr(one, "__dict__", None)]
+    todo = _behind(one) if called_later else [getattr(one, "__dict__", None)]
     while todo:
         held = todo.pop()
         if isinstance(held, torch.Tensor):
@@ -144,6 +148,15 @@ def hides_tensors(one: Any) -> bool:
         leaves = pytree.tree_leaves(held)
         todo += leaves if leaves != [held] else [getattr(held, "__dict__", None)]
     return False
+
+
+def _behind(one: Any) -> list[Any]:
+    """An object's attributes, or what a function has of those around it and a method of its object."""
+    held = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
+    for cell in getattr(one, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing is in it yet
+            held.append(cell.cell_contents)
+    return held
 
 
 class NotGiven(ModelError, AttributeError):
@@ -159,10 +172,15 @@ class Withheld:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copying and pickling look for
             raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotGiven(
             f"{self._what}, whose tensors PyTorch does not see, and a planned step does not give; register the class "
             f"with torch.utils._pytree, or call the model without gradients"
         )
+
+    __call__ = __iter__ = _refuse
 
 
 def hooked(module: nn.Module) -> list[str]:

@@ -3,7 +3,7 @@ too, tensors that the forward writes or assigns."""
 
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -186,3 +186,64 @@ def test_an_op_that_renews_buffers_runs_again() -> None:
     runs = [one.op for one in planned.plan.schedule if isinstance(one, Run) and "fq_helper" in one.op]
     assert len(runs) > 4
     equal_after(step, planned, plain)
+
+
+class Filling(nn.Linear):
+    """Leaves what it computes in the lists and dictionaries that it is given."""
+
+    def forward(self, batch: dict[str, Any], features: list[Tensor], pair: tuple[list[int], int]) -> Any:
+        y = super().forward(batch["inner"].pop("x"))
+        batch["y"], batch["inner"]["moved"] = y, batch.pop("extra")
+        features.append(y.tanh())
+        pair[0][0] = 7
+        return batch
+
+
+def test_what_a_forward_leaves_in_its_arguments_is_left() -> None:
+    x, extra = torch.randn(8, 4), torch.ones(3)
+    plain = Filling(4, 4)
+
+    def given() -> tuple[Any, ...]:
+        return {"inner": {"x": x, "n": 1}, "extra": extra}, [x], ([3, 4], 5)
+
+    ours = rematplan.plan_module(
+        copy.deepcopy(plain), given(), budget="min", strategy="approx_dp", costs="roofline"
+    )
+    for _ in range(2):
+        left = []
+        for model in (plain, ours):
+            batch, features, pair = given()
+            inner = batch["inner"]
+            out = model(batch, features, pair)
+            (out["y"].sum() + features[1].sum()).backward()
+            assert batch["inner"] is inner
+            assert (id(inner["moved"]), id(features[0]), pair) == (id(extra), id(x), ([7, 4], 5))
+            left.append((list(batch), list(inner), batch["y"], features[1], model.weight.grad.clone()))
+        assert left[0][:2] == left[1][:2]
+        assert all(torch.equal(a, b) for a, b in zip(left[0][2:], left[1][2:], strict=True))
+
+
+class Announced:
+    """Keeps a list of those that are derived from it, and wants to know their name."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, announced: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Announced.known.append(announced)
+
+
+class Empty(Announced, nn.Sequential, announced="empty"):
+    """Is false: its length is zero."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_class_that_wants_to_know_is_not_told_of_a_planned_one() -> None:
+    model = Empty(nn.Linear(4, 4), nn.Tanh())
+    ours = rematplan.plan_module(
+        model, (torch.ones(2, 4),), budget="min", strategy="approx_dp", costs="roofline", never_rerun=["0"]
+    )
+    assert torch.equal(ours(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert Announced.known == ["empty"]

@@ -243,6 +243,25 @@ def test_outputs_that_hide_tensors_are_withheld() -> None:
         assert torch.equal(model(X)[1].x[0].x, plain(X)[1].x[0].x)
 
 
+@pytest.mark.parametrize("later", [lambda y: (2 * t for t in [y]), lambda y: lambda: 2 * y])
+def test_what_computes_later_is_withheld(later: Callable[[Tensor], Any]) -> None:
+    class Late(nn.Linear):
+        def forward(self, x: Tensor, both: bool) -> Any:
+            y = super().forward(x)
+            return (y, later(y)) if both else later(y)
+
+    model = rematplan.plan_module(
+        Late(16, 16), (X, True), budget="min", strategy="approx_dp", costs="roofline"
+    )
+    y, withheld = model(X, True)
+    y.sum().backward()
+    for use in (iter, lambda one: one()):
+        with pytest.raises(ModelError, match="a planned step does not give"):
+            use(withheld)
+    with pytest.raises(ModelError, match="gives nothing but a"):
+        model(X, False)
+
+
 def test_a_module_all_of_whose_outputs_hide_tensors_is_refused_by_that_name() -> None:
     class Boxing(nn.Linear):
         def forward(self, x: Tensor) -> Any:
