@@ -89,12 +89,9 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """The ops that draw random numbers, that write nothing, or that must precede an output."""
+    """The ops that every schedule runs."""
     needed = precedence(graph).needed
-    ordered = set(graph.ordered)
-    return {
-        op.name for i, op in enumerate(graph.ops) if needed >> i & 1 or not op.writes or op.name in ordered
-    }
+    return {op.name for i, op in enumerate(graph.ops) if needed >> i & 1}
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
