@@ -3,6 +3,7 @@ plan holds for as long as they do."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtyp
 UNSET = object()
 """Stands for a value that is not there; it is the same as no value, itself included."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST = 1000
 """Entries of a container that is looked into: all are looked at in every call."""
 _MOST_NUMBERS = 1 << 16
@@ -98,7 +99,7 @@ def same(a: Any, b: Any) -> bool:
     kind = _kind(a)
     if kind is not _kind(b):
         return False
-    if kind in (list, tuple):
+    if kind in (list, tuple, deque):
         return len(a) == len(b) and all(map(same, a, b))
     if kind is dict:
         return list(a) == list(b) and all(map(same, a.values(), b.values()))

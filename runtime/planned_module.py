@@ -96,7 +96,8 @@ def _blank(kind: Any) -> nn.Module:
 def _become(planned: nn.Module, state: tuple[nn.Module, _Runner]) -> nn.Module:
     """A blank becomes the planned module of a model, whose attributes it shares, later ones too."""
     model, runner = state
-    for name, value in (("__dict__", model.__dict__), ("_rematplan", runner), ("_rematplan_replaced", None)):
+    attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": None}
+    for name, value in {"__dict__": model.__dict__, **attributes}.items():
         object.__setattr__(planned, name, value)
     return planned
 
@@ -182,10 +183,12 @@ class _Ours:
 class _Planned:
     """What a planned module has beyond its model."""
 
-    __slots__ = ("_rematplan", "_rematplan_replaced")
+    __slots__ = ("_rematplan", "_rematplan_origin", "_rematplan_replaced")
 
     _rematplan_kind: type[nn.Module]
     _rematplan: _Runner
+    _rematplan_origin: nn.Module
+    """The model that it was made of: parts may hold a weak reference to it."""
     _rematplan_replaced: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -193,11 +196,8 @@ class _Planned:
 
     def _rematplan_model(self) -> nn.Module:
         """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
-        if type(self) is not _class_of(self._rematplan_kind):
-            return cast(nn.Module, self)
-        model: nn.Module = object.__new__(self._rematplan_kind)
-        object.__setattr__(model, "__dict__", self.__dict__)
-        return model
+        further = type(self) is not _class_of(self._rematplan_kind)
+        return cast(nn.Module, self) if further else self._rematplan_origin
 
     def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward."""

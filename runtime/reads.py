@@ -36,8 +36,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class OfClasses:
-    """Attributes that a forward found in the classes of modules and records, methods among them, by class; and whose
-    they were, for owners may come to have their own: ``modules`` and ``names`` in pairs, and ``records``."""
+    """Attributes that a forward found in the classes of modules and records, methods among them, by class; and who was
+    asked for these, or for what neither had, for owners may come to have their own: ``modules`` and ``names`` in pairs,
+    and ``records``."""
 
     found: tuple[tuple[Any, Constants], ...]
     modules: tuple[int, ...]
@@ -71,6 +72,8 @@ class Reads:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.owners: dict[int, Owner] = {}
+        """By the id of their attributes, which a planned module shares with its model."""
+        self.things: set[int] = set()
         self.kinds: set[type] = {nn.Module}
         self.found: dict[tuple[Owner, str], Any] = {}
         self.asked: set[tuple[Owner, str]] = set()
@@ -78,26 +81,30 @@ class Reads:
         """What was set before it was asked for: attributes that a forward gives, and does not depend on."""
         self.holders: dict[Owner, Any] = {}
         self.inherited: dict[Owner, dict[str, None]] = {}
-        """What was found in an owner's class."""
+        """What was found in an owner's class, or nowhere."""
         self.classes: dict[type, dict[str, Any]] = {}
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
 
     def _look_into(self, holder: Any, owner: Owner) -> None:
-        self.owners.setdefault(id(holder), owner)
+        self.owners.setdefault(id(vars(holder)), owner)
+        self.things.add(id(holder))
         for name, value in vars(holder).items():
-            if is_record(value) and id(value) not in self.owners and len(owner[1]) < _DEPTH:
+            if is_record(value) and id(value) not in self.things and len(owner[1]) < _DEPTH:
                 self.kinds.add(type(value))
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
+    def _owner(self, holder: Any) -> Owner | None:
+        return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
+
     def note(self, holder: Any, name: str, value: Any) -> None:
         """An attribute was read."""
-        owner = self.owners.get(id(holder))
+        owner = self._owner(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
         if name not in object.__getattribute__(holder, "__dict__"):
             self._note_inherited(owner, type(holder), name)
-        elif type(value) in PLAIN or not (name in BOOKKEEPING or id(value) in self.owners):
+        elif type(value) in PLAIN or not (name in BOOKKEEPING or id(value) in self.things):
             self.holders[owner] = holder
             first = self.found.setdefault((owner, name), kept(value))
             if not same(value, first):
@@ -111,20 +118,26 @@ class Reads:
 
     def note_asked(self, holder: Any, name: str) -> None:
         """An attribute is about to be read, whether or not it is there."""
-        owner = self.owners.get(id(holder))
+        owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
+    def note_absent(self, holder: Any, name: str) -> None:
+        """An attribute was asked for that neither the holder nor its class has."""
+        owner = self._owner(holder)
+        if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
+            self.inherited.setdefault(owner, {})[name] = None
+
     def note_set(self, holder: Any, name: str) -> None:
         """An attribute was set."""
-        owner = self.owners.get(id(holder))
+        owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
     def given(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
         """The attributes of a module that the forward only gives, where these are tensors, plain values or containers
         of such. ``before``: what it had when the forward began."""
-        owner = self.owners[id(module)]
+        owner = self.owners[id(vars(module))]
         return {
             name: value
             for name, value in vars(module).items()
@@ -166,7 +179,11 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
             reads.note_asked(holder, name)
-            value = get(holder, name)
+            try:
+                value = get(holder, name)
+            except AttributeError:
+                reads.note_absent(holder, name)
+                raise
             reads.note(holder, name, value)
             return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rematplan.runtime.constants import PLAIN
 from rematplan.runtime.reads import is_record
 
-CONTAINERS = (list, dict, set, OrderedDict)
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 
 @contextmanager
@@ -24,15 +24,18 @@ def untouched(module: nn.Module, name: str) -> Iterator[None]:
     """A block after which attributes of the module, its parts and records that they hold are as before it, as is what
     lists, dictionaries and sets among them hold, hooks among these. Warns of tensors and plain values that the block
     left in public ones, as a planned forward will not. ``name``: the module's."""
-    before = [(path, m, dict(m.__dict__), _contents(m)) for path, m in _holders(module)]
+    before = [
+        (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
+        for path, m in _holders(module)
+    ]
     try:
         yield
     finally:
         left = []
-        for path, m, attributes, contents in before:
-            found = {id(container): was for container, was in contents}
+        for path, m, attributes, tensors, contents in before:
             for key, value in m.__dict__.items():
-                if not key.startswith("_") and _is_new(value, found.get(id(value), attributes.get(key))):
+                new = _tensors(value) - tensors.get(key, set())
+                if not key.startswith("_") and (new or _is_other(value, attributes.get(key))):
                     left.append(f"{path}.{key}".lstrip("."))
             m.__dict__.clear()
             m.__dict__.update(attributes)
@@ -58,21 +61,26 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
-    return [(v, copy.copy(v)) for v in holder.__dict__.values() if type(v) in CONTAINERS]
+    """The containers in an object's attributes, those in others included, and copies of each."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = list(holder.__dict__.values())
+    while todo:
+        value = todo.pop()
+        if type(value) in CONTAINERS and id(value) not in found:
+            found[id(value)] = value, copy.copy(value)
+            todo += value.values() if isinstance(value, dict) else value
+        elif type(value) is tuple:
+            todo += value
+    return list(found.values())
 
 
 def _refill(container: Any, was: Any) -> None:
-    if isinstance(container, list):
-        container[:] = was
-    else:
-        container.clear()
-        container.update(was)
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(was)
 
 
-def _is_new(value: Any, before: Any) -> bool:
-    return bool(_tensors(value) - _tensors(before)) or (
-        type(value) in PLAIN and (type(before) is not type(value) or before != value)
-    )
+def _is_other(value: Any, before: Any) -> bool:
+    return type(value) in PLAIN and (type(before) is not type(value) or before != value)
 
 
 def _tensors(value: Any) -> set[int]:

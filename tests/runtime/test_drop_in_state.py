@@ -6,6 +6,8 @@ import gc
 import inspect
 import io
 import math
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -41,10 +43,12 @@ class Net(nn.Module):
         self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
         self.temperature, self.unread = 1.0, 0
         self.mask, self.settings = torch.ones(16), settings or Settings()
+        self.recent = deque([1.0, 2.0])
         self.shape, self.weights, self.shift = (16,), {"masks": [2.0, torch.ones(())]}, 1
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.norm(self.body(x))) * self.mask
+        y = self.drop(self.norm(self.body(x))) * self.mask * getattr(self, "gain", 1.0) * self.recent[0]
+        y = -y if hasattr(self.settings, "negative") else y
         y = y * math.prod(self.weights["masks"]) + torch.full(self.shape, self.shift).element_size()
         return torch.tanh(y * self.settings.scale / self.temperature)
 
@@ -75,6 +79,9 @@ def step(model: nn.Module) -> None:
         lambda m: m.weights["masks"].__setitem__(0, 3.0),
         lambda m: m.weights["masks"].__setitem__(1, torch.zeros(())),
         lambda m: m.mask.mul_(3),
+        lambda m: m.recent.rotate(),
+        lambda m: setattr(m, "gain", 3.0),
+        lambda m: setattr(m.settings, "negative", False),
         lambda m: m.body.__setitem__(1, nn.ReLU()),
         lambda m: m.body[1].register_forward_hook(lambda _m, _a, y: y * 2),
         lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
@@ -139,6 +146,32 @@ def test_a_tensor_still_to_be_conjugated_has_a_plan_of_its_own() -> None:
     planned, plain = planned_and_plain(Imaginary(16, 16), given)
     for z in (given, given.conj()):
         assert torch.equal(planned(z), plain(z))
+
+
+class Owned(nn.Module):
+    """Reads an attribute of the module that it is a part of."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.owner = weakref.ref(owner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.owner().by
+
+
+def test_a_part_may_look_at_its_owner() -> None:
+    class Owner(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.part, self.by = Owned(self), 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(super().forward(x))
+
+    planned = rematplan.plan_module(Owner(), (X,), **SETTINGS)  # nobody else holds the model
+    y = planned(X)
+    planned.by = 4.0
+    assert torch.equal(planned(X), 2 * y)
 
 
 def test_what_the_forward_does_not_read_makes_no_new_plan() -> None:
@@ -310,6 +343,31 @@ def test_records_are_as_before_planning() -> None:
     with pytest.warns(UserWarning, match=r"sets record\.x, record\.seen|sets record\.seen, record\.x"):
         rematplan.plan_module(model, (X,), **SETTINGS)
     assert vars(model.record) == {"x": None, "seen": []}
+
+
+def test_what_is_in_containers_is_as_before_planning() -> None:
+    class Logging(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            for held in (self.log["inner"]["seen"], self.groups["first"], self.recent, self.pair[0]):
+                held.append(y)
+            return y
+
+    model = Logging(16, 16)
+    model.log, model.groups, model.recent, model.pair = (
+        {"inner": {"seen": []}},
+        defaultdict(list),
+        deque(),
+        ([],),
+    )
+    with pytest.warns(UserWarning, match="sets log, groups, recent, pair, which a planned one does not"):
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert (model.log, model.groups, model.recent, model.pair) == (
+        {"inner": {"seen": []}},
+        {},
+        deque(),
+        ([],),
+    )
 
 
 def pickled(model: nn.Module) -> nn.Module:
