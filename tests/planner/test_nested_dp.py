@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from dataclasses import replace
 from itertools import count
 from math import comb
+from random import Random
 
 import pytest
 
@@ -13,6 +15,7 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner import runs_of, strategy
 from rematplan.planner.block_chain import block_chain, narrow_places
 from rematplan.planner.exhaustive import exhaustive
+from rematplan.planner.members import leanest_plans
 from rematplan.planner.nested_dp import intervals
 from rematplan.planner.sequence_search import Search
 from rematplan.planner.smallest_peak import smallest_peak
@@ -74,6 +77,17 @@ def test_a_thousand_layers_fit_where_a_few_do(oracle):
 
 def test_the_smallest_peak_begins_there():
     assert smallest_peak(equal_layers(150), moves=10).estimate.peak <= 7 * SIZE
+
+
+def test_the_smallest_peak_begins_with_the_least_of_all_tables(problems):
+    """Here a table of coarser units has it."""
+    tape, rng = problems.Tape(), Random(3)
+    y = tape.x
+    for _ in range(110):
+        y = tape.conv(y, rng.choice([10240, 10240, 20480]))
+    graph = tape.finish(y)
+    least = NestedDP().curve(graph, ())[-1].estimate.peak
+    assert min(p.estimate.peak for p in leanest_plans(graph, math.inf)) <= least
 
 
 @pytest.mark.parametrize("shape", ["unet", "residual"])
