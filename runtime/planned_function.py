@@ -19,6 +19,7 @@ from rematplan.planner.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.executor import Backward, compile_halves
 from rematplan.runtime.tangents import Notes, for_any_layout
+from rematplan.runtime.unused_outputs import lies_otherwise
 
 
 class CompiledPlan:
@@ -60,9 +61,10 @@ class CompiledPlan:
         that has still to be known."""
         if way in self.variants:
             return self.variants[way]
-        step = self.step if way.strides is None else for_any_layout(self.step)
+        as_captured = way.strides is None and not lies_otherwise(self.step, way.missing)
+        step = self.step if as_captured else for_any_layout(self.step)
         note = notes.note if way.noted else None
-        overwrite = not (way.kept or way.strides)
+        overwrite = as_captured and not way.kept
         halves = compile_halves(step, self.schedule, way.missing, overwrite=overwrite, note=note)
         if not way.noted:
             self.variants[way] = halves.backward

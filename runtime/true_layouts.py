@@ -22,8 +22,14 @@ from rematplan.ir import ModelError
 
 ATEN = torch.ops.aten
 _NAMES = (
+    "_batch_norm_no_update",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
     "_log_softmax_backward_data",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit.no_stats",
     "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
     "_softmax_backward_data",
     "batch_norm_backward",
     "channel_shuffle",

@@ -50,6 +50,14 @@ def unused_by(step: CapturedStep, schedule: Schedule, turn: int, missing: Iterab
     return Unused(frozenset(zero), frozenset(skipped), tuple(same.items()))
 
 
+def lies_otherwise(step: CapturedStep, missing: Iterable[str]) -> bool:
+    """Whether a sum lies otherwise in memory than its other summand, which takes its place where tangents are
+    missing."""
+    lies = {name: value.fake.stride() for name, value in step.values.items()}
+    same = _zeros(step, set(missing))[1]
+    return any(lies[str(step.call[name].results[0])] != lies[value] for name, value in same.items())
+
+
 def _zeros(step: CapturedStep, missing: set[str]) -> tuple[set[str], dict[str, str]]:
     """The values that are zero, and the sums that are their other summand.
 
