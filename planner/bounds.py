@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence, working_sets
+from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, needed_ops, precedence, working_sets
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_growth import Growth
 from rematplan.planner.bounds_loops import pairs, violated
@@ -77,6 +77,9 @@ class BoundSearch:
         self.vast = len(graph.ops) > VAST
         self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
         self.turn = self.places[0] if self.places else -1
+        aside = cut_candidates(graph, needed_ops(graph, self.order), VAST_PLACES)
+        self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
+        self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
         self._proven: dict[int, float] = remember(graph, "bounds", dict)
         known = [floor for larger, floor in self._proven.items() if larger >= budget]
         least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()

@@ -78,9 +78,7 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     It is the path through tensors with a single recipe whose bytes sum highest: it follows the backbone of
     the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
     """
-    schedule = with_frees(graph, [op.name for op in graph.ops])
-    series = resident_bytes(graph, schedule)
-    held = [b for b, step in zip(series, schedule, strict=True) if isinstance(step, Run)]
+    held = _base_heights(graph)
     inputs = set(graph.inputs)
     total, previous = [0] * len(graph.ops), [-1] * len(graph.ops)
     for i, op in enumerate(graph.ops):
@@ -97,6 +95,22 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     return chain[::-1]
 
 
+def needed_ops(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
+    """The ops that every schedule must run, in the base order, as `heaviest_chain` gives those of a chain."""
+    return [(i, held) for i, held in enumerate(_base_heights(graph)) if order.needed >> i & 1]
+
+
+def _base_heights(graph: TrainingGraph) -> list[int]:
+    """Bytes that the base order holds while each op runs."""
+
+    def heights() -> list[int]:
+        schedule = with_frees(graph, [op.name for op in graph.ops])
+        series = resident_bytes(graph, schedule)
+        return [b for b, step in zip(series, schedule, strict=True) if isinstance(step, Run)]
+
+    return remember(graph, "base heights", heights)
+
+
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
     """The needed recipes, in their order, that must precede, or be preceded by, each of these."""
     return [
@@ -106,21 +120,22 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
     ]
 
 
-def cut_candidates(graph: TrainingGraph, chain: Sequence[tuple[int, int]], most: int) -> list[int]:
-    """Ops of the chain to cut at, the likeliest to matter first: the one that holds most in the base order, and of
-    those after it (of all, where there is no backward half; cuts before it were never seen to add anything) where
-    what is held, or the op's own working set, stands out from its neighbours.
+def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
+    """Ops of a line (a chain, say, and what is held there) to cut at, the likeliest to matter first: the one that holds
+    most in the base order, and of those in the backward half (of all, where there is none) where what is held, or the
+    op's own working set, stands out from its neighbours.
 
     Standing out is a peak's *prominence*, as of mountains: its height above the highest saddle towards a higher one.
     Most of all are the places where the network's tensors change their size. Of equals the later one comes first; of
     two ops next to each other one is left out.
     """
-    if not chain:
+    if not line:
         return []
-    peak = max(range(len(chain)), key=lambda k: chain[k][1])
-    first = peak if graph.has_phases else 0
-    ops = [i for i, _ in chain[first:]]
-    held = [bytes_ for _, bytes_ in chain[first:]]
+    peak = max(range(len(line)), key=lambda k: line[k][1])
+    turn = next((k for k, (i, _) in enumerate(line) if graph.ops[i].phase == "backward"), 0)
+    first = min(peak, turn)
+    ops = [i for i, _ in line[first:]]
+    held = [bytes_ for _, bytes_ in line[first:]]
     sets = working_sets(graph)
     own = [sets[i] for i in ops]
     ranks = [

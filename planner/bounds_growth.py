@@ -2,9 +2,9 @@
 
 From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
 sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
-lifts the linear relaxation most is tried, or the likeliest where none does so clearly. It stays if it lifts the integer
-program, and if that was solved without being lifted: the solution is over the budget elsewhere then, and often only two
-cuts together lift it. docs/lower-bound.md has figures.
+lifts the linear relaxation most is tried, or the likeliest where none does so clearly, and then where the sequence is
+furthest over. A cut stays if it lifts the integer program. If none of a few does, one of them stays all the same: often
+only two cuts together lift it. docs/lower-bound.md has figures.
 
 A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
 it begins again then, with cuts along the chain only.
@@ -37,6 +37,9 @@ FIRST = 1.0
 GAIN = 1e-5
 """What a cut must add, in overhead, to be chosen by it."""
 
+SIBLINGS = 3
+"""Cuts that are tried beside the same others before one that lifts nothing stays."""
+
 CLEARLY = 0.005
 """By which share another place's relaxation must prove more than the likeliest one's to go first: small differences
 of relaxations say nothing of the integers."""
@@ -58,11 +61,12 @@ class Growth:
     def run(self) -> None:
         """Until the time is up or there is nothing left to try."""
         search = self.search
-        alone = {cut: search.price(cut) for cut in search.places if not self.over()}
+        alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
         if self.over() or not search.graph.base_cost or (search.vast and not search.graph.inverses):
             return
         if search.graph.inverses:
-            alone = {cut: self.relaxed((cut,)) for cut in search.places[:ALONE] if not self.over()}
+            few = (*search.places[:ALONE], *search.waist)
+            alone = {cut: self.relaxed((cut,)) for cut in few if not self.over()}
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
             everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
@@ -75,14 +79,30 @@ class Growth:
         """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short.
 
         A program that was cut short is solved in more time before a cut is added whose relaxation does not prove more:
-        the larger program would take longer still.
+        the larger program would take longer still. Where none of a few cuts lifts the bound by itself, the first of
+        them stays.
         """
         if self.over():
             return []
         proven, solved = self.solve(cuts)
         unsolved = [] if solved else [cuts]
         held, tried = self.held(cuts, among), set(cuts)
-        while not self.over() and (likely := self.likely(held, tried)):
+        idle: Cuts = ()
+        again: set[Cuts] = set()
+        failed = 0
+        while not self.over():
+            likely = self.likely(held, tried, failed)
+            if idle and (failed == SIBLINGS or not likely):
+                self.solve(idle)  # known
+                cuts, solved, held = idle, True, self.held(idle, among)
+                tried, idle, failed = tried | set(idle), (), 0
+                continue
+            if not likely:
+                if cuts in again or tried == set(cuts):
+                    break
+                again.add(cuts)  # what lifted nothing beside fewer cuts may lift it beside these
+                tried = set(cuts)
+                continue
             cut = self.most_lifting(cuts, likely)
             wider = self.wider(cuts, cut)
             if not solved and self.relaxed(wider) <= proven:
@@ -94,10 +114,10 @@ class Growth:
             if not done:
                 unsolved.append(wider)
             if lifted > proven + GAIN:
-                proven, tried = lifted, set(wider)
-            elif not done:
-                continue
-            cuts, solved, held = wider, done, self.held(wider, among)
+                cuts, proven, solved, held = wider, lifted, done, self.held(wider, among)
+                tried, idle, failed = set(wider), (), 0
+            else:
+                idle, failed = idle or (wider if done else ()), failed + 1
         return unsolved
 
     def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
@@ -106,15 +126,16 @@ class Growth:
             op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
         }
 
-    def likely(self, held: Mapping[int, int], tried: Collection[int]) -> list[int]:
-        """Of those over the budget the few that stand out most, and the one that the network's shape makes
-        likeliest."""
+    def likely(self, held: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
+        """Of those over the budget the few that stand out most, and the one that the network's shape makes likeliest;
+        that one first, unless ``failed`` others have lifted nothing."""
         over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
         prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
         left = [op for op in held if op not in tried and held[op] > self.search.budget]
         peaks = sorted((op for op in left if prominent[op] > 0), key=lambda op: -prominent[op])
         likeliest = [op for op in self.search.places if op in left][:1]
-        return list(dict.fromkeys((*likeliest, *peaks[:FEW]))) or sorted(left, key=lambda op: -held[op])[:1]
+        ranked = (*peaks[:FEW], *likeliest) if failed else (*likeliest, *peaks[:FEW])
+        return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -held[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
         """The one that lifts the relaxation most, if it does so clearly; else the first."""

@@ -193,6 +193,19 @@ def residual(stages: tuple[int, ...] = (3, 4, 6, 3), size: int = 1 << 20) -> Tra
     return tape.finish(tape.conv(y, 4096))
 
 
+def towers(long: int, heavy: int) -> TrainingGraph:
+    """Two branches from the input to the loss: a short one of large tensors, and a long one of small tensors but for
+    its last, whose backward half runs first, while all is held that the other one keeps."""
+    t = Tape("towers")
+    large = t.conv(t.x, 16384)
+    for _ in range(heavy):
+        large = t.relu(t.conv(large, 16384))
+    small = t.conv(t.x, 1024)
+    for _ in range(long):
+        small = t.relu(small)
+    return t.finish(t.cat(large, t.conv(t.relu(t.conv(small, 16384)), 1024)))
+
+
 def unet(levels: int = 4, size: int = 1 << 22) -> TrainingGraph:
     """Like a U-Net: two convolution blocks a level, skips by concatenation."""
     tape = Tape("unet")
