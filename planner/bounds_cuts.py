@@ -22,7 +22,7 @@ LEVELS = 50
 class Precedence:
     """``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write a tensor that is no
     input. ``before[v]``: the recipes that must precede v, v itself included, as a bit mask. ``needed``: those
-    that every schedule must run: for an output, or for an op that writes nothing or draws random numbers."""
+    that every schedule must run."""
 
     recipes: tuple[Op, ...]
     makers: dict[str, tuple[int, ...]]
@@ -64,11 +64,9 @@ def precedence(graph: TrainingGraph) -> Precedence:
             mask = (1 << i) | reached(op.reads)
             changed = changed or (mask != before[i] and bool(graph.inverses))
             before[i] = mask
-    needed, ordered = reached(graph.outputs), set(graph.ordered)
-    for i, op in enumerate(graph.ops):
-        if not op.writes or op.name in ordered:
-            needed |= before[i]
-    return Precedence(recipes, {t: tuple(m) for t, m in makers.items()}, tuple(before), needed)
+    return Precedence(
+        recipes, {t: tuple(m) for t, m in makers.items()}, tuple(before), reached(graph.outputs)
+    )
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:

@@ -89,9 +89,12 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """The ops that every schedule runs."""
+    """The ops that draw random numbers, that write nothing, or that must precede an output."""
     needed = precedence(graph).needed
-    return {op.name for i, op in enumerate(graph.ops) if needed >> i & 1}
+    ordered = set(graph.ordered)
+    return {
+        op.name for i, op in enumerate(graph.ops) if needed >> i & 1 or not op.writes or op.name in ordered
+    }
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:

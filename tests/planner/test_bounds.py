@@ -7,7 +7,6 @@ import math
 import random
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +20,6 @@ from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, in_lin
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_growth import Growth
 from rematplan.planner.bounds_model import COST_UNIT, CutProgram
-from rematplan.planner.schedule import Run
 from rematplan.planner.solver import Solver
 from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.store_all import no_recompute
@@ -38,11 +36,11 @@ def lower_bound(graph: TrainingGraph, budget: int, seconds: float) -> Bound:
 
 @st.composite
 def graphs(draw, most=7, inverses=False):
-    """Small problems: several writes an op or none, workspaces, free sizes and costs, any outputs."""
+    """Small problems: several writes an op, workspaces, free sizes and costs, any outputs."""
     tensors, ops, known = [Tensor("x", draw(st.integers(0, 3)))], [], ["x"]
     for i in range(draw(st.integers(1, most))):
         reads = tuple(draw(st.lists(st.sampled_from(known), max_size=3, unique=True)))
-        writes = tuple(f"t{i}{k}" for k in range(draw(st.sampled_from([1, 1, 1, 2, 0]))))
+        writes = tuple(f"t{i}{k}" for k in range(draw(st.sampled_from([1, 1, 1, 2]))))
         tensors += [Tensor(t, draw(st.integers(0, 6))) for t in writes]
         ops.append(
             Op(f"o{i}", reads, writes, float(draw(st.integers(0, 5))), draw(st.sampled_from([0, 0, 2])))
@@ -58,19 +56,17 @@ def graphs(draw, most=7, inverses=False):
 
 
 def optimum(graph, budget):
-    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors and of ops that have
-    run and write nothing; inf if none."""
-    silent = [o.name for o in graph.ops if not o.writes]
-    made = [t.name for t in graph.tensors if t.name not in graph.inputs]
-    bit = {name: 1 << i for i, name in enumerate((*made, *silent))}
+    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors; inf if
+    none."""
+    bit = {t: 1 << i for i, t in enumerate(t.name for t in graph.tensors if t.name not in graph.inputs)}
     recipes = [
-        (sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes or [o.name]), o.cost, o.workspace)
+        (sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
         for o in (*graph.ops, *graph.inverses)
     ]
-    goal = sum(bit.get(t, 0) for t in (*graph.outputs, *silent))
+    goal = sum(bit.get(t, 0) for t in graph.outputs)
 
     def held(mask):
-        return graph.input_bytes + sum(graph.size[t] for t in made if mask & bit[t])
+        return graph.input_bytes + sum(graph.size[t] for t, b in bit.items() if mask & b)
 
     if held(0) > budget:
         return math.inf
@@ -365,18 +361,6 @@ def test_precedence_takes_the_alternatives_of_an_inverse_into_account():
     either = TrainingGraph("p", tensors, ("x",), ("c",), ops, (Op("i", ("b",), ("a",), 1.0),))
     assert precedence(plain).before[2] == 0b101
     assert precedence(either).before[2] == 0b100
-
-
-def test_the_gap_closes_where_ops_run_that_no_output_needs():
-    plain = chain(20)
-    tensors, says = (*plain.tensors, Tensor("drawn", 1)), Op("says", ("a0",), (), 1.0, workspace=50)
-    ops = (*plain.ops, says, Op("draws", ("a0",), ("drawn",), 1.0))
-    graph = replace(plain, tensors=tensors, ops=ops, ordered=("draws",))
-    plan = Auto(time_limit=5, reuse=False).plan(graph, 1000)
-    assert {"says", "draws"} <= {step.op for step in plan.schedule if isinstance(step, Run)}
-    assert plan.status == "optimal"
-    assert plan.lower_bound == 0
-    assert min_peak_bound(graph).op == "says"
 
 
 def vgg_like(width=4):
