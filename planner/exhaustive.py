@@ -49,8 +49,6 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             continue
         if mask & masks.goal == masks.goal:
             return Optimum(cost, _path(came, mask))
-        if len(best) > most_states:
-            return None
         held = graph.input_bytes + masks.bytes(mask)
         for op, reads, writes in masks.recipes:
             if mask & reads != reads or not writes & masks.useful & ~mask:
@@ -59,6 +57,8 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             short = held + masks.bytes(writes & ~mask) + op.workspace - budget
             others = [row for row in masks.sizes if mask & row[0] and not (reads | writes) & row[0]]
             for freed in _freed(others, short):
+                if len(best) > most_states:
+                    return None
                 then = during & masks.useful & ~freed
                 if total < best.get(then, math.inf):
                     best[then], came[then] = total, (mask, op.name)

@@ -230,12 +230,15 @@ class _Session:
         exact = None if ordered else exhaustive(self.graph, self.budget)
         if exact is None:
             return False
-        if exact.cost == math.inf:
-            self.bound.best = Bound(math.inf)
-        else:
+        floor = math.inf
+        if exact.cost < math.inf:
             plan = plan_from_runs(self.graph, exact.runs, "exhaustive")
             self.take((plan,))
-            self.bound.best = Bound(plan.estimate.overhead)
+            floor = plan.estimate.overhead
+        if all(
+            op.writes for op in self.graph.ops
+        ):  # all our plans run the others, but a problem does not ask for it
+            self.bound.best = Bound(floor)
         return True
 
     def search(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.ir import Op
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner import exhaustive as module
 from rematplan.planner.bounds import min_peak_bound
 from rematplan.planner.exhaustive import exhaustive
 from rematplan.planner.plan import plan_from_runs
@@ -70,3 +71,22 @@ def test_small_training_steps_are_solved(problems):
     costs = [exhaustive(graph, budget).cost for budget in (*range(least, base, 1024), base)]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > costs[-1] == pytest.approx(graph.base_cost)
+
+
+def test_a_run_that_many_sets_could_make_room_for_does_not_take_for_ever(monkeypatch):
+    """One of a chain's 24 tensors that are all read at the end must be run beside 13 others at most."""
+    yields, freed = [], module._freed
+
+    def counted(*args):
+        for mask in freed(*args):
+            yields.append(mask)
+            yield mask
+
+    monkeypatch.setattr(module, "_freed", counted)
+    names = [f"t{i}" for i in range(24)]
+    chain = [Op(f"op{i}", tuple(names[i - 1 : i] if i else ()), (t,), 1.0) for i, t in enumerate(names)]
+    ops = (*chain, Op("wide", (names[-1],), ("w",), 1.0, workspace=10), Op("end", (*names, "w"), ("y",), 1.0))
+    tensors = tuple(Tensor(t, 1) for t in (*names, "w", "y"))
+    graph = TrainingGraph(name="chain", tensors=tensors, inputs=(), outputs=("y",), ops=ops)
+    assert exhaustive(graph, 26) is None
+    assert len(yields) < 20 * module.MOST_STATES  # most lead to states that are known
