@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, needed_ops, precedence, working_sets
+from rematplan.planner.bounds_cuts import (
+    cut_candidates,
+    heaviest_chain,
+    needed_line,
+    precedence,
+    working_sets,
+)
 from rematplan.planner.bounds_flow import flow_bound
 from rematplan.planner.bounds_growth import Growth
 from rematplan.planner.bounds_loops import pairs, violated
@@ -77,7 +83,8 @@ class BoundSearch:
         self.vast = len(graph.ops) > VAST
         self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
         self.turn = self.places[0] if self.places else -1
-        aside = cut_candidates(graph, needed_ops(graph, self.order), VAST_PLACES)
+        # Where branches stand side by side the chain may pass by what matters (docs/lower-bound.md).
+        aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
         self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
         self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
         self._proven: dict[int, float] = remember(graph, "bounds", dict)

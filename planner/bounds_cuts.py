@@ -93,7 +93,7 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     return chain[::-1]
 
 
-def needed_ops(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
+def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
     """The ops that every schedule must run, in the base order, as `heaviest_chain` gives those of a chain."""
     return [(i, held) for i, held in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 

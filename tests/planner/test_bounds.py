@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import time
@@ -10,6 +9,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
+from brute_force import cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,38 +56,9 @@ def graphs(draw, most=7, inverses=False):
 
 
 def optimum(graph, budget):
-    """Least overhead of any schedule within the budget, by Dijkstra over sets of resident tensors; inf if
-    none."""
-    bit = {t: 1 << i for i, t in enumerate(t.name for t in graph.tensors if t.name not in graph.inputs)}
-    recipes = [
-        (sum(bit.get(t, 0) for t in o.reads), sum(bit[t] for t in o.writes), o.cost, o.workspace)
-        for o in (*graph.ops, *graph.inverses)
-    ]
-    goal = sum(bit.get(t, 0) for t in graph.outputs)
-
-    def held(mask):
-        return graph.input_bytes + sum(graph.size[t] for t, b in bit.items() if mask & b)
-
-    if held(0) > budget:
-        return math.inf
-    best, queue = {0: 0.0}, [(0.0, 0)]
-    while queue:
-        cost, mask = heapq.heappop(queue)
-        if cost > best[mask]:
-            continue
-        if mask & goal == goal:
-            return cost / graph.base_cost - 1 if graph.base_cost else 0.0
-        moves = [(cost, mask & ~b) for b in bit.values() if mask & b]
-        moves += [
-            (cost + price, mask | writes)
-            for reads, writes, price, workspace in recipes
-            if mask & reads == reads and held(mask | writes) + workspace <= budget
-        ]
-        for total, then in moves:
-            if total < best.get(then, math.inf):
-                best[then] = total
-                heapq.heappush(queue, (total, then))
-    return math.inf
+    """Least overhead of any schedule within the budget; inf if none."""
+    cost = cheapest(graph, budget)
+    return cost / graph.base_cost - 1 if graph.base_cost else cost  # which is 0 or infinite
 
 
 def least_peak(graph):
