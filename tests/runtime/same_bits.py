@@ -1,10 +1,16 @@
 """What tests of the drop-in compare: two modules' states and gradients, and all that a use of them leaves."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import rematplan
+
+SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -31,3 +37,9 @@ def equal_after(use: Callable[[nn.Module], Any], planned: nn.Module, plain: nn.M
         grads = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
         left.append([*given, *grads, *model.buffers(), torch.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+def planned_and_plain(model: nn.Module, *args: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model, planned for these arguments or `X` as `SETTINGS` and ``options`` say, and a copy of it."""
+    plain = copy.deepcopy(model)
+    return rematplan.plan_module(model, args or (X,), **SETTINGS | options), plain

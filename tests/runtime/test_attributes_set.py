@@ -1,0 +1,118 @@
+"""What a forward sets in its modules is set by a planned one where it is only given, and is not left by planning."""
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from same_bits import SETTINGS, X, equal_after, planned_and_plain
+from torch import Tensor, nn
+
+import rematplan
+
+
+class Recording(nn.Module):
+    """Hangs hooks on its parts when it first runs, to give what they give beside its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.hooked:
+            for part in self.body:
+                part.register_forward_hook(lambda _m, _a, y: self.record.append(y))
+            self.hooked = True
+        self.record: list[Tensor] = []
+        self.body(x)
+        return tuple(self.record)
+
+
+@pytest.mark.filterwarnings("ignore:.*sets:UserWarning")
+def test_hooks_that_a_forward_installs_are_not_left_by_planning() -> None:
+    torch.manual_seed(0)
+    model = Recording()
+    planned, plain = planned_and_plain(model)
+    assert not model.body[0]._forward_hooks
+    equal_after(lambda m: m(X)[1].sum().backward(), planned, plain)
+    assert len(planned(X)) == 3
+    assert len(planned.plans) == 1
+
+
+class Balanced(nn.Linear):
+    """Leaves a part of the loss, and what it was made of, in attributes, of which it read none before."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.loss: Any = 0.0
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.loss = 0.0
+        self.seen = []
+        y = super().forward(x).tanh()
+        for half in y.chunk(2, -1):
+            self.loss = self.loss + half.mean().square()
+            self.seen.append((half.detach(), half.shape))
+        self._output = y
+        return y, y.shape
+
+
+def test_attributes_that_a_forward_sets_are_set() -> None:
+    planned, plain = planned_and_plain(nn.Sequential(nn.Linear(16, 16), Balanced()))
+    assert planned[1].loss == 0.0
+
+    def use(model: nn.Module) -> list[Tensor]:
+        seen = []
+        for x in (X, X[:4], X):
+            y, shape = model(x)
+            (y.pow(2).sum() + model[1].loss).backward()
+            assert model[1]._output is y
+            assert type(shape) is torch.Size
+            assert type(model[1].seen[0][1]) is torch.Size
+            seen += [y.detach(), model[1].loss.detach(), model[1].seen[1][0]]
+        return seen
+
+    equal_after(use, planned, plain)
+    assert len(planned.plans) == 2
+
+
+def test_records_are_as_before_planning() -> None:
+    class Recorded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.record.x = super().forward(x)
+            self.record.seen.append(self.record.x)
+            return self.record.x
+
+    model = Recorded(16, 16)
+    model.record = SimpleNamespace(x=None, seen=[])
+    with pytest.warns(UserWarning, match=r"sets record\.x, record\.seen|sets record\.seen, record\.x"):
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert vars(model.record) == {"x": None, "seen": []}
+
+
+def test_what_is_in_containers_is_as_before_planning() -> None:
+    class Logging(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            for held in (self.log["inner"]["seen"], self.groups["first"], self.recent, self.pair[0]):
+                held.append(y)
+            return y
+
+    model = Logging(16, 16)
+    model.log, model.groups, model.recent, model.pair = (
+        {"inner": {"seen": []}},
+        defaultdict(list),
+        deque(),
+        ([],),
+    )
+    with pytest.warns(UserWarning, match="sets log, groups, recent, pair, which a planned one does not"):
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert (model.log, model.groups, model.recent, model.pair) == (
+        {"inner": {"seen": []}},
+        {},
+        deque(),
+        ([],),
+    )
