@@ -66,7 +66,7 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
     check_traceable(model)
     if isinstance(model, _Planned):
         model = model._rematplan_model()
-    return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic)))
+    return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic), None))
 
 
 _classes: dict[type[nn.Module], Any] = {}
@@ -90,13 +90,15 @@ def _new_class(kind: type[nn.Module]) -> Any:
 
 def _blank(kind: Any) -> nn.Module:
     planned: nn.Module = object.__new__(_class_of(kind))
+    object.__setattr__(planned, "_rematplan_replaced", None)  # what it is to hold may ask for its forward
     return planned
 
 
-def _become(planned: nn.Module, state: tuple[nn.Module, _Runner]) -> nn.Module:
-    """A blank becomes the planned module of a model, whose attributes it shares, later ones too."""
-    model, runner = state
-    attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": None}
+def _become(planned: nn.Module, state: tuple[nn.Module, _Runner, Any]) -> nn.Module:
+    """A blank becomes the planned module of a model, whose attributes it shares, later ones too. ``state``: the model,
+    its runner, and what has been assigned to its forward, if anything."""
+    model, runner, replaced = state
+    attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": replaced}
     for name, value in {"__dict__": model.__dict__, **attributes}.items():
         object.__setattr__(planned, name, value)
     return planned
@@ -210,14 +212,14 @@ class _Planned:
 
     def __copy__(self) -> Any:
         """A further object with the same parts and plans."""
-        return _become(
-            _blank(self._rematplan_kind), (copy.copy(self._rematplan_model()), self._rematplan.twin())
-        )
+        model = copy.copy(self._rematplan_model())
+        return _become(_blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy (for an average of weights, say) with weights of its own and the same plans."""
         memo[id(self)] = twin = _blank(self._rematplan_kind)
-        return _become(twin, (copy.deepcopy(self._rematplan_model(), memo), self._rematplan.twin()))
+        model, replaced = (copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced))
+        return _become(twin, (model, self._rematplan.twin(), replaced))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled with the wish for a plan, not with the plan: it is made anew in the first call."""
@@ -225,7 +227,7 @@ class _Planned:
         return (
             _blank,
             (self._rematplan_kind,),
-            (self._rematplan_model(), self._rematplan.twin({})),
+            (self._rematplan_model(), self._rematplan.twin({}), self._rematplan_replaced),
             None,
             None,
             _become,

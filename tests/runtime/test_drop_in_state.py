@@ -291,6 +291,25 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
     equal_after(step, planned, plain)
 
 
+class Wrapped(Net):
+    """As a library leaves it that wraps the forward: another stands there, the former one is an attribute."""
+
+    def wrap(self) -> None:
+        self.inner = self.forward
+        self.forward = self.tripled  # type: ignore[method-assign]
+
+    def tripled(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 3
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_copies_have_what_replaced_the_forward(copied: Callable[[nn.Module], nn.Module]) -> None:
+    planned, plain = planned_and_plain(Wrapped())
+    planned.wrap()
+    plain.wrap()
+    equal_after(step, copied(planned), copied(plain))
+
+
 def test_planned_modules_inside_of_what_is_planned() -> None:
     model = nn.Sequential(net(), net())
     plain = copy.deepcopy(model)
