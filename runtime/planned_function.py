@@ -144,6 +144,8 @@ class _Call:
         with _without_autocast(plan.step.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
             for name, at in plan.buffers:
+                if named[name].shape != early[at].shape:  # an op may size its state in its first call
+                    named[name].resize_(early[at].shape)
                 named[name].copy_(early[at])
         # The tensors that autograd gives a place in its graph must not be what that place holds.
         given = {id(early[at]) for at in plan.halves.outputs_late}

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError, UsageError
@@ -213,12 +214,16 @@ class _Planned:
     def __copy__(self) -> Any:
         """A further object with the same parts and plans."""
         model = copy.copy(self._rematplan_model())
-        return _become(_blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced))
+        return _become(
+            _blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy (for an average of weights, say) with weights of its own and the same plans."""
         memo[id(self)] = twin = _blank(self._rematplan_kind)
-        model, replaced = (copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced))
+        model, replaced = (
+            copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced)
+        )
         return _become(twin, (model, self._rematplan.twin(), replaced))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -337,6 +342,11 @@ class _Runner:
             )
 
     def _way(self, planned: _Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> _Way:
+        if parametrize._cache_enabled and any("parametrizations" in a["_modules"] for a in state.attributes):
+            raise ModelError(
+                f"{self.name} is called in torch.nn.utils.parametrize.cached(), which lets calls share what a planned "
+                f"step computes in each; leave that block, or let the forward enter it"
+            )
         key, tensors = (call_key(leaves, spec), state.key), tensors_in(leaves)
         with _LOCK.shared():
             found = self._known(key, state, tensors)

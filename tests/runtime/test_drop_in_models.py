@@ -180,6 +180,26 @@ class Quantised(nn.Linear):
         return nn.functional.linear(x, weight, self.bias).tanh()
 
 
+class QuantisedByRows(Quantised):
+    """The same op, which sizes its four buffers when it is first called: a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.on, self.on, self.low, self.high, self.scale, self.zero
+        weight = torch.fused_moving_avg_obs_fake_quant(self.weight, *state, 0.01, 0, 255, 0, True)
+        return nn.functional.linear(x, weight, self.bias).tanh()
+
+
+def test_buffers_that_are_sized_in_the_first_step() -> None:
+    planned, plain = planned_and_plain(QuantisedByRows())
+    for _ in range(2):
+        equal_after(step, planned, plain)
+    assert planned.low.shape == (16,)
+
+
 def test_an_op_that_renews_buffers_runs_again() -> None:
     torch.manual_seed(0)
     planned, plain = planned_and_plain(nn.Sequential(*(Quantised() for _ in range(4))))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import rematplan
 from rematplan.ir import ModelError
@@ -226,6 +227,15 @@ def test_other_derivatives_than_the_backward_are_refused() -> None:
         torch.func.vmap(model)(X[None])
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
         model(X)
+
+
+def test_what_calls_would_share_is_refused() -> None:
+    plain = nn.Sequential(parametrizations.spectral_norm(nn.Linear(16, 16)))
+    model = planned(plain)
+    for use in (lambda: model(X), lambda: planned(plain)):
+        with parametrize.cached(), pytest.raises(ModelError, match=r"parametrize\.cached"):
+            use()
+    model(X).sum().backward()
 
 
 def test_outputs_that_hide_tensors_are_withheld() -> None:
