@@ -155,13 +155,15 @@ class Outside:
         )
 
     def _is_library(self, module: str | None) -> bool:
-        """Whether nobody looks into a module's functions: it is PyTorch's, Python's, or installed and not the model's;
-        what such go by is theirs, and too much."""
+        """Whether nobody looks into a module's functions: it is PyTorch's, Python's, ours, or installed and not the
+        model's; what such go by is theirs, and too much."""
         package = (module or "builtins").partition(".")[0]
         if package in self.own:
             return False
         file = getattr(sys.modules.get(package), "__file__", None) or ""
-        return package in sys.stdlib_module_names or package == "torch" or file.startswith(_SITES)
+        return (
+            package in sys.stdlib_module_names or package in ("torch", "rematplan") or file.startswith(_SITES)
+        )
 
 
 class _Cells(Mapping[str, Any]):

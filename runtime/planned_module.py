@@ -62,10 +62,16 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
     ``dynamic``: whether a call with other shapes, types or modes makes a further plan; else it is refused.
 
     Raises:
-        ModelError: the model is compiled, or the shape of a parameter is not known yet.
+        ModelError: the model is compiled, the shape of a parameter is not known yet, or the model is planned and its
+            forward was replaced since.
     """
     check_traceable(model)
     if isinstance(model, _Planned):
+        if model._rematplan_replaced is not None:
+            raise ModelError(
+                f"{type(model).__name__} is planned, and its forward was replaced since; take that back (del "
+                f"model.forward) to plan it once more"
+            )
         model = model._rematplan_model()
     return _become(_blank(type(model)), (model, _Runner(type(model).__name__, planner, dynamic), None))
 
@@ -141,7 +147,7 @@ class Planning:
     def __init__(self, planned: nn.Module) -> None:
         if not isinstance(planned, _Planned):
             raise UsageError(f"a {type(planned).__name__} is not planned; see rematplan.plan_module")
-        self._planned = planned
+        self._planned: _Planned = planned
 
     @property
     def plan(self) -> Plan:
@@ -196,6 +202,19 @@ class _Planned:
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A class that is planned is not announced as a further one to those that its bases register."""
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module is called. That a forward put in our place goes past the plan is remarked upon."""
+        before = _Runner.calls
+        results = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self._rematplan_replaced is not None and _Runner.calls == before and torch.is_grad_enabled():
+            warnings.warn(
+                f"the forward of {self._rematplan.name} was replaced after it was planned, and the new one does not "
+                f"call it: this step has no plan and keeps no budget; plan what it calls",
+                stacklevel=4,
+            )
+        return results
 
     def _rematplan_model(self) -> nn.Module:
         """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
@@ -280,6 +299,9 @@ _LOCK = CaptureLock()
 class _Runner:
     """Plans and runs one model."""
 
+    calls = 0
+    """Of all forwards, so far."""
+
     def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
         self.ways: dict[Any, list[_Way]] = {}
@@ -297,6 +319,7 @@ class _Runner:
 
     def __call__(self, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
+        _Runner.calls += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = flattened((args, kwargs))

@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
+from rematplan.ir import ModelError
 from rematplan.runtime.measure import peak_above_entry
 
 
@@ -289,6 +291,18 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
     plain.zero_grad()
     plain.load_state_dict(twice.state_dict())
     equal_after(step, planned, plain)
+
+
+def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
+    planned, _ = planned_and_plain(net())
+    planned.forward = lambda x: planned.body(x)
+    with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+        step(planned)
+    with pytest.raises(ModelError, match="replaced since"):
+        rematplan.plan_module(planned, (X,), **SETTINGS)
+    del planned.forward
+    with warnings.catch_warnings(action="error"):
+        step(rematplan.plan_module(planned, (X,), **SETTINGS))
 
 
 class Wrapped(Net):
