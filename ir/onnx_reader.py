@@ -98,10 +98,14 @@ def _innermost(error: BaseException) -> str:
 
 
 def _pin_function_opsets(model: Any) -> None:
-    """Write each function's own opsets onto its nodes, so that inlining keeps them."""
+    """Write each function's own opsets onto its nodes, so that inlining keeps them.
+
+    The functions then state none: the inliner refuses those that differ from the model's.
+    """
     for function in model.functions.values():
-        for node in function.graph:
+        for node in function.graph.all_nodes():
             node.version = function.opset_imports.get(node.domain, node.version)
+        function.opset_imports.clear()
 
 
 def _draft(model: Any, path: Path) -> Draft:

@@ -250,6 +250,18 @@ def test_local_functions_are_inlined(tmp_path):
     assert [(n.op, n.domain, n.version) for n in load_onnx(path).nodes] == [("Add", "", 17)] * 2
 
 
+def test_local_functions_keep_an_opset_of_their_own(tmp_path):
+    old = helper.make_function(
+        "local", "Old", ["a"], ["b"], [node("Softmax", "a", "b")], [helper.make_opsetid("", 11)]
+    )
+    calls = [node("Relu", "x", "h"), helper.make_node("Old", ["h"], ["y"], domain="local")]
+    graph = helper.make_graph(calls, "g", [info("x", [2, 3, 4])], [info("y", [2, 3, 4])])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)]
+    path = tmp_path / "f.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=imports, functions=[old], ir_version=8), path)
+    assert [(n.op, n.version) for n in load_onnx(path).nodes] == [("Relu", 17), ("Softmax", 11)]
+
+
 def test_external_data_are_read_when_asked_for(tmp_path):
     path = write(
         tmp_path,
