@@ -77,8 +77,8 @@ class _Unrolling:
     fresh: int = 0
 
     def learn(self, array: Array) -> None:
-        """Take note of a small constant's value."""
-        if array.dtype not in roles.FLOATS and math.prod(array.shape) <= MAX_ELEMENTS:
+        """Take note of a small constant's value: of integers, or a real number such as a counter is compared with."""
+        if math.prod(array.shape) <= (1 if array.dtype in roles.FLOATS else MAX_ELEMENTS):
             self.known[array.name] = array.load()
 
     def walk(self, nodes: Iterable[Node], names: Mapping[str, str]) -> None:

@@ -104,6 +104,14 @@ def test_a_loop_ends_when_its_condition_does(tmp_path):
     assert ops(load(tmp_path, [loop], [constant("flag", True)])) == ["Relu"] * 3
 
 
+def test_a_condition_may_compare_with_a_real_number(tmp_path):
+    compared = [node("Cast", "i", "real", to=F), node("Less", "real two", "go_on")]
+    step = body([*compared, node("Relu", "h", "h2")], STEP, ["go_on", "h2"])
+    loop = helper.make_node("Loop", ["", "flag", "x"], ["y"], name="loop", body=step)
+    known = [constant("flag", True), constant("two", np.float32(2))]
+    assert ops(load(tmp_path, [loop], known)) == ["Relu"] * 3
+
+
 def test_nested_loops_read_what_is_around_them(tmp_path):
     inner = body(
         [node("Identity", "go2", "on2"), node("Add", "k outer", "k2")],
