@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,12 +147,12 @@ def _outside(axis: Axis, rule: Rule) -> np.ndarray:
 # ------------------------------------------------------------------ applying them
 
 
-def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule, sized: bool) -> Tensor:
+def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
     if rule.coordinates not in COORDINATES or rule.rounding not in ROUNDINGS:
         raise refuse(node, f"coordinates {rule.coordinates!r} rounded by {rule.rounding!r}")
     if rule.mode not in ("nearest", *KERNELS):
         raise refuse(node, f"mode is {rule.mode!r}")
-    native = _native(x, axes, rule, sized)
+    native = _native(x, axes, rule)
     if native is not None:
         return native
     for axis in axes:
@@ -174,7 +175,7 @@ def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
     return y
 
 
-def _native(x: Tensor, axes: Sequence[Axis], rule: Rule, sized: bool) -> Tensor | None:
+def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
     """Torch's kernel, where it computes the same: images and volumes, resized in their spatial axes."""
     spatial = {a.at: a for a in axes}
     if (
@@ -187,8 +188,14 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule, sized: bool) -> Tensor 
     if rule.antialias or not axes:
         return None if axes else x
     size = [spatial[a].out if a in spatial else x.shape[a] for a in range(2, x.dim())]
-    scale = None if sized else [spatial[a].scale if a in spatial else 1.0 for a in range(2, x.dim())]
-    how = {"size": size} if scale is None else {"scale_factor": scale}
+    scale = [spatial[a].scale if a in spatial else 1.0 for a in range(2, x.dim())]
+    # Torch takes a size or a scale and makes the other of it. A kept aspect ratio gives both, rounded otherwise.
+    if all(a.scale == a.out / a.n for a in axes):
+        how: dict[str, Any] = {"size": size}
+    elif all(a.out == math.floor(a.n * a.scale) for a in axes):
+        how = {"scale_factor": scale}
+    else:
+        return None
     half = rule.coordinates == "half_pixel" or (rule.coordinates == "pytorch_half_pixel" and min(size) > 1)
     if rule.mode == "nearest" and rule.coordinates == "asymmetric" and rule.rounding == "floor":
         return F.interpolate(x, mode="nearest", **how)
@@ -226,7 +233,7 @@ def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes
         for k, (a, out, scale) in enumerate(zip(along, wanted, ratios, strict=True))
         if out != x.shape[a] or scale != 1.0 or rule.coordinates == "tf_crop_and_resize"
     ]
-    return _resized(node, x, axes, rule, sized=sizes is not None and bool(sizes.size))
+    return _resized(node, x, axes, rule)
 
 
 def _sizes(
@@ -247,7 +254,7 @@ def _upsampled(node: Node, x: Tensor, scales: Sequence[float]) -> Tensor:
         Axis(a, x.shape[a], out, s) for a, (out, s) in enumerate(zip(wanted, scales, strict=True)) if s != 1.0
     ]
     rule = Rule(text(node, "mode", "nearest"), "asymmetric", "floor", -0.75, False, False, 0.0)
-    return _resized(node, x, axes, rule, sized=False)
+    return _resized(node, x, axes, rule)
 
 
 @ROWS.add("Resize", 10, known=(1,))

@@ -194,6 +194,19 @@ def test_softmax_before_opset_13_flattens(op, axis):
     np.testing.assert_allclose(run(one_node(op, [x], 11, axis=axis), x), wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["linear", "cubic", "nearest"])
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+@pytest.mark.parametrize("sizes", [(12, 20), (11, 9)])
+def test_a_kept_aspect_ratio_samples_by_its_scale_and_not_by_the_rounded_sizes(mode, policy, sizes):
+    shared = {"axes": [2, 3], "keep_aspect_ratio_policy": policy, "mode": mode}
+    x = noise(1, 2, 8, 9)
+    model = one_node("Resize", [x], 19, **shared)
+    model.graph.node[0].input.extend(["", "", "sizes"])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(sizes), "sizes"))
+    (wanted,) = onnx.reference.ReferenceEvaluator(model).run(None, {"i0": x})
+    np.testing.assert_allclose(run(model, x), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_average_over_dilated_windows():
     shared = {"kernel_shape": [2, 2], "dilations": [2, 2], "pads": [1, 0, 1, 1]}
     against_reference("AveragePool", noise(1, 2, 8, 8), count_include_pad=1, **shared)
