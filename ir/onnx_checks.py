@@ -27,7 +27,10 @@ def check_tensors(proto: onnx.ModelProto) -> None:
                 _check_tensor(tensor)
             nodes.extend(graph.node)
             continue
-        for attribute in nodes.pop().attribute:
+        node = nodes.pop()
+        for attribute in node.attribute:
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                raise ModelError(f"node {_label(node)} holds a sparse tensor, which is not supported")
             for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
                 _check_tensor(tensor)
             graphs.extend(attribute.graphs)

@@ -173,6 +173,15 @@ def test_external_data_that_do_not_fit(tmp_path, more):
     refused_model(tmp_path, external(small_model(), "w.bin", **more))
 
 
+def test_sparse_constants_are_refused_by_name(tmp_path):
+    values = numpy_helper.from_array(np.ones(1, np.float32), "w")
+    places = numpy_helper.from_array(np.zeros(1, np.int64), "places")
+    sparse = helper.make_sparse_tensor(values, places, [4])
+    model = small_model()
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["s"], name="thin", sparse_value=sparse))
+    assert "node 'thin' (Constant) holds a sparse tensor" in refused_model(tmp_path, model)
+
+
 def test_subgraphs_are_refused_by_name(tmp_path):
     model = small_model()
     body = helper.make_graph([helper.make_node("Relu", ["c"], ["r"])], "body", [], [info("r", None)])
