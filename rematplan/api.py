@@ -222,7 +222,13 @@ def _captured(
     notes: tuple[str, ...],
 ) -> LoadedStep:
     module, batch = with_loss(model, inputs, loss, seed)
-    return LoadedStep(module, batch, capture(module, batch, name), notes)
+    step = capture(module, batch, name)
+    parameters = sum(1 for p in module.parameters() if p.requires_grad)
+    idle = parameters - sum(1 for output in step.outputs if output.kind == "gradient")
+    if idle:
+        why = "the loss is of one output alone, the first that depends on any"
+        notes = (*notes, f"{idle} of {parameters} parameters get no gradient: {why}")
+    return LoadedStep(module, batch, step, notes)
 
 
 def _empty_input(value: Value) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,18 +31,19 @@ class Loss:
     fits: Callable[[torch.Tensor], bool]
 
 
-def _classes_last(output: torch.Tensor) -> bool:
+def _class_axis(output: torch.Tensor) -> int:
     # (N, C, H, W) and (N, C) have their classes second; a sequence model's (N, T, C) has them last.
-    return output.dim() == 3
+    return 2 if output.dim() == 3 else 1
 
 
 def _cross_entropy(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    scores = output.flatten(0, 1) if _classes_last(output) else output
-    return functional.cross_entropy(scores, targets[0].flatten() if _classes_last(output) else targets[0])
+    last = _class_axis(output) == 2
+    scores = output.flatten(0, 1) if last else output
+    return functional.cross_entropy(scores, targets[0].flatten() if last else targets[0])
 
 
 def _class_target(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    at = 2 if _classes_last(output) else 1
+    at = _class_axis(output)
     shape = tuple(n for i, n in enumerate(output.shape) if i != at)
     return torch.randint(output.shape[at], shape, generator=generator)
 
@@ -74,29 +76,31 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 
 
 class WithLoss(nn.Module):
-    """``model`` with a loss on its first real output: ``forward(*inputs, *targets)`` gives a scalar."""
+    """``model`` with a loss on one of its real outputs: ``forward(*inputs, *targets)`` gives a scalar.
 
-    def __init__(self, model: nn.Module, loss: Loss, inputs: int) -> None:
+    ``place``: which of the floating-point tensors among its outputs (a tensor, or nested sequences and mappings of
+    them) that is.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
         super().__init__()
-        self.model, self.loss, self.inputs = model, loss, inputs
+        self.model, self.loss, self.inputs, self.place = model, loss, inputs, place
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         """The loss of a batch."""
-        output = first_real(self.model(*batch[: self.inputs]))
+        output = next(islice(_reals(self.model(*batch[: self.inputs])), self.place, None))
         return self.loss.apply(output, batch[self.inputs :])
 
 
-def first_real(outputs: Any) -> torch.Tensor:
-    """The first floating-point tensor of a model's outputs (a tensor, or nested sequences and mappings of
-    them).
+def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
+    """The first output that is computed from what is trained; the first one where none is, which capture refuses.
 
     Raises:
         ModelError: there is none, so nothing to differentiate.
     """
-    found = next(_reals(outputs), None)
-    if found is None:
+    if not reals:
         raise ModelError("the model has no floating-point output, so no loss to differentiate")
-    return found
+    return next((at for at, output in enumerate(reals) if output.grad_fn is not None), 0)
 
 
 def _reals(outputs: Any) -> Iterator[torch.Tensor]:
@@ -116,17 +120,21 @@ def with_loss(
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
     """The model with a loss, and a batch for it: the inputs, and random targets if the loss needs them.
 
-    ``loss``: a name of `LOSSES`; None takes ``output`` for a scalar output, ``cross_entropy`` for scores,
-    else ``mse``.
+    The loss is of the first real output that is computed from a trainable parameter. ``loss``: a name of `LOSSES`;
+    None takes ``output`` for a scalar output, ``cross_entropy`` for scores of two classes or more, else ``mse``.
 
     Raises:
         UsageError: an unknown loss, or one that does not fit the output.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
-    output = first_real(_fake_outputs(model, inputs))
+    reals = tuple(_reals(_fake_outputs(model, inputs)))
+    place = _place_of_loss(reals)
+    output = reals[place].detach()
     if loss is None:
-        loss = "output" if output.dim() == 0 else "cross_entropy" if output.dim() >= 2 else "mse"
+        # The cross entropy of one class is zero, and so are its gradients.
+        scores = output.dim() >= 2 and output.shape[_class_axis(output)] > 1
+        loss = "output" if output.dim() == 0 else "cross_entropy" if scores else "mse"
     chosen = LOSSES[loss]
     if not chosen.fits(output):
         raise UsageError(f"loss {loss} does not fit an output of shape {tuple(output.shape)}; try --loss mse")
@@ -135,11 +143,12 @@ def with_loss(
         if not any(isinstance(t, FakeTensor) for t in inputs):
             check_fits(output.numel() * output.element_size(), "the targets of its loss")
         targets = (chosen.target(output, torch.Generator().manual_seed(seed)).to(output.device),)
-    return WithLoss(model, chosen, len(inputs)), (*inputs, *targets)
+    return WithLoss(model, chosen, len(inputs), place), (*inputs, *targets)
 
 
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """The outputs' shapes and types, computed without data and without touching the model's buffers.
+    """The outputs' shapes and types, and what they are computed from, without data and without touching the model's
+    buffers.
 
     Raises:
         ModelError: the model does not run on inputs of these shapes.
@@ -148,11 +157,13 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()
 
     def fake(t: torch.Tensor) -> torch.Tensor:
-        return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return (
+            t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)
+        )
 
     once = {id(t): fake(t) for t in state.values()}
     fakes, batch = {slot: once[id(t)] for slot, t in state.items()}, tuple(map(fake, inputs))
-    with mode, torch.no_grad(), quiet():
+    with mode, torch.enable_grad(), quiet():
         try:
             return call_with(model, fakes, batch)
         except ModelError:

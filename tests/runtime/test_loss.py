@@ -1,9 +1,15 @@
 """Losses fit the outputs they are given, or say that they do not."""
 
+from pathlib import Path
+
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
+from rematplan.api import load_step
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.loss import LOSSES, with_loss
 
@@ -33,6 +39,8 @@ class Gives(nn.Module):
         ((4, 3), "cross_entropy"),
         ((2, 5, 3), "cross_entropy"),
         ((2, 3, 4, 4), "cross_entropy"),
+        ((4, 1), "mse"),  # the cross entropy of one class is zero, and so are its gradients
+        ((2, 1, 4, 4), "mse"),
     ],
 )
 def test_the_default_fits_the_shape(shape: tuple[int, ...], chosen: str) -> None:
@@ -60,6 +68,35 @@ def test_every_loss_on_every_nest_leaves_the_model_untouched(name: str, nest: st
     assert torch.equal(torch.get_rng_state(), state)
     assert model.calls == 0
     assert module(*batch).shape == ()
+
+
+class Trains(nn.Module):
+    """Gives what no parameter is in, a parameter as it is, and at last what is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.exp(), self.w, self.w * 2
+
+
+def test_the_loss_is_of_an_output_that_is_computed_from_a_parameter() -> None:
+    module, batch = with_loss(Trains(), (torch.randn(2, 5),), "output")
+    module(*batch).backward()
+    assert torch.equal(module.model.w.grad, torch.full((4, 3), 2.0))
+
+
+def test_a_file_with_two_heads_says_that_one_is_not_trained(tmp_path: Path) -> None:
+    heads = [helper.make_node("MatMul", ["x", w], [y]) for w, y in (("u", "a"), ("v", "b"))]
+    weights = [numpy_helper.from_array(np.ones((3, 2), np.float32), name) for name in "uv"]
+    x, *outputs = (
+        helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [4, 3]), ("a", None), ("b", None))
+    )
+    graph = helper.make_graph(heads, "g", [x], outputs, weights)
+    path = tmp_path / "heads.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    assert any("1 of 2 parameters get no gradient" in note for note in load_step(path).notes)
 
 
 def test_what_does_not_fit_is_refused() -> None:
