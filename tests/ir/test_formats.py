@@ -319,3 +319,10 @@ def test_what_is_wrong_with_a_plan_is_said_in_one_line(edit, message):
     with pytest.raises(RematplanError, match=message) as caught:
         plan_from_json(data, graph)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_have_as_long_a_name_as_the_system_takes(tmp_path):
+    path = tmp_path / f"{'p' * 250}.json"
+    save_problem(problem_from_json(example()), path)
+    assert load_problem(path) == problem_from_json(example())
+    assert list(tmp_path.iterdir()) == [path]
