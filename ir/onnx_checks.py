@@ -63,6 +63,16 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
         raise ModelError(f"{what} of shape {shape} needs {wanted} {unit} of data, the file has {found}")
 
 
+def check_types(graph: onnx.GraphProto) -> None:
+    """Every input and output that states a type is a dense tensor."""
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            stated = value.type.WhichOneof("value") or "tensor_type"
+            if stated != "tensor_type":
+                found = stated.removesuffix("_type").replace("_", " ")
+                raise ModelError(f"the graph {kind} {value.name!r} is no tensor but of type {found}")
+
+
 def check_names(graph: onnx.GraphProto) -> None:
     """Every value is stated once and every read one is stated."""
     _once((i.name for i in graph.input), "graph inputs")

@@ -24,7 +24,7 @@ import onnx_ir.passes.common as onnx_passes
 
 from rematplan.ir.errors import ModelError
 from rematplan.ir.graph import Attribute, Node
-from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors
+from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors, check_types
 from rematplan.ir.onnx_draft import Array, Body, Declared, Draft, Origin, Scope
 from rematplan.ir.onnx_shapes import inferred_shapes
 
@@ -51,6 +51,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
     """
     try:
         check_tensors(proto)
+        check_types(proto.graph)
         check_names(proto.graph)
         check_expansion(proto)
         model = onnx_ir.from_proto(proto)
@@ -176,12 +177,7 @@ def _domain(domain: str) -> str:
 
 
 def _declared(value: Any, kind: str) -> Declared:
-    if value.type is None:
-        dtype = ""
-    elif isinstance(value.type, onnx_ir.TensorType):
-        dtype = _dtype(value.type.dtype, f"{kind} {value.name!r}")
-    else:
-        raise ModelError(f"the graph {kind} {value.name!r} is no tensor but a {type(value.type).__name__}")
+    dtype = "" if value.type is None else _dtype(value.type.dtype, f"{kind} {value.name!r}")
     if kind == "input" and not dtype:
         raise ModelError(f"the graph input {value.name!r} states no type")
     shape = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)

@@ -225,6 +225,14 @@ def test_inputs_that_are_no_tensors(tmp_path):
     assert "'x' is no tensor" in refused_model(tmp_path, model)
 
 
+def test_outputs_that_are_no_tensors(tmp_path):
+    model = small_model()
+    scores = helper.make_tensor_type_proto(F, [])
+    mapped = helper.make_map_type_proto(TensorProto.INT64, scores)
+    model.graph.output.append(helper.make_value_info("y", mapped))
+    assert "the graph output 'y' is no tensor but of type map" in refused_model(tmp_path, model)
+
+
 def test_inputs_without_a_shape(tmp_path):
     model = small_model()
     model.graph.input[0].type.tensor_type.ClearField("shape")
