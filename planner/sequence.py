@@ -28,6 +28,7 @@ from rematplan.planner.sequence_state import (
     CEILING,
     COST,
     FREE,
+    GROWTH,
     HALF,
     NO_CAP,
     OVERFLOW,
@@ -116,6 +117,10 @@ class Annealer:
         """Let the penalty's price rise no higher than this until told otherwise, or loaded anew."""
         self.state.value[CEILING] = most
 
+    def limit_growth(self, growth: float) -> None:
+        """Let the penalty's price grow no faster than by this factor a move until told otherwise, or loaded anew."""
+        self.state.value[GROWTH] = growth
+
     def set_price(self, price: float) -> None:
         """Set what a byte over the budget costs; it may fall, but not rise, until told otherwise."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
@@ -181,7 +186,8 @@ class Annealer:
         self.overflows += int(old.number[OVERFLOW])
         self._seat(sequence, float(old.value[BUDGET]))
         new = self.state
-        new.value[PRICE], new.value[CEILING] = old.value[PRICE], old.value[CEILING]
+        kept = [PRICE, CEILING, GROWTH]
+        new.value[kept] = old.value[kept]
         if old.number[BEST] and old.value[BEST_COST] < new.value[BEST_COST]:
             length = old.number[BEST]
             new.best[:length] = old.best[:length]
@@ -225,9 +231,9 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
         free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
         multi=ints(ops), chain=ints(2 * CHAIN), queue=ints(LOG), best=ints(nodes),
-        number=ints(6, 0), value=np.zeros(6), random=random,
+        number=ints(6, 0), value=np.zeros(7), random=random,
     )  # fmt: skip
-    state.value[BUDGET], state.value[BEST_COST], state.value[CEILING] = budget, np.inf, np.inf
+    state.value[BUDGET], state.value[[BEST_COST, CEILING, GROWTH]] = budget, np.inf
     state.number[FREE] = nodes
     _fill(problem, state, sequence)
     return state

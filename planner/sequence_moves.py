@@ -31,6 +31,7 @@ from rematplan.planner.sequence_state import (
     CEILING,
     COST,
     FREE,
+    GROWTH,
     HALF,
     OVERFLOW,
     PENALTY,
@@ -53,6 +54,7 @@ EARLY = 0.4
 """Share of the candidates that would run again while their inputs are there. Where skips make that pay, no shifts lead
 there from runs before the next read: each holds both what it reads and what it writes."""
 ADAPT = 500  # most moves between two changes of the penalty's price
+STEEP = 1.15  # most by which it rises then, where hardly anything fits
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
 PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
 
@@ -257,6 +259,7 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))
+    rise = min(STEEP, S.value[GROWTH] ** adapt)
     ratio = (cold / hot) ** (1.0 / moves)
     S.value[PRICE] = min(S.value[PRICE], S.value[CEILING])
     for k in range(moves):
@@ -276,7 +279,7 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
                 return k + 1
         if k % adapt == adapt - 1:
             if feasible < adapt // 10:
-                S.value[PRICE] = min(S.value[PRICE] * 1.15, S.value[CEILING])
+                S.value[PRICE] = min(S.value[PRICE] * rise, S.value[CEILING])
             elif feasible > adapt // 2:
                 S.value[PRICE] /= 1.08
             feasible = 0

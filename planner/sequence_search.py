@@ -8,6 +8,10 @@ deep one sooner than a few slow ones. How short they may be differs from problem
 the sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time
 and takes no more than a logarithm longer than the best length, were it known.
 
+That is decided early because the price of what is over the budget rises in the first few ten thousand moves, however
+long the round is: it quenches. Every other pair of rounds is gentle: the price takes its time, at the first
+temperature. Where memory is scarcest that finds valleys that a quench misses; elsewhere many quenches are as good.
+
 In problems without phases every other hot round looks for an order first, and a second thread does the same from
 another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most where the problem
 is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that there are
@@ -58,6 +62,10 @@ SHORTEST = (75.0, 5000.0)
 PLAIN_SHORTEST = (150.0, 1000.0)  # without phases
 """Moves an op in the shortest round, and the number of ops at which it is twice as many."""
 MOVES_A_SECOND = 300_000
+GENTLE = 4  # times as long as a steep round is a gentle one, in which the price rises slowly
+RISING, RANGE = 0.3, 1e4
+"""Share of a gentle round in which the price may rise, and by how much it does in all of that. It begins far below what
+would make anything fit, by a factor of 50 to some thousands."""
 PLAIN_GROWTH, BETWEEN = 1.5, 0.33  # without phases: of hot rounds' length; length of what stands between them
 TWO = 40  # ops from which on two threads are worth it
 
@@ -104,9 +112,15 @@ class Effort:
         """Have everything spent; may be called from another thread."""
         self.began = -math.inf
 
+    @property
+    def rate(self) -> float:
+        """Moves for one of what is counted, as far as is known."""
+        return 1.0 if self.moves else self.slice_ / SLICE
+
     def next_slice(self, left: float) -> int:
-        """The number of moves to make before looking again."""
-        return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
+        """The number of moves to make before looking again, where so much is left."""
+        least = 1 if self.moves else self.slice_ // 20  # seating the runs anew takes time, too
+        return max(least, min(self.slice_, int(left * self.rate)))
 
     def made(self, moves: int, seconds: float) -> None:
         """Note moves made; where seconds count, the next slice is fitted to them."""
@@ -259,8 +273,12 @@ class Search:
     def _length(self, k: int) -> float:
         """Of a round, in shortest rounds."""
         if not self._reorders:
-            return luby(k // 2)
+            return luby(k // 4) * (GENTLE if self._is_gentle(k) else 1)
         return PLAIN_GROWTH ** (k // 2) * (BETWEEN if k % 2 and self.best is not None else 1.0)
+
+    def _is_gentle(self, k: int) -> bool:
+        """Whether a round is one of the gentle pairs, of which every other pair is."""
+        return not self._reorders and k % 4 >= 2
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
@@ -282,6 +300,8 @@ class Search:
         if orders:
             self._reorder(ORDERING * length, effort)
         rest = (1 - ORDERING) * length if orders else length
+        if hot == start and self._is_gentle(k):
+            rest -= self._press(hot, rest, effort)
         self._stage(ALL_MOVES, (hot, self._heat[1]), rest, effort, self._set_price)
         if self.best is None:
             self._offer(annealer.current())
@@ -290,6 +310,19 @@ class Search:
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
+
+    def _press(self, hot: float, length: float, effort: Effort) -> float:
+        """Let the penalty's price rise slowly, at a round's first temperature, until something fits or a share of the
+        round is over. Returns what that took."""
+        annealer = self.annealer
+        began = effort.spent()
+        until = began + RISING * length
+        annealer.limit_growth(math.pow(RANGE, 1 / max(1.0, RISING * length * effort.rate)))
+        while effort.spent() < until and not annealer.feasible and not self._satisfied():
+            self._cool(effort, effort.slice_, until, (hot, hot), UNTIL_FEASIBLE)
+        annealer.limit_growth(math.inf)
+        self._take(annealer)
+        return effort.spent() - began
 
     def _descends(self, k: int) -> bool:
         """Whether a round is one that descents follow where it found nothing better."""
@@ -323,7 +356,7 @@ class Search:
         while (spent := effort.spent() - began) < length and not self._satisfied():
             moves = effort.next_slice(length - spent)
             share = spent / length
-            end = min(1.0, share + (moves if effort.moves else SLICE) / length)
+            end = min(1.0, share + moves / effort.rate / length)
             clock = time.monotonic()
             set_price(share)
             moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
@@ -375,10 +408,9 @@ class Search:
             made += self._cool(effort, moves - made, until, (hot, cold), ALL_MOVES)
 
     def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
-        """One slice of a descent; returns the moves made."""
-        moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
+        """One slice that begins before ``until`` is spent, of ``most`` moves at most; returns the moves made."""
         clock = time.monotonic()
-        made = self.annealer.cool(min(moves, most), *heat, mode)
+        made = self.annealer.cool(min(most, effort.next_slice(until - effort.spent())), *heat, mode)
         effort.made(made, time.monotonic() - clock)
         self._report(effort)
         return made

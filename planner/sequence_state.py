@@ -37,7 +37,7 @@ HALF = 0.5  # penalties are whole bytes; below this they are none
 # Columns of `State.number`.
 FREE, LOGGED, MULTI, RUNS, BEST, OVERFLOW = range(6)
 # Columns of `State.value`.
-PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING = range(6)
+PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING, GROWTH = range(7)
 # Kinds of log entries.
 INSERTED, REMOVED, SHIFTED = range(3)
 

@@ -117,3 +117,17 @@ def test_the_price_of_a_byte_stays_below_its_limit():
     annealer.limit_price(math.inf)
     annealer.cool(5000, 0.1, 0.01)
     assert annealer.price > 0.01
+
+
+def test_the_price_of_a_byte_grows_no_faster_than_it_may():
+    graph = drawn(random.Random(3))
+    annealer = Annealer(graph)
+    annealer.load(base_of(graph), graph.input_bytes)  # which nothing fits, so that the price would rise
+    first = annealer.price
+    annealer.limit_growth(1.0001)
+    annealer.cool(5000, 0.1, 0.1)
+    assert first < annealer.price <= first * 1.0001**5000 * (1 + 1e-9)
+    slow = annealer.price
+    annealer.limit_growth(math.inf)
+    annealer.cool(5000, 0.1, 0.1)
+    assert annealer.price > slow * 1.0001**5000
