@@ -118,9 +118,8 @@ class Effort:
         return 1.0 if self.moves else self.slice_ / SLICE
 
     def next_slice(self, left: float) -> int:
-        """The number of moves to make before looking again, where so much is left."""
-        least = 1 if self.moves else self.slice_ // 20  # seating the runs anew takes time, too
-        return max(least, min(self.slice_, int(left * self.rate)))
+        """The number of moves to make before looking again."""
+        return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:
         """Note moves made; where seconds count, the next slice is fitted to them."""
@@ -273,12 +272,12 @@ class Search:
     def _length(self, k: int) -> float:
         """Of a round, in shortest rounds."""
         if not self._reorders:
-            return luby(k // 4) * (GENTLE if self._is_gentle(k) else 1)
+            return GENTLE * luby(k // 4) if self._is_gentle(k) else luby(k // 2)
         return PLAIN_GROWTH ** (k // 2) * (BETWEEN if k % 2 and self.best is not None else 1.0)
 
     def _is_gentle(self, k: int) -> bool:
-        """Whether a round is one of the gentle pairs, of which every other pair is."""
-        return not self._reorders and k % 4 >= 2
+        """Whether a round is one of the gentle pairs, of which every other pair is once something fits."""
+        return not self._reorders and k % 4 >= 2 and self.best is not None
 
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
@@ -319,7 +318,11 @@ class Search:
         until = began + RISING * length
         annealer.limit_growth(math.pow(RANGE, 1 / max(1.0, RISING * length * effort.rate)))
         while effort.spent() < until and not annealer.feasible and not self._satisfied():
-            self._cool(effort, effort.slice_, until, (hot, hot), UNTIL_FEASIBLE)
+            most = max(1, int((until - effort.spent()) * effort.rate))
+            effort.done += annealer.cool(
+                min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE
+            )  # too few for `made`
+            self._report(effort)
         annealer.limit_growth(math.inf)
         self._take(annealer)
         return effort.spent() - began
@@ -356,7 +359,7 @@ class Search:
         while (spent := effort.spent() - began) < length and not self._satisfied():
             moves = effort.next_slice(length - spent)
             share = spent / length
-            end = min(1.0, share + moves / effort.rate / length)
+            end = min(1.0, share + (moves if effort.moves else SLICE) / length)
             clock = time.monotonic()
             set_price(share)
             moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
@@ -408,9 +411,10 @@ class Search:
             made += self._cool(effort, moves - made, until, (hot, cold), ALL_MOVES)
 
     def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
-        """One slice that begins before ``until`` is spent, of ``most`` moves at most; returns the moves made."""
+        """One slice of a descent; returns the moves made."""
+        moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.monotonic()
-        made = self.annealer.cool(min(most, effort.next_slice(until - effort.spent())), *heat, mode)
+        made = self.annealer.cool(min(moves, most), *heat, mode)
         effort.made(made, time.monotonic() - clock)
         self._report(effort)
         return made
