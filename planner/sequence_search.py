@@ -9,8 +9,9 @@ the sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of t
 and takes no more than a logarithm longer than the best length, were it known.
 
 That is decided early because the price of what is over the budget rises in the first few ten thousand moves, however
-long the round is: it quenches. Every other pair of rounds is gentle: the price takes its time, at the first
-temperature. Where memory is scarcest that finds valleys that a quench misses; elsewhere many quenches are as good.
+long the round is: it quenches. Every other pair of rounds is gentle, once something fits: the price takes its time, at
+the first temperature. Where memory is scarcest that finds valleys that a quench misses; elsewhere many quenches are as
+good, and in the time of a few thousand moves a slow rise finds nothing.
 
 In problems without phases every other hot round looks for an order first, and a second thread does the same from
 another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most where the problem
