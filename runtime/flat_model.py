@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
 from rematplan.runtime.reads import Reads
+from rematplan.runtime.stateless import slots
 from rematplan.runtime.ways import check_no_hidden_tensors
 
 
@@ -28,6 +29,13 @@ class Given:
     """Stands for something that the caller has given, by its place among the leaves of the arguments."""
 
     at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Stands for a parameter or buffer of the model, by its name, in an attribute that the forward sets."""
+
+    at: str
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -81,6 +89,8 @@ class FlatModel(nn.Module):
         super().__init__()
         self.model, self._forward, self._reads = model, forward, reads
         self.training = model.training
+        first: dict[int, str] = {}  # of the places of a tied tensor
+        self._names = {name: first.setdefault(id(t), name) for name, t in slots(model).items()}
         at: dict[int, int] = {}
         self._leaves = [
             (at.setdefault(id(leaf), len(at)), None) if isinstance(leaf, torch.Tensor) else (None, leaf)
@@ -99,7 +109,12 @@ class FlatModel(nn.Module):
         before = [dict(vars(m)) for m in modules]
         results = self._forward(*args, **kwargs)
         given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
-        given = {at: one for at, one in given.items() if one}
+        # A recurrent layer lists its weights anew: they are no results, and stay those that an optimizer changes.
+        names = {
+            id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
+        }
+        leaves_given, spec_given = flattened({at: one for at, one in given.items() if one})
+        given = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_given], spec_given)
         flat, self.outputs = flattened((results, given, self._left((args, kwargs), leaves)))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:

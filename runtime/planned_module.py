@@ -31,7 +31,7 @@ from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
-from rematplan.runtime.flat_model import FlatModel, Given, Place, flattened, refill, tensors_in
+from rematplan.runtime.flat_model import FlatModel, Given, Own, Place, flattened, refill, tensors_in
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
@@ -268,7 +268,8 @@ class _Way:
     """Of what the forward returns, of the attributes that it gives (a dictionary by module, of dictionaries), and of
     the arguments if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
-    """The flattened outputs, with a `Place` where a tensor goes, and `Given` for a leaf of the arguments."""
+    """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
+    tensor of the model."""
     reads: tuple[Read | OfClasses | Named, ...]
     """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
@@ -334,7 +335,7 @@ class _Runner:
         self._check_first_order()
         way = self._way(planned, leaves, spec, state)
         flat = way.compiled(state.named, tensors)
-        places = {Place: flat, Given: leaves}
+        places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
         results, given, left = pytree.tree_unflatten(found, way.outputs)
         for at, attributes in given.items():

@@ -116,3 +116,17 @@ def test_what_is_in_containers_is_as_before_planning() -> None:
         deque(),
         ([],),
     )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_weights_that_a_forward_lists_are_the_models_own(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_and_plain(kind(16, 16, batch_first=True))
+    x = torch.randn(2, 5, 16)
+    for model in (planned, plain):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        model(x)[0].square().sum().backward()
+        optimizer.step()
+    assert all(a is b for a, b in zip(planned._flat_weights, planned.parameters(), strict=True))
+    with torch.no_grad():
+        assert torch.equal(planned(x)[0], plain(x)[0])
