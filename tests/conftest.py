@@ -10,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all is loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -21,6 +22,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded stays loaded: the collector need not go through all of PyTorch each time."""
+    """What is loaded stays loaded: the collector need not go through all of PyTorch each time. And it comes seldom:
+    tracing makes so many small objects that with Python's own thresholds it takes a tenth of the suite's time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
+    gc.enable()
