@@ -15,7 +15,9 @@ from rematplan.runtime.measure import allocated
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed", "check"]
 
-GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType({"parameter": "gradient", "batch": "input gradient"})
+GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
+    {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
+)
 """The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
 
 

@@ -4,7 +4,7 @@ plan holds for as long as they do."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_, itemgetter
@@ -66,12 +66,14 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()
-    if kind not in _CONTAINERS or len(value) > _MOST or not depth:
+    if kind not in _CONTAINERS or kind.__len__(value) > _MOST or not depth:
         return value
-    parts = [kept(part, depth - 1) for part in (value.values() if kind is dict else value)]
-    if kind is tuple and all(map(is_, parts, value)):
+    if kind is dict:
+        return {key: kept(part, depth - 1) for key, part in dict.items(value)}
+    parts = [kept(part, depth - 1) for part in _parts(value, kind)]
+    if kind is tuple and all(map(is_, parts, _parts(value, kind))):
         return value  # which is soon compared
-    return dict(zip(value, parts, strict=True)) if kind is dict else kind(parts)
+    return kind(parts)
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
@@ -79,8 +81,8 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
-    elif depth and len(value) <= _MOST:
-        for part in value.values() if kind is dict else value:
+    elif depth and kind.__len__(value) <= _MOST:
+        for part in _parts(value, kind):
             yield from parts_of(part, depth - 1)
 
 
@@ -99,10 +101,9 @@ def same(a: Any, b: Any) -> bool:
     kind = _kind(a)
     if kind is not _kind(b):
         return False
-    if kind in (list, tuple, deque):
-        return len(a) == len(b) and all(map(same, a, b))
-    if kind is dict:
-        return list(a) == list(b) and all(map(same, a.values(), b.values()))
+    if kind in (list, tuple, deque, dict):
+        alike = kind.__len__(a) == kind.__len__(b) and all(map(same, _parts(a, kind), _parts(b, kind)))
+        return alike and (kind is not dict or list(dict.keys(a)) == list(dict.keys(b)))
     if kind is np.ndarray:
         return (
             a.size <= _MOST_NUMBERS
@@ -117,6 +118,12 @@ def _kind(value: Any) -> type:
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
     return next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
+
+
+def _parts(value: Any, kind: type) -> Iterable[Any]:
+    """What is in a container of a built-in kind, whatever the methods of a class of its own say or refuse to say."""
+    parts: Iterable[Any] = dict.values(value) if kind is dict else kind.__iter__(value)
+    return parts
 
 
 def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:

@@ -7,21 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from same_bits import equal_after
+from same_bits import X, equal_after, planned_and_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import UsageError
 from rematplan.planner.schedule import Run
-
-SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
-X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def planned_and_plain(model: nn.Module, *args: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
-    plain = copy.deepcopy(model)
-    return rematplan.plan_module(model, args or (X,), **SETTINGS | options), plain
 
 
 def step(model: nn.Module) -> None:
@@ -44,6 +36,35 @@ def test_an_input_given_twice_is_one_tensor() -> None:
     planned, plain = planned_and_plain(Product(), x, x)
     equal_after(lambda m: m(x, x).pow(2).sum().backward(), planned, plain)
     equal_after(lambda m: m(x, x.detach()).pow(2).sum().backward(), planned, plain)
+
+
+class Charged(nn.Module):
+    """Has a loss of its own that begins with a buffer, which the forward has take gradients (as vector quantizers do),
+    and a buffer that takes them anyway."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.full((16,), 2.0, requires_grad=True))
+        self.register_buffer("zero", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.line(x) * self.scale
+        return y, self.zero.requires_grad_() + y.mean()
+
+
+def test_buffers_may_take_gradients() -> None:
+    planned, plain = planned_and_plain(Charged())
+    for model in (planned, plain):
+        for _ in range(2):
+            y, loss = model(X)
+            (y.pow(2).sum() + loss).backward()
+    for name, tensor in (*plain.named_parameters(), ("scale", plain.scale)):
+        ours = dict((*planned.named_parameters(), *planned.named_buffers()))[name]
+        assert torch.equal(ours.grad, tensor.grad), name
 
 
 class Checkpointed(nn.Module):

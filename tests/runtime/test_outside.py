@@ -200,6 +200,13 @@ def test_what_is_changed_after_planning_counts(change: Callable[[Net], Any]) -> 
     assert len(ours.plans) == 2
 
 
+class Unsized(tuple[float, ...]):
+    """Refuses to say how long it is, as a class of its own may."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class Holding(Part):
     """Goes by objects of many kinds."""
 
@@ -207,10 +214,11 @@ class Holding(Part):
         super().__init__()
         self.slotted, self.times, self.listed = Slotted(), Times(), [SimpleNamespace(by=2.0)]
         self.method, self.numbers = Times().__call__, np.ones(4, np.float32)
+        self.unsized = Unsized((2.0, 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.method(self.times(super().forward(x)))
-        return y * self.slotted.by * self.listed[0].by * float(self.numbers.sum())
+        return y * self.slotted.by * self.listed[0].by * self.unsized[0] * float(self.numbers.sum())
 
 
 OBJECTS: dict[str, Callable[[Holding], Any]] = {
@@ -218,6 +226,7 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
     "what a method's object has": lambda m: setattr(m.method.__self__, "by", 3.0),
     "a slot": lambda m: setattr(m.slotted, "by", 3.0),
     "an object in a list": lambda m: setattr(m.listed[0], "by", 3.0),
+    "a tuple without a length": lambda m: setattr(m, "unsized", Unsized((3.0, 1.0))),
     "an array's numbers": lambda m: m.numbers.__setitem__(2, 5.0),
 }
 
