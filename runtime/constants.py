@@ -19,7 +19,15 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtyp
 UNSET = object()
 """Stands for a value that is not there; it is the same as no value, itself included."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    set: set.__iter__,
+    frozenset: frozenset.__iter__,
+    deque: deque.__iter__,
+}
+"""What is in a container of a kind, whatever the methods of a class of its own say or refuse to say."""
 _MOST = 1000
 """Entries of a container that is looked into: all are looked at in every call."""
 _MOST_NUMBERS = 1 << 16
@@ -70,8 +78,8 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
         return value
     if kind is dict:
         return {key: kept(part, depth - 1) for key, part in dict.items(value)}
-    parts = [kept(part, depth - 1) for part in _parts(value, kind)]
-    if kind is tuple and all(map(is_, parts, _parts(value, kind))):
+    parts = [kept(part, depth - 1) for part in _CONTAINERS[kind](value)]
+    if kind is tuple and all(map(is_, parts, _CONTAINERS[kind](value))):
         return value  # which is soon compared
     return kind(parts)
 
@@ -82,7 +90,7 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     if kind not in _CONTAINERS:
         yield value
     elif depth and kind.__len__(value) <= _MOST:
-        for part in _parts(value, kind):
+        for part in _CONTAINERS[kind](value):
             yield from parts_of(part, depth - 1)
 
 
@@ -102,8 +110,10 @@ def same(a: Any, b: Any) -> bool:
     if kind is not _kind(b):
         return False
     if kind in (list, tuple, deque, dict):
-        alike = kind.__len__(a) == kind.__len__(b) and all(map(same, _parts(a, kind), _parts(b, kind)))
-        return alike and (kind is not dict or list(dict.keys(a)) == list(dict.keys(b)))
+        parts = _CONTAINERS[kind]
+        if kind is dict and list(dict.keys(a)) != list(dict.keys(b)):
+            return False
+        return kind.__len__(a) == kind.__len__(b) and all(map(same, parts(a), parts(b)))
     if kind is np.ndarray:
         return (
             a.size <= _MOST_NUMBERS
@@ -113,17 +123,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
 
 
-def _kind(value: Any) -> type:
+def _kind(value: Any) -> type[Any]:
     """The value's type; of a container the built-in one that it is, and of a number of NumPy's that of an array."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
     return next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
-
-
-def _parts(value: Any, kind: type) -> Iterable[Any]:
-    """What is in a container of a built-in kind, whatever the methods of a class of its own say or refuse to say."""
-    parts: Iterable[Any] = dict.values(value) if kind is dict else kind.__iter__(value)
-    return parts
 
 
 def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
