@@ -185,7 +185,8 @@ class InPlaceLayouts(TorchDispatchMode):
         if _makes_anew(func):
             result = pytree.tree_map_only(torch.Tensor, _writable, result)
         if _leaves_out(func, args) or (args and _is_view(func) and args[0] in self.windows):
-            self.windows[result] = True
+            for view in pytree.tree_leaves(result):
+                self.windows[view] = True
         return result
 
 
@@ -207,7 +208,7 @@ def _makes_anew(func: Any) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an op gives one view of its first argument."""
+    """Whether an op gives a view of its first argument, or a list of views."""
     return isinstance(func, torch._ops.OpOverload) and func.is_view and len(func._schema.returns) == 1
 
 

@@ -313,18 +313,40 @@ def test_random_numbers_come_in_the_order_in_which_a_tensor_lies(name: str) -> N
 
 
 class Windows(nn.Linear):
-    """Writes into windows of 3 numbers."""
+    """Writes into windows of 3 numbers, or into one of them."""
+
+    def __init__(self, width: int, one: bool) -> None:
+        super().__init__(width, width)
+        self.one = one
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).detach()
-        y.unfold(1, 3, 3).mul_(2)
+        windows = y.unfold(1, 3, 3)
+        (windows.unbind(1)[0] if self.one else windows).mul_(2)
         return super().forward(y)
 
 
-def test_writing_into_windows_is_right_or_refused() -> None:
+@pytest.mark.parametrize("one", [False, True])
+def test_writing_into_windows_is_right_or_refused(one: bool) -> None:
     """PyTorch's functional form of it puts 0 where no window is."""
     settings = {"budget": "100%", "strategy": "store_all", "costs": "roofline"}
-    plain, x = Windows(12, 12), torch.randn(4, 12)
+    plain, x = Windows(12, one), torch.randn(4, 12)
     assert torch.equal(rematplan.plan_module(copy.deepcopy(plain), (x,), **settings)(x), plain(x))
     with pytest.raises(ModelError, match="windows"):
-        rematplan.plan_module(Windows(13, 13), (torch.randn(4, 13),), **settings)
+        rematplan.plan_module(Windows(13, one), (torch.randn(4, 13),), **settings)
+
+
+class Glances(nn.Linear):
+    """Reads overlapping windows one by one, as local attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = super().forward(x).unfold(1, 3, 1).unbind(1)
+        return first.exp() + sum(others)
+
+
+def test_windows_are_read_one_by_one() -> None:
+    plain, x = Glances(12, 12), torch.randn(4, 12)
+    planned = rematplan.plan_module(copy.deepcopy(plain), (x,), budget="100%", costs="roofline", time_limit=1)
+    for model in (planned, plain):
+        model(x).square().sum().backward()
+    assert torch.equal(planned.weight.grad, plain.weight.grad)
