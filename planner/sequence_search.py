@@ -13,10 +13,11 @@ long the round is: it quenches. Every other pair of rounds is gentle, once somet
 the first temperature. Where memory is scarcest that finds valleys that a quench misses; elsewhere many quenches are as
 good, and in the time of a few thousand moves a slow rise finds nothing.
 
-In problems without phases every other hot round looks for an order first, and a second thread does the same from
-another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most where the problem
-is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that there are
-several, and what stands between them is short.
+In problems without phases hot rounds look for an order first, or do not: whichever has led further. A second thread
+does the same from another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most
+where the problem is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that
+there are several, and what stands between them is short. No reheating leads from one order to another; every other
+reheated round therefore shakes the order first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.plan import Plan, plan_from_runs
@@ -47,10 +50,25 @@ REHEAT = 0.2  # of a hot round's temperature
 SUGGESTED = 0.3  # of a hot round's temperature, for what is suggested from elsewhere
 BEFORE = 0.25  # share of a reheated round that it gets first
 
-ORDERING = 0.4  # share of a hot round without phases that only reorders
-ORDERING_HEAT = (300.0, 1.0)
-"""Temperatures of reordering, in tensors of mean size that are over the budget at one run. The price stands still
-then: were it raised as long as nothing fits, it would freeze the order."""
+
+class Ordering(NamedTuple):
+    """A stage that only reorders, in problems without phases. ``share``: of its round. ``heat``: temperatures, in
+    tensors of mean size that are over the budget at one run. The price stands still then: were it raised as long as
+    nothing fits, it would freeze the order."""
+
+    share: float
+    heat: tuple[float, float]
+
+
+ORDERING = Ordering(0.4, (300.0, 1.0))
+"""Of hot rounds."""
+LOOSE = 1.15
+"""The share of the budget that every other pair of hot rounds looks for an order at: the order with the fewest bytes
+over the budget itself is nearly always the same, and need not be the one from which drops cost least."""
+OTHERWISE = 6  # which of so many hot rounds does the opposite of what has led further, an order first or none
+SHAKE, TIGHT, SHAKEN = Ordering(0.3, (100.0, 1.0)), 0.85, 0.5
+"""Of every other reheated round, the share of the budget that it reorders at, and the first price after it: what fits
+is reordered as if it had to fit in less, and what has become needless is taken out."""
 PRICES, FREE = (0.1, 10.0), 0.9
 """What a tensor of mean size over the budget at one run costs, in runs of mean cost: at the beginning of a stage
 without phases, and after the share of it from which on it rises as long as nothing fits. At low budgets nothing fits
@@ -171,6 +189,8 @@ class Search:
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
+    reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
+    """The least overhead at the end of a hot round that looked for an order first, and of one that did not."""
     ended_early: bool = False
     """Whether the search gave up improving before its time was spent."""
 
@@ -283,7 +303,7 @@ class Search:
     def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
         starts."""
-        annealer, before, start = self.annealer, self.best, hot
+        annealer, before = self.annealer, self.best
         if near := self._suggested(k):
             share = BEFORE if k % 2 else 1.0
             annealer.load(near, self.budget)
@@ -293,16 +313,10 @@ class Search:
             length *= 1 - share
         if k % 2 and self.best is not None:
             annealer.load(runs_of(self.best.schedule), self.budget)
-            hot *= REHEAT
+            self._warm(k, hot, length, effort)
         else:
             annealer.load(self.starts[k % len(self.starts)] if self.best is None else self.base, self.budget)
-        orders = hot == start and self._reorders and k % 4 == 0
-        if orders:
-            self._reorder(ORDERING * length, effort)
-        rest = (1 - ORDERING) * length if orders else length
-        if hot == start and self._is_gentle(k):
-            rest -= self._press(hot, rest, effort)
-        self._stage(ALL_MOVES, (hot, self._heat[1]), rest, effort, self._set_price)
+            self._anew(k, hot, length, effort)
         if self.best is None:
             self._offer(annealer.current())
             self.descend(effort, min(effort.total, effort.spent() + length))
@@ -310,6 +324,36 @@ class Search:
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
+
+    def _anew(self, k: int, hot: float, length: float, effort: Effort) -> None:
+        """Cool what is loaded from a hot round's temperature, its order sought first or its price raised slowly where
+        the round is one for that."""
+        orders = self._orders(k)
+        if orders:
+            self._reorder(ORDERING, LOOSE if k // 2 % 4 >= 2 else 1.0, length, effort)
+            length *= 1 - ORDERING.share
+        if self._is_gentle(k):
+            length -= self._press(hot, length, effort)
+        self._stage(ALL_MOVES, (hot, self._heat[1]), length, effort, self._set_price)
+        ended = self.annealer.best_overhead if self.annealer.feasible else math.inf
+        self.reached[orders] = min(self.reached[orders], ended)
+
+    def _warm(self, k: int, hot: float, length: float, effort: Effort) -> None:
+        """Cool the best sequence so far, which is loaded: reheated, or after its order was shaken."""
+        shaken = self._reorders and k % 4 == 1
+        if shaken:
+            self._reorder(SHAKE, TIGHT, length, effort)
+            length *= 1 - SHAKE.share
+        heat = (hot if shaken else REHEAT * hot, self._heat[1])
+        price = partial(self._set_price, low=SHAKEN) if shaken else self._set_price
+        self._stage(ALL_MOVES, heat, length, effort, price)
+
+    def _orders(self, k: int) -> bool:
+        """Whether a hot round looks for an order first: what has led further by now, after one try of each, but for one
+        round in six."""
+        if not self._reorders or k < 4:
+            return self._reorders and k < 2
+        return (self.reached[True] <= self.reached[False]) != (k // 2 % OTHERWISE == OTHERWISE - 1)
 
     def _press(self, hot: float, length: float, effort: Effort) -> float:
         """Let the penalty's price rise slowly, at a round's first temperature, until something fits or a share of the
@@ -337,13 +381,13 @@ class Search:
         near = () if self._reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
-    def _reorder(self, length: float, effort: Effort) -> None:
-        """Look for an order of the present runs with few bytes over the budget."""
-        price = 1.0 / self.annealer.mean_size
-        self.annealer.load(self.annealer.current(), self.budget, price)
-        self._stage(
-            SHIFTS_ONLY, ORDERING_HEAT, length, effort, lambda _share: self.annealer.limit_price(price)
-        )
+    def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
+        """Look for an order of the present runs with few bytes over a share of the budget."""
+        annealer, price = self.annealer, 1.0 / self.annealer.mean_size
+        annealer.load(annealer.current(), int(share * self.budget), price)
+        moves = ordering.share * length
+        self._stage(SHIFTS_ONLY, ordering.heat, moves, effort, lambda _share: annealer.limit_price(price))
+        annealer.load(annealer.current(), self.budget)
 
     def _stage(
         self,
@@ -368,14 +412,14 @@ class Search:
             self._take(self.annealer)
             self._report(effort)
 
-    def _set_price(self, share: float) -> None:
-        """Set the price of a byte over the budget in a stage of all moves, a share of it done."""
+    def _set_price(self, share: float, low: float = PRICES[0]) -> None:
+        """Set the price of a byte over the budget in a stage of all moves, a share of it done. ``low``: the first
+        price without phases."""
         if not self._reorders or share >= FREE:
             self.annealer.limit_price(math.inf)
             return
-        low, high = PRICES
         unit = self.annealer.mean_cost / self.annealer.mean_size
-        self.annealer.set_price(unit * low * math.pow(high / low, share / FREE))
+        self.annealer.set_price(unit * low * math.pow(PRICES[1] / low, share / FREE))
 
     def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
         """Lower the smallest peak, or with ``anew`` the base order's, step by step,
