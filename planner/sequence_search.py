@@ -65,7 +65,7 @@ ORDERING = Ordering(0.4, (300.0, 1.0))
 LOOSE = 1.15
 """The share of the budget that every other pair of hot rounds looks for an order at: the order with the fewest bytes
 over the budget itself is nearly always the same, and need not be the one from which drops cost least."""
-OTHERWISE = 6  # which of so many hot rounds does the opposite of what has led further, an order first or none
+OTHERWISE = 4  # which of so many hot rounds does the opposite of what has led further, an order first or none
 SHAKE, TIGHT, SHAKEN = Ordering(0.3, (100.0, 1.0)), 0.85, 0.5
 """Of every other reheated round, the share of the budget that it reorders at, and the first price after it: what fits
 is reordered as if it had to fit in less, and what has become needless is taken out."""
@@ -349,11 +349,12 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _orders(self, k: int) -> bool:
-        """Whether a hot round looks for an order first: what has led further by now, after one try of each, but for one
-        round in six."""
-        if not self._reorders or k < 4:
-            return self._reorders and k < 2
-        return (self.reached[True] <= self.reached[False]) != (k // 2 % OTHERWISE == OTHERWISE - 1)
+        """Whether a hot round looks for an order first: in turn, until one that does has ended in something that fits;
+        then as has led further by now, but for each fourth."""
+        turn = k // 2
+        if not self._reorders or turn < 2 or self.reached[True] == math.inf:
+            return self._reorders and turn % 2 == 0
+        return (self.reached[True] <= self.reached[False]) != (turn % OTHERWISE == OTHERWISE - 1)
 
     def _press(self, hot: float, length: float, effort: Effort) -> float:
         """Let the penalty's price rise slowly, at a round's first temperature, until something fits or a share of the
