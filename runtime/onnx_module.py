@@ -27,6 +27,7 @@ from rematplan.runtime.onnx_shape import stated_sizes
 from rematplan.runtime.onnx_table import row_of
 from rematplan.runtime.onnx_text import ON_TEXT, check_text
 from rematplan.runtime.onnx_values import TEXT, constant_tensor, to_array, to_tensor, torch_dtype
+from rematplan.runtime.presumptions import VALUES_DECIDE
 
 MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
 
@@ -177,6 +178,8 @@ class OnnxModule(nn.Module):
                 return _known_results(row, node, args)
             else:
                 results = row.run(node, *self._operands(step, args))
+        except VALUES_DECIDE as error:
+            raise refuse(node, "its result's shape depends on data; plans are for fixed shapes") from error
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
