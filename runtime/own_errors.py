@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,30 @@ def own_error(
 ) -> Exception | None:
     """The exception that ``forward(*args, **kwargs)`` raises without anything of ours, if it does.
 
-    It runs once, with nothing kept for a backward, on copies of the tensors that it is given; the model's attributes,
-    buffers and gradients, and all random states, are then as before.
+    It runs once, with nothing kept for a backward (again with all kept, if it has a backward of its own), on copies of
+    the tensors that it is given; the model's attributes, buffers and gradients, and all random states, are then as
+    before.
     """
+    asked: list[torch.Tensor] = []
+
+    def nothing(_: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+    def missed(kept: torch.Tensor) -> torch.Tensor:
+        asked.append(kept)
+        return kept
+
+    found = _raised(model, forward, args, kwargs, saved_tensors_hooks(nothing, missed))
+    return _raised(model, forward, args, kwargs, nullcontext()) if found and asked else found
+
+
+def _raised(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keeping: AbstractContextManager[Any],
+) -> Exception | None:
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
     with (
         warnings.catch_warnings(),
@@ -33,7 +54,7 @@ def own_error(
         _same_draws(),
         untouched(model, ""),
         torch.enable_grad(),
-        saved_tensors_hooks(_nothing, _nothing),
+        keeping,
     ):
         warnings.simplefilter("ignore")
         try:
@@ -41,10 +62,6 @@ def own_error(
         except Exception as error:
             return None if isinstance(error, TorchDynamoException) else error  # a tracer's, not the model's
     return None
-
-
-def _nothing(_: Any) -> torch.Tensor:
-    return torch.empty(0)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,3 +103,26 @@ def test_looking_for_the_model_s_error_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python
     assert all(p.grad is None for p in model.parameters())
+
+
+class Differentiating(nn.Module):
+    """Has a backward in its forward, and goes by what that gives."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most, self.linear = most, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh().square().sum()
+        (slope,) = torch.autograd.grad(y, self.linear.weight, create_graph=True)
+        if slope.abs().sum().item() > self.most:
+            raise OverflowError("too steep")
+        return y
+
+
+def test_a_forward_that_differentiates_is_not_blamed() -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ModelError, match="looks at what tensors hold"):
+        planned(Differentiating(1e9), x)
+    with pytest.raises(OverflowError, match="too steep"):
+        planned(Differentiating(0.0), x)
