@@ -62,7 +62,7 @@ def unchanged(found: Mapping[str, Any], place: Any) -> Iterator[Constants]:
     are most often the very same."""
     rows: tuple[list[str], list[str]] = [], []
     for name, value in found.items():
-        with suppress(LookupError, ValueError):  # it is gone, or an empty cell
+        with suppress(LookupError, AttributeError, ValueError):  # it is gone, or an empty cell
             if same(place[name], value):
                 rows[value is place[name]].append(name)
     for row in filter(None, rows):

@@ -36,7 +36,7 @@ from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
-from rematplan.runtime.reads import OfClasses, Read, reads_of
+from rematplan.runtime.reads import Dependence, reads_of
 from rematplan.runtime.ways import (
     ModuleState,
     Walk,
@@ -270,7 +270,7 @@ class _Way:
     constants: tuple[Any, ...]
     """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
     tensor of the model."""
-    reads: tuple[Read | OfClasses | Named, ...]
+    reads: tuple[Dependence | Named, ...]
     """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
     """What it decided by the values of inputs and buffers."""

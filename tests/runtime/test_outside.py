@@ -207,6 +207,22 @@ class Unsized(tuple[float, ...]):
         raise NotImplementedError
 
 
+class Answering:
+    """Keeps its entries in a dictionary of its own, as many configurations do."""
+
+    def __init__(self, **entries: Any) -> None:
+        vars(self)["entries"] = entries
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["entries"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["entries"][name] = value
+
+
 class Holding(Part):
     """Goes by objects of many kinds."""
 
@@ -215,9 +231,14 @@ class Holding(Part):
         self.slotted, self.times, self.listed = Slotted(), Times(), [SimpleNamespace(by=2.0)]
         self.method, self.numbers = Times().__call__, np.ones(4, np.float32)
         self.unsized = Unsized((2.0, 1.0))
+        self.answering = Answering(by=2.0, inner=Answering(by=1.5), noted=0)
+        self.present = SimpleNamespace(by=2.0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.method(self.times(super().forward(x)))
+        y = y * self.answering.by * self.answering.inner.by
+        if self.present is not None:
+            y = y + 1
         return y * self.slotted.by * self.listed[0].by * self.unsized[0] * float(self.numbers.sum())
 
 
@@ -227,6 +248,10 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
     "a slot": lambda m: setattr(m.slotted, "by", 3.0),
     "an object in a list": lambda m: setattr(m.listed[0], "by", 3.0),
     "a tuple without a length": lambda m: setattr(m, "unsized", Unsized((3.0, 1.0))),
+    "an entry": lambda m: setattr(m.answering, "by", 3.0),
+    "an entry's entry": lambda m: setattr(m.answering.inner, "by", 3.0),
+    "another entry": lambda m: setattr(m.answering, "inner", Answering(by=3.0)),
+    "an object that is only looked for": lambda m: setattr(m, "present", None),
     "an array's numbers": lambda m: m.numbers.__setitem__(2, 5.0),
 }
 
@@ -234,7 +259,8 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
 @pytest.mark.parametrize("change", OBJECTS.values(), ids=OBJECTS.keys())
 def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any]) -> None:
     ours = planned(Holding())
-    for _ in range(2):
+    for note in range(2):
+        ours.answering.noted = note  # nobody reads it
         before = ours(X)
     change(ours)
     with torch.no_grad():
@@ -242,6 +268,29 @@ def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any]) -
     assert not torch.equal(now, before)
     for _ in range(2):
         assert torch.equal(ours(X), now)
+    assert len(ours.plans) == 2
+
+
+class Configured(nn.Module):
+    """Goes by a record of its owner's."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.by
+
+
+def test_a_record_of_many_parts_may_be_replaced_in_one() -> None:
+    config = SimpleNamespace(by=2.0)
+    ours = planned(nn.Sequential(nn.Linear(4, 4), Configured(config), Configured(config)))
+    copied = copy.deepcopy(ours)
+    before = ours(X)
+    assert torch.equal(copied(X), before)
+    assert len(copied.plans) == 1
+    ours[2].config = SimpleNamespace(by=3.0)
+    torch.testing.assert_close(ours(X), 1.5 * before)
     assert len(ours.plans) == 2
 
 
