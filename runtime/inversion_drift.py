@@ -34,6 +34,8 @@ def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, 
     Raises:
         ModelError: they have made the error too large.
     """
+    if not (made.is_floating_point() or made.is_complex()):
+        return  # whole numbers are only moved
     rows = [_rows.get(t.untyped_storage().data_ptr()) for t in reads]
     alive = [row for row in rows if row is not None and row[0]() is not None]
     planned = gain * max((row[1] for row in alive), default=0.0) + noise

@@ -152,7 +152,8 @@ class _Call:
         self.start = [t.detach() if id(t) in given else t for t in held] if given else held
         self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
         self.output_versions = [t._version for t in self.outputs]
-        return tuple(early[at] for at in plan.outputs)
+        # As a view it could not be written over by those who get it.
+        return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
 
     def begin(self, tangents: Sequence[torch.Tensor | None]) -> None:
         """A backward begins, the first or, where the one before kept the graph, a further one."""

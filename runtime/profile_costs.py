@@ -26,6 +26,7 @@ from rematplan.ir import ProblemError
 from rematplan.ir.formats import write_whole
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
+from rematplan.runtime.known_values import KnownValues
 from rematplan.runtime.measure import allocated, kept_by_libraries, peak_above_entry, seconds_of
 from rematplan.runtime.native_kernels import kernel_of
 from rematplan.runtime.roofline import flops, moved_bytes
@@ -140,10 +141,11 @@ def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int
 
 
 class SyntheticArguments:
-    """Synthetic arguments: positive reals, valid indices (zeros), fair masks, with the captured layout."""
+    """Synthetic arguments: positive reals, indices that are known before the step runs, valid ones (zeros) otherwise,
+    fair masks, with the captured layout."""
 
     def __init__(self, step: CapturedStep) -> None:
-        self.step = step
+        self.step, self.known = step, KnownValues(step, {})
         generator = torch.Generator().manual_seed(0)
         # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
         # any size.
@@ -165,6 +167,8 @@ class SyntheticArguments:
         if name in self.step.constants:
             return self.step.constants[name]
         fake = self.step.values[name].fake
+        if _is_whole(fake.dtype) and (found := self.known(name)) is not None:
+            return found
         maker = self.step.call.get(self.step.values[name].call or "")
         if maker is not None and (self._is_opaque(maker, fake) or self._is_seed(maker, fake)):
             # Kernels of libraries read what their other half left, whose size or place the trace does not know.
@@ -182,11 +186,10 @@ class SyntheticArguments:
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
         """Whether a tensor may say where the random numbers of an attention began. Some kernels leave that, and read
         it, in the host's memory, where the trace has it on the device."""
-        whole = not (fake.dtype.is_floating_point or fake.dtype.is_complex or fake.dtype == torch.bool)
-        return whole and fake.numel() <= 2 and not (maker.single or maker.is_view)
+        return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+        if _is_whole(dtype):
             return torch.zeros(n, dtype=dtype, device=device)
         if (dtype, device) not in self.pools:
             pool = self.pool > 0.5 if dtype == torch.bool else self.pool.to(dtype)
@@ -198,6 +201,10 @@ class SyntheticArguments:
         flat[: n - rest].view(-1, len(pool)).copy_(pool)
         flat[n - rest :].copy_(pool[:rest])
         return flat
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """Roofline costs against formulas by hand; measurement against sizes known beforehand."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+import rematplan
 from rematplan.ir import UsageError
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
@@ -101,6 +103,24 @@ def test_roofline_is_positive_and_faster_devices_are_faster(name: str) -> None:
 def test_unknown_device_models_are_listed() -> None:
     with pytest.raises(UsageError, match="h100"):
         device_model("abacus")
+
+
+class OfPlaces(nn.Linear):
+    """Picks by an order that is known before the step runs, and gives whole numbers that an inverse may bring back."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = super().forward(x)
+        picked = y[:, torch.arange(7, -1, -1)]
+        return picked.tanh(), *functional.adaptive_max_pool1d(y, 3, return_indices=True)
+
+
+def test_what_is_known_before_the_step_is_profiled_with_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what cannot be profiled
+        planned = rematplan.plan_module(OfPlaces(4, 8), (torch.randn(2, 4),), budget="100%", inverses=True)
+    picked, _, places = planned(torch.randn(2, 4))
+    picked.sum().backward()
+    assert places.dtype == torch.int64
 
 
 def test_peak_counts_what_is_held_at_once() -> None:

@@ -23,7 +23,7 @@ from rematplan.runtime.executor import compile_step
 from rematplan.runtime.measure import peak_above_entry
 from rematplan.runtime.profile_costs import ProfileWarning, profile_costs
 from rematplan.runtime.step_problem import training_graph
-from rematplan.runtime.training_step import PlannedStep, eager_step, untouched, verify
+from rematplan.runtime.training_step import PlannedStep, eager_step, same_bits, untouched, verify
 
 
 class Conv(nn.Module):
@@ -408,3 +408,9 @@ def test_a_model_that_looks_into_its_data_is_captured_as_for_a_compiler(tmp_path
     graph = training_graph(step, profile_costs(step, cache=tmp_path))
     schedule = with_frees(graph, [o.name for o in graph.ops])
     assert verify(PlannedStep(module, step, schedule), batch).bit_equal
+
+
+def test_bits_of_conjugates_are_compared() -> None:
+    a = torch.randn(3, dtype=torch.complex64)
+    assert same_bits(a.conj(), a.conj().resolve_conj())
+    assert not same_bits(a.conj(), a)

@@ -1,0 +1,97 @@
+"""Laws of what a planned step gives: outputs and gradients have memory of their own, and are copied only where it takes
+a copy."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.runtime.measure import peak_above_entry
+
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Seen(nn.Linear):
+    """Gives a view of what it computes; ``squashed``: of what its backward reads."""
+
+    def __init__(self, squashed: bool) -> None:
+        super().__init__(8, 4)
+        self.squashed = squashed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y.tanh() if self.squashed else y).transpose(1, 2)
+
+
+class Halves(nn.Linear):
+    """Gives two views of one tensor, and one of a parameter."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(x).chunk(2, -1), self.weight.t()
+
+
+def planned_and_plain(model: nn.Module, *args: Tensor) -> tuple[nn.Module, nn.Module]:
+    plain = copy.deepcopy(model)
+    return rematplan.plan_module(model, args, budget="100%", strategy="store_all"), plain
+
+
+def test_a_view_of_a_whole_result_is_given_without_a_copy() -> None:
+    ours, plain = planned_and_plain(Seen(squashed=False), X)
+    assert "clone" not in ours.source
+    for model in (ours, plain):
+        y = model(X)
+        assert y.stride() == (12, 1, 4)
+        y.mul_(2.0)  # nobody needs what was there
+        y.square().sum().backward()
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+
+
+def test_a_view_of_what_the_backward_reads_must_not_be_changed() -> None:
+    for model in planned_and_plain(Seen(squashed=True), X):
+        y = model(X)
+        y.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"in.?place"):
+            y.sum().backward()
+
+
+def test_views_that_share_memory_are_given_apart() -> None:
+    ours, plain = planned_and_plain(Halves(8, 8), X)
+    found, expected = ours(X), plain(X)
+    assert all(map(torch.equal, found, expected))
+    assert len({t.untyped_storage().data_ptr() for t in (*found, ours.weight)}) == 4
+    for parts in (found, expected):
+        sum((k + 1) * part.square().sum() for k, part in enumerate(parts)).backward()
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+
+
+class Placed(nn.Module):
+    """Multiplies by a parameter that lies in memory in one order, where the gradient comes in another."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        back = sorted(range(3), key=order.__getitem__)
+        self.weight = nn.Parameter(torch.randn([(16, 32, 48)[d] for d in order]).permute(back))
+        assert self.weight.shape == (16, 32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).transpose(2, 0).contiguous()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
+def test_the_copy_of_a_gradient_that_lies_otherwise_is_charged(order: tuple[int, ...]) -> None:
+    x = torch.randn(16, 32, 48)
+    ours, plain = planned_and_plain(Placed(order), x)
+    tangent = torch.randn(48, 32, 16)
+
+    def step() -> None:
+        ours(x).backward(tangent)
+
+    step()
+    plain(x).backward(tangent)
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+    assert ours.weight.grad.stride() == plain.weight.grad.stride() == ours.weight.stride()
+    ours.zero_grad()
+    held = x.nbytes + tangent.nbytes + ours.weight.nbytes
+    assert held + peak_above_entry(step, torch.device("cpu"))[0] <= ours.plan.estimate.peak
