@@ -47,18 +47,6 @@ class Indexed:
             for reads, after in zip(self.reads, self.after, strict=True)
         )
 
-    @cached_property
-    def forward_reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors of forward ops that it reads, graph outputs left out."""
-        return tuple(
-            tuple(
-                t
-                for t in reads
-                if self.producer[t] >= 0 and self.forward[self.producer[t]] and not self.is_output[t]
-            )
-            for reads in self.reads
-        )
-
 
 def indexed(graph: TrainingGraph) -> Indexed:
     """The problem on integer ids; worked out once a graph."""

@@ -31,10 +31,11 @@ from rematplan.planner.sequence_state import (
     GROWTH,
     HALF,
     NO_CAP,
-    OVERFLOW,
+    NUMBERS,
     PENALTY,
     PRICE,
     RUNS,
+    VALUES,
     Ints,
     Links,
     Problem,
@@ -68,7 +69,6 @@ class Annealer:
         self.priced = graph.base_cost > 0
         self.mean_cost = float(self.problem.cost[:-1].mean()) if self.ops else 0.0
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
-        self.overflows = 0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
         """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best
@@ -125,17 +125,6 @@ class Annealer:
         """Set what a byte over the budget costs; it may fall, but not rise, until told otherwise."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
-    def restart(self) -> None:
-        """Go back to the best feasible sequence."""
-        if self.feasible:
-            self._reseat(self.state.best[: self.state.number[BEST] - 1].copy())  # without the virtual end
-
-    def set_budget(self, budget: int) -> None:
-        """Change the budget, forgetting the best so far."""
-        old = self.state.value
-        self._seat(self._sequence(), float((budget - self.fixed) // self.unit))
-        self.state.value[PRICE] = old[PRICE]
-
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
         """The sequence without the repeated runs that a budget does not need; itself if it is over the budget.
 
@@ -183,7 +172,6 @@ class Annealer:
 
     def _reseat(self, sequence: Ints) -> None:
         old = self.state
-        self.overflows += int(old.number[OVERFLOW])
         self._seat(sequence, float(old.value[BUDGET]))
         new = self.state
         kept = [PRICE, CEILING, GROWTH]
@@ -231,7 +219,7 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
         free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
         multi=ints(ops), chain=ints(2 * CHAIN), queue=ints(LOG), best=ints(nodes),
-        number=ints(6, 0), value=np.zeros(7), random=random,
+        number=ints(len(NUMBERS), 0), value=np.zeros(len(VALUES)), random=random,
     )  # fmt: skip
     state.value[BUDGET], state.value[[BEST_COST, CEILING, GROWTH]] = budget, np.inf
     state.number[FREE] = nodes

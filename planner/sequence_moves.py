@@ -33,7 +33,6 @@ from rematplan.planner.sequence_state import (
     FREE,
     GROWTH,
     HALF,
-    OVERFLOW,
     PENALTY,
     PRICE,
     RUNS,
@@ -284,6 +283,5 @@ def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int)
                 S.value[PRICE] /= 1.08
             feasible = 0
             if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:
-                S.number[OVERFLOW] = 1
                 return k + 1
     return moves

@@ -35,9 +35,9 @@ BLOCK = 64  # slots that are looked through at once
 HALF = 0.5  # penalties are whole bytes; below this they are none
 
 # Columns of `State.number`.
-FREE, LOGGED, MULTI, RUNS, BEST, OVERFLOW = range(6)
+FREE, LOGGED, MULTI, RUNS, BEST = NUMBERS = range(5)
 # Columns of `State.value`.
-PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING, GROWTH = range(7)
+PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING, GROWTH = VALUES = range(7)
 # Kinds of log entries.
 INSERTED, REMOVED, SHIFTED = range(3)
 

@@ -178,16 +178,6 @@ def test_tidying_removes_every_rerun_that_the_budget_does_not_need():
     assert tidy.estimate.cost == plan.estimate.cost  # a search tidies what it returns
 
 
-def test_going_back_to_the_best_sequence_gives_it_back():
-    graph = network(20)
-    annealer = Annealer(graph)
-    annealer.load([op.name for op in graph.ops], peak_of_base(graph))
-    annealer.cool(500, 5.0, 5.0)
-    best = annealer.best()
-    annealer.restart()
-    assert annealer.current() == best
-
-
 def test_auto_begins_with_what_anneal_has_found():
     graph = network(30)
     budget = int(0.6 * peak_of_base(graph))
