@@ -3,6 +3,7 @@ are views, what goes in and what comes out."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir import ModelError
 from rematplan.runtime.captured_step import (
@@ -416,9 +418,15 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own, if nothing lies between its numbers."""
-    with torch.no_grad():
-        return torch.empty_like(parameter).stride()
+    """The parameter's own, if nothing lies between its numbers, else those of a contiguous tensor."""
+    own, expected = parameter.stride(), 1
+    for stride, size in sorted(zip(own, parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    else:
+        return own
+    return tuple(math.prod(parameter.shape[d + 1 :]) for d in range(parameter.dim()))
 
 
 def _copy(
@@ -438,7 +446,7 @@ def _copy(
         made.append(Value(result, last.storage if view else result, result, fake))
 
     contiguous = torch.contiguous_format
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
         turned = value.fake.permute(order)
         copied = torch.empty_like(turned, memory_format=contiguous)
         if order == dims:
