@@ -59,7 +59,8 @@ class LoadedStep:
 
     ``notes``: what the loader did or noticed that a person should know. ``inexact``: plans may run inverses that round,
     and halves of tensors stand dense where they stood with gaps, so that results need not be equal bit by bit.
-    ``without``: of a step that was opened for inverses, the same with those alone that move numbers.
+    ``without``: of a step that was opened for inverses, the same with those alone that move numbers. ``bare``: the same
+    before any were looked for.
     """
 
     module: WithLoss
@@ -68,6 +69,16 @@ class LoadedStep:
     notes: tuple[str, ...] = ()
     inexact: bool = False
     without: LoadedStep | None = None
+    bare: LoadedStep | None = None
+
+    @property
+    def blind(self) -> LoadedStep | None:
+        """The same with the inverses that are found where no scale is known, as those who plan without weights do;
+        None if there never were any."""
+        if self.bare is None:
+            return None
+        found = with_inverses(self.bare.step, {})
+        return replace(self.bare, step=found.step, inexact=not all(map(is_exact, found.step.inverses)))
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
+    without = replace(without, bare=loaded)
     blind = is_weightless(loaded.batch)
     found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
     notes = list(found.refused[:MOST_REFUSALS])
@@ -176,7 +188,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     if blind:
         notes.append("without weights no scale is known, and nothing is brought back through one")
     inexact = not all(map(is_exact, found.step.inverses))
-    return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
+    return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 
 
 def _load_file(

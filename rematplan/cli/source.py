@@ -123,7 +123,7 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
     if args.device_model is not None and args.costs not in (None, ROOFLINE):
         raise UsageError("--device-model goes with --costs roofline, not with measured costs")
-    costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    costs = costs_of(args)
     strategy = getattr(args, "strategy", None) or ()
     reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
     loaded = load_model(
@@ -138,6 +138,11 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
         why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
         raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
     return source
+
+
+def costs_of(args: argparse.Namespace) -> str:
+    """Which costs are asked for, a device model's where one is named."""
+    return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
 
 
 def load_model(

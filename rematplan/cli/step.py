@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.source import Source, add_costs, add_model, load
+from rematplan.cli.source import Source, add_costs, add_model, costs_of, load, price
 from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     one_strategy(args)
     check_overlap(args)
     source = load(args, out, runs=True)
-    source, plan = _saved(source, args.plan) if args.plan else plan_for(source, args, out)
+    source, plan = _saved(args, source, out) if args.plan else plan_for(source, args, out)
     assert source.loaded is not None
     base = no_recompute(source.graph)
     plan, said = wanted_lanes(source, plan, args, out)
@@ -64,18 +65,24 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return exit_status(report)
 
 
-def _saved(source: Source, path: Path) -> tuple[Source, Plan]:
-    """The plan of a file, and what it is a plan of: the step with inverses or the one without.
+def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:
+    """The plan of a file, and what it is a plan of: the step with inverses, the one without, or the one with those that
+    are found where no weights are read.
 
     Raises:
-        ProblemError: of neither.
+        ProblemError: of none.
     """
     try:
-        return source, load_plan(path, source.graph)
+        return source, load_plan(args.plan, source.graph)
     except ProblemError:
-        if source.without is None:
+        if source.without is not None:
+            with suppress(ProblemError):
+                return source.without, load_plan(args.plan, source.without.graph)
+        blind = source.loaded and source.loaded.blind
+        if not blind:
             raise
-        return source.without, load_plan(path, source.without.graph)
+        found = price(blind, out, costs_of(args), args.device_model, args.max_inversion_error)
+        return found, load_plan(args.plan, found.graph)
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:

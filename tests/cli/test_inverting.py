@@ -171,3 +171,8 @@ def test_on_the_command_line(call: Callable[..., Any], tmp_path: Path) -> None:
         assert run.status == 0
         assert run.data["cost"] == found["cost"]
         assert run.data["verification"]["bit_equal"] == (found["inversions"] == 0)
+    found = call("plan", *options, "--strategy", "reversible", "--budget", "90%", "-o", path).data
+    assert found["inversions"] > 0  # planned without weights, and so without what they would tell of scales
+    run = call("step", *options, "--plan", path, "--verify", "--steps", "1")
+    assert run.status == 0
+    assert run.data["inversions"] == found["inversions"]
