@@ -359,11 +359,9 @@ def _without_copies(step: CapturedStep) -> CapturedStep:
         call = step.call.get(copy.call or "")
         if output.kind == "output" and call and call.target is CLONE and output.value not in read:
             source = values[next(refs(call.args)).value]
-            if (
-                _is_whole(source)
-                and source.storage not in taken
-                and source.fake.stride() == copy.fake.stride()
-            ):
+            lazy = source.fake.is_conj() or source.fake.is_neg()
+            free = _is_whole(source) and source.storage not in taken
+            if free and not lazy and source.fake.stride() == copy.fake.stride():
                 output = replace(output, value=source.name)
                 taken.add(source.storage)
         outputs.append(output)
@@ -371,10 +369,8 @@ def _without_copies(step: CapturedStep) -> CapturedStep:
 
 
 def _is_whole(value: Value) -> bool:
-    """Whether a value is all the numbers of a storage, as they stand there."""
-    fake = value.fake
-    lazy = fake.is_conj() or fake.is_neg()
-    return not lazy and fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
+    """Whether a value is all the numbers of a storage."""
+    return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
 
 
 def _with_own_outputs(step: CapturedStep) -> CapturedStep:
