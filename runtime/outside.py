@@ -1,5 +1,6 @@
-"""What the code of a forward names outside of its modules: global variables, cells of closures, attributes of the
-classes and objects among them, of those in its arguments and of those that its modules hold.
+"""What the code of a forward names outside of its modules: global variables, cells of closures, default arguments,
+the environment, attributes of the classes and objects among them, of those in its arguments and of those that its
+modules hold.
 
 It is found in the code, not by listening while it runs, which would double the time of a trace: what a function names
 counts as read, also on a branch that is not taken.
@@ -7,29 +8,28 @@ counts as read, also on a branch that is not taken.
 
 from __future__ import annotations
 
-import site
-import sys
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from rematplan.runtime.constants import Constants, is_data, kept, parts_of, unchanged
+from rematplan.runtime.code_names import Names, is_library, named_in, packages_of, strings_in
+from rematplan.runtime.constants import PLAIN, Constants, is_data, kept, parts_of, unchanged
 from rematplan.runtime.host_random import GENERATORS
 from rematplan.runtime.reads import BOOKKEEPING, is_record
 
-Names = frozenset[str]
-
-_SITES = (*site.getsitepackages(), site.getusersitepackages())
-"""Where packages are installed."""
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
 """What is called without being named."""
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+"""What code names that looks at variables of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class Outside:
         self.names: Names = frozenset()  # of all code that was looked into
         self.generators: dict[int, Any] = {}
         """By id, the generators of random numbers that were met."""
+        self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
         kinds = dict.fromkeys(map(type, modules))
-        self.own = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
+        self.own = packages_of(modules)
         for kind in kinds:
             self._meet(kind, _UNNAMED)
         held = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
@@ -108,7 +109,7 @@ class Outside:
         self._meet(value, named)
         function = _inside(value) if isinstance(thing, type) or self._is_object(thing) else None
         if function:  # a method names others of its object
-            self._meet(thing, _named_in(function.__code__))
+            self._meet(thing, named_in(function.__code__))
 
     def _meet(self, thing: Any, names: Names) -> None:
         if isinstance(thing, GENERATORS):
@@ -122,12 +123,17 @@ class Outside:
         looked for, and all names of the code that they are in."""
         own: Names = _UNNAMED
         if function := _inside(thing):
-            own = _named_in(function.__code__)
+            own = named_in(function.__code__)
             if not self._is_library(function.__module__):
                 self.names |= own
                 yield function.__globals__, function.__globals__, own, own
-            cells = _Cells(function)  # a library's decorator has there what it decorates
-            yield function, cells, frozenset(cells), own
+                if _ENVIRONMENT & own:
+                    variables = _ByName(
+                        filter(str.isidentifier, strings_in(function.__code__)), os.environ.get
+                    )
+                    yield function.__code__, variables, variables.names, own
+            held = _held(function, self._is_library(function.__module__))
+            yield function, held, held.names, own
         for part in _bound(thing):
             self._meet(part, own)
         if isinstance(thing, ModuleType):
@@ -136,8 +142,17 @@ class Outside:
             return
         if isinstance(thing, dict):
             yield thing, thing, names, names
+        elif isinstance(thing, ContextVar):
+            yield thing, _ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
+        elif isinstance(thing, nn.Module):  # one that is no part of the model
+            if id(vars(thing)) in self.walked:
+                return
+            function = _inside(type(thing).forward)
+            settings = named_in(function.__code__) if function else names
+            yield thing, vars(thing), settings - BOOKKEEPING | settings & {"training"}, names
+            yield thing._modules, thing._modules, frozenset(thing._modules), names
         elif self._is_object(thing):
-            attributes = vars(thing) if hasattr(thing, "__dict__") else _Slots(thing)
+            attributes = vars(thing) if hasattr(thing, "__dict__") else _slots(thing)
             yield thing, attributes, names, names
         elif not isinstance(thing, type):
             return
@@ -155,55 +170,55 @@ class Outside:
         )
 
     def _is_library(self, module: str | None) -> bool:
-        """Whether nobody looks into a module's functions: it is PyTorch's, Python's, ours, or installed and not the
-        model's; what such go by is theirs, and too much."""
-        package = (module or "builtins").partition(".")[0]
-        if package in self.own:
-            return False
-        file = getattr(sys.modules.get(package), "__file__", None) or ""
-        return (
-            package in sys.stdlib_module_names or package in ("torch", "rematplan") or file.startswith(_SITES)
-        )
+        return is_library(module, self.own)
 
 
-class _Cells(Mapping[str, Any]):
-    """What a function has of the functions around it, as far as it is there yet."""
+class _ByName(Mapping[str, Any]):
+    """What there is of some names; what there is of one is asked for each time."""
 
-    def __init__(self, function: FunctionType) -> None:
-        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
+        self.names, self.get_named = frozenset(names), get
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self.cells[name].cell_contents
-        except ValueError as error:
+            return self.get_named(name)
+        except (AttributeError, ValueError) as error:
             raise KeyError(name) from error
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.cells if name in self)
+        return (name for name in self.names if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-class _Slots(Mapping[str, Any]):
+def _current(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return None
+
+
+def _held(function: FunctionType, library: bool) -> _ByName:
+    """What a function has of the functions around it, as far as it is there yet, and the default arguments that may
+    change of one that is no library's: a library's decorator has there what it decorates."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    defaults = {} if library else _defaults(function)
+    return _ByName((*cells, *defaults), lambda n: defaults[n] if n in defaults else cells[n].cell_contents)
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    every = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+    return {name: value for name, value in every.items() if type(value) not in PLAIN}
+
+
+def _slots(holder: Any) -> _ByName:
     """The attributes that an object has in slots."""
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
-        self.names = frozenset(chain.from_iterable((s,) if isinstance(s, str) else s for s in slots))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self.holder, name)
-        except AttributeError as error:
-            raise KeyError(name) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if hasattr(self.holder, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
+    names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
+    return _ByName(names, partial(getattr, holder))
 
 
 _AROUND = {
@@ -229,11 +244,3 @@ def _bound(thing: Any) -> tuple[Any, ...]:
     if isinstance(thing, (MethodType, BuiltinMethodType)):
         return (thing.__self__,)
     return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()
-
-
-@cache
-def _named_in(code: CodeType) -> Names:
-    """What a code names besides its own variables, keys of dictionaries and the functions within it included."""
-    inner = (_named_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    keys = (const for const in code.co_consts if isinstance(const, str))
-    return frozenset(code.co_names).union(keys, *inner)

@@ -3,16 +3,19 @@ flags, tensors, functions, containers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import contains
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematplan.runtime.code_names import is_library, named_in, packages_of
 from rematplan.runtime.constants import PLAIN, UNSET, Constants, is_data, kept, same, unchanged
 
 Owner = tuple[int, tuple[str, ...]]
@@ -141,7 +144,7 @@ class Reads:
         self.answering: dict[int, Owner] = {}
         """By id, records that answer to more than their attributes."""
         self.answers: dict[Owner, tuple[Any, dict[str, Any]]] = {}
-        self.modules = modules
+        self.modules, self.own = modules, packages_of(modules)
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
 
@@ -188,6 +191,17 @@ class Reads:
         if home is not nn.Module:
             self.inherited.setdefault(owner, {})[name] = None
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
+
+    def note_attributes(self, holder: Any, reader: FrameType) -> None:
+        """The dictionary of the attributes was read: of these, those count that the reading code names."""
+        known = self._owner(holder) is not None and id(holder) not in self.answering
+        if known and not is_library(reader.f_globals.get("__name__"), self.own):
+            attributes = object.__getattribute__(holder, "__dict__")
+            for name in named_in(reader.f_code):
+                if name in attributes:
+                    self.note(holder, name, attributes[name])
+                elif not hasattr(type(holder), name):
+                    self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
         """An attribute is about to be read, whether or not it is there."""
@@ -275,6 +289,8 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
+            if name == "__dict__":
+                reads.note_attributes(holder, sys._getframe(1))
             reads.note_asked(holder, name)
             try:
                 value = get(holder, name)

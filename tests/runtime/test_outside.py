@@ -3,8 +3,10 @@ costs no further plan."""
 
 import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ RECORD = SimpleNamespace(power=1, deep=SimpleNamespace(bias=0.5))
 LIBRARY = ModuleType("somebodys")
 LIBRARY.FACTOR = 3.0
 KINDS = [nn.Tanh]
+POWER = ContextVar("POWER", default=1.0)
+LEAKY = nn.LeakyReLU(0.5)
 COUNT = STEP = 0
 REGISTRY: dict[str, Any] = {"linear": nn.Linear}
 
@@ -33,6 +37,11 @@ class Options:
     """Read by its own name."""
 
     low = -1.0
+
+
+def from_the_environment(x: Tensor, extra: list[float] = [2.0]) -> Tensor:  # noqa: B006
+    y = x + float(os.environ.get("REMATPLAN_ADDED", "0"))
+    return y * extra[0] * (2 if os.getenv("REMATPLAN_TWICE") else 1)
 
 
 def helper(x: Tensor) -> Tensor:
@@ -124,17 +133,20 @@ class Net(nn.Module):
         y = y.clamp(min=Options.low) ** RECORD.power
         for kind in KINDS:
             y = kind()(y)
+        y = from_the_environment(LEAKY(-y)) * POWER.get()
         return wrapped(SHIFTED(y)) + offset(y)
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test changes is changed back."""
+    for name in ("REMATPLAN_ADDED", "REMATPLAN_TWICE"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("FLAG", "SCALE", "SHIFT", "RECORD", "COUNT", "helper"):
         monkeypatch.setitem(globals(), name, globals()[name])
     for holder, name in ((Options, "low"), (Part, "gain"), (Part, "scaled"), (Part, "forward"), (Net, "forward"),
                          (nn.Linear, "forward"), (LIBRARY, "FACTOR"), (RECORD, "power"),
-                         (RECORD.deep, "bias")):  # fmt: skip
+                         (RECORD.deep, "bias"), (LEAKY, "negative_slope")):  # fmt: skip
         monkeypatch.setattr(holder, name, getattr(holder, name))
     for held in (CONFIG, CONFIG["inner"], REGISTRY):
         for key, value in held.items():
@@ -143,6 +155,9 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     KINDS[:] = kinds
     SHIFT_BY(1.0)
+    POWER.set(1.0)
+    (extra,) = from_the_environment.__defaults__ or ()
+    extra[:] = [2.0]
 
 
 def planned(model: nn.Module, **options: Any) -> nn.Module:
@@ -175,6 +190,11 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "a class by its name": lambda _: setattr(Options, "low", 3.0),
     "a function": set_global("helper", lambda x: x - 1),
     "a cell": lambda _: SHIFT_BY(4.0),
+    "a variable of the environment": lambda _: os.environ.update(REMATPLAN_ADDED="1"),
+    "another variable of the environment": lambda _: os.environ.update(REMATPLAN_TWICE="1"),
+    "a default argument": lambda _: (from_the_environment.__defaults__ or ())[0].insert(0, 3.0),
+    "a variable of the context": lambda _: POWER.set(3.0),
+    "a module beside the model": lambda _: setattr(LEAKY, "negative_slope", 3.0),
     "an attribute of a class": lambda _: setattr(Part, "gain", 2.0),
     "an object's own instead of its class's": lambda m: setattr(m.part, "gain", 2.0),
     "a function in an attribute": lambda m: setattr(m, "act", torch.tanh),
@@ -233,12 +253,17 @@ class Holding(Part):
         self.unsized = Unsized((2.0, 1.0))
         self.answering = Answering(by=2.0, inner=Answering(by=1.5), noted=0)
         self.present = SimpleNamespace(by=2.0)
+        self.acts = [nn.LeakyReLU(0.5), nn.Sequential(nn.Dropout(0.5).eval(), nn.LeakyReLU(0.5))]
+        self.by = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.method(self.times(super().forward(x)))
         y = y * self.answering.by * self.answering.inner.by
         if self.present is not None:
             y = y + 1
+        for act in self.acts:
+            y = act(y - 1)
+        y = y * vars(self)["by"] * self.__dict__.get("further", 1.0)
         return y * self.slotted.by * self.listed[0].by * self.unsized[0] * float(self.numbers.sum())
 
 
@@ -252,23 +277,34 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
     "an entry's entry": lambda m: setattr(m.answering.inner, "by", 3.0),
     "another entry": lambda m: setattr(m.answering, "inner", Answering(by=3.0)),
     "an object that is only looked for": lambda m: setattr(m, "present", None),
+    "what a module in a list goes by": lambda m: setattr(m.acts[0], "negative_slope", 2.0),
+    "what a module in a list's module goes by": lambda m: setattr(m.acts[1][1], "negative_slope", 2.0),
+    "the mode of a module in a list": lambda m: m.acts[1].train(),
+    "what is read in the dictionary of attributes": lambda m: setattr(m, "by", 3.0),
+    "what comes to the dictionary of attributes": lambda m: setattr(m, "further", 3.0),
     "an array's numbers": lambda m: m.numbers.__setitem__(2, 5.0),
 }
 
 
 @pytest.mark.parametrize("change", OBJECTS.values(), ids=OBJECTS.keys())
-def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any]) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any], copied: bool) -> None:
     ours = planned(Holding())
+    if copied:
+        ours = copy.deepcopy(ours)
     for note in range(2):
         ours.answering.noted = note  # nobody reads it
         before = ours(X)
+    known = len(ours.plans)  # a copy has objects of its own
     change(ours)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
         now = ours(X)
     assert not torch.equal(now, before)
     for _ in range(2):
-        assert torch.equal(ours(X), now)
-    assert len(ours.plans) == 2
+        with torch.random.fork_rng():
+            assert torch.equal(ours(X), now)
+    assert known == 1 + copied
+    assert len(ours.plans) == known + 1
 
 
 class Configured(nn.Module):
