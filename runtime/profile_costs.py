@@ -27,7 +27,7 @@ from rematplan.ir.formats import write_whole
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
 from rematplan.runtime.known_values import KnownValues
-from rematplan.runtime.measure import allocated, kept_by_libraries, peak_above_entry, seconds_of
+from rematplan.runtime.measure import allocated, kept_by_libraries, peak_above_entry, seconds_of, unprofiled
 from rematplan.runtime.native_kernels import kernel_of
 from rematplan.runtime.roofline import flops, moved_bytes
 from rematplan.runtime.step_problem import CallCost
@@ -59,7 +59,7 @@ def profile_costs(
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}
     try:
-        _measure_all(step, missing, known, progress)
+        unprofiled(partial(_measure_all, step, missing, known, progress))
     finally:
         if missing:
             _save(file, known)

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEVICE_MODELS, device_model
 from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.roofline import flops, moved_bytes, roofline_costs
 
 
@@ -121,6 +123,23 @@ def test_what_is_known_before_the_step_is_profiled_with_it() -> None:
     picked, _, places = planned(torch.randn(2, 4))
     picked.sum().backward()
     assert places.dtype == torch.int64
+
+
+def test_costs_are_measured_while_somebody_profiles(tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 9, 9)
+    step = capture(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Softmax(1)), (x,), "convolution")
+    expected = profile_costs(step, cache=tmp_path / "alone")
+    with warnings.catch_warnings(), torch.profiler.profile(profile_memory=True) as others:
+        warnings.simplefilter("error")
+        found = profile_costs(step, cache=tmp_path / "beside")
+        x.exp()
+    assert {name: cost.workspace for name, cost in found.items()} == {
+        name: cost.workspace for name, cost in expected.items()
+    }
+    assert any(cost.workspace for cost in found.values())
+    assert {event.key for event in others.key_averages()} & {"aten::exp", "aten::convolution"} == {
+        "aten::exp"
+    }
 
 
 def test_peak_counts_what_is_held_at_once() -> None:
