@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import site
 import sys
 from collections.abc import Collection, Iterable
@@ -20,6 +21,15 @@ def named_in(code: CodeType) -> Names:
     """What a code names besides its own variables, keys of dictionaries and the functions within it included."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
+
+
+@cache
+def variables_in(code: CodeType) -> Names:
+    """The global variables that a code names, the functions within it included; attributes may have the same names."""
+    inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    loads = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    looked_up = strings_in(code) if "globals" in code.co_names else ()
+    return frozenset(loads).union(looked_up, *inner)
 
 
 def strings_in(code: CodeType) -> Names:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.runtime.code_names import Names, is_library, named_in, packages_of, strings_in
+from rematplan.runtime.code_names import Names, is_library, named_in, packages_of, strings_in, variables_in
 from rematplan.runtime.constants import PLAIN, Constants, is_data, kept, parts_of, unchanged
 from rematplan.runtime.host_random import GENERATORS
 from rematplan.runtime.reads import BOOKKEEPING, is_record
@@ -126,7 +126,7 @@ class Outside:
             own = named_in(function.__code__)
             if not self._is_library(function.__module__):
                 self.names |= own
-                yield function.__globals__, function.__globals__, own, own
+                yield function.__globals__, function.__globals__, variables_in(function.__code__), own
                 if _ENVIRONMENT & own:
                     variables = _ByName(
                         filter(str.isidentifier, strings_in(function.__code__)), os.environ.get

@@ -354,10 +354,12 @@ def test_what_changes_in_an_argument_counts(how: Any) -> None:
     assert len(ours.plans) == 2
 
 
-def test_what_stays_costs_no_further_plan() -> None:
+def test_what_stays_costs_no_further_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "part", 0)  # the model has an attribute of this name
     model = Net()
     ours = planned(model, dynamic=False)
     globals().update(STEP=1)  # nobody reads it
+    monkeypatch.setitem(globals(), "part", 1)
     RECORD.note = "nor this"
     KINDS[:] = list(KINDS)
     globals().update(SCALE=float("2.0"))
