@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
+from inspect import getattr_static
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -145,9 +146,9 @@ class Outside:
         elif isinstance(thing, ContextVar):
             yield thing, _ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
         elif isinstance(thing, nn.Module):  # one that is no part of the model
-            if id(vars(thing)) in self.walked:
-                return
-            function = _inside(type(thing).forward)
+            if id(vars(thing)) in self.walked or isinstance(thing, torch.jit.ScriptModule):
+                return  # what is scripted has its settings in its own code
+            function = _inside(getattr_static(type(thing), "forward"))
             settings = named_in(function.__code__) if function else names
             yield thing, vars(thing), settings - BOOKKEEPING | settings & {"training"}, names
             yield thing._modules, thing._modules, frozenset(thing._modules), names

@@ -415,3 +415,30 @@ def test_nobody_looks_into_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networkx.Graph, "node_attr_dict_factory", type("Others", (dict,), {}))
     ours(X)
     assert len(ours.plans) == 1
+
+
+class Beside(nn.Module):
+    """Calls modules of many kinds that are no parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        act = nn.Sequential(nn.LeakyReLU(0.5), nn.Tanh())
+        traced = torch.jit.trace(act, X)
+        self.acts = [torch.jit.script(act), traced, torch.fx.symbolic_trace(act), nn.DataParallel(nn.Tanh())]
+        self.spare = [nn.LazyLinear(3), nn.RNN(2, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        for act in self.acts:
+            y = act(y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_all_kinds_may_stand_beside_a_model() -> None:
+    ours = planned(Beside(), dynamic=False)
+    with torch.no_grad():
+        now = ours(X)
+    for _ in range(2):
+        assert torch.equal(ours(X), now)
