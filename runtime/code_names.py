@@ -14,6 +14,8 @@ Names = frozenset[str]
 
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
 """Where packages are installed."""
+_OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
+"""Instructions that name global variables."""
 
 
 @cache
@@ -25,11 +27,12 @@ def named_in(code: CodeType) -> Names:
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """The global variables that a code names, the functions within it included; attributes may have the same names."""
+    """The global variables that a code reads or sets, the functions within it included; attributes may have the same
+    names."""
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    loads = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()
-    return frozenset(loads).union(looked_up, *inner)
+    return frozenset(named).union(looked_up, *inner)
 
 
 def strings_in(code: CodeType) -> Names:

@@ -29,7 +29,8 @@ LIBRARY.FACTOR = 3.0
 KINDS = [nn.Tanh]
 POWER = ContextVar("POWER", default=1.0)
 LEAKY = nn.LeakyReLU(0.5)
-COUNT = STEP = 0
+COUNT = STEP = LAST = 0
+EXTRA = [2.0]
 REGISTRY: dict[str, Any] = {"linear": nn.Linear}
 
 
@@ -39,7 +40,7 @@ class Options:
     low = -1.0
 
 
-def from_the_environment(x: Tensor, extra: list[float] = [2.0]) -> Tensor:  # noqa: B006
+def from_the_environment(x: Tensor, extra: list[float] = EXTRA) -> Tensor:
     y = x + float(os.environ.get("REMATPLAN_ADDED", "0"))
     return y * extra[0] * (2 if os.getenv("REMATPLAN_TWICE") else 1)
 
@@ -140,9 +141,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test changes is changed back."""
-    for name in ("REMATPLAN_ADDED", "REMATPLAN_TWICE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("FLAG", "SCALE", "SHIFT", "RECORD", "COUNT", "helper"):
+    for name in ("FLAG", "SCALE", "SHIFT", "RECORD", "COUNT", "LAST", "helper"):
         monkeypatch.setitem(globals(), name, globals()[name])
     for holder, name in ((Options, "low"), (Part, "gain"), (Part, "scaled"), (Part, "forward"), (Net, "forward"),
                          (nn.Linear, "forward"), (LIBRARY, "FACTOR"), (RECORD, "power"),
@@ -156,8 +155,9 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     KINDS[:] = kinds
     SHIFT_BY(1.0)
     POWER.set(1.0)
-    (extra,) = from_the_environment.__defaults__ or ()
-    extra[:] = [2.0]
+    EXTRA[:] = [2.0]
+    for name in ("REMATPLAN_ADDED", "REMATPLAN_TWICE"):
+        os.environ.pop(name, None)
 
 
 def planned(model: nn.Module, **options: Any) -> nn.Module:
@@ -192,7 +192,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "a cell": lambda _: SHIFT_BY(4.0),
     "a variable of the environment": lambda _: os.environ.update(REMATPLAN_ADDED="1"),
     "another variable of the environment": lambda _: os.environ.update(REMATPLAN_TWICE="1"),
-    "a default argument": lambda _: (from_the_environment.__defaults__ or ())[0].insert(0, 3.0),
+    "a default argument": lambda _: EXTRA.insert(0, 3.0),
     "a variable of the context": lambda _: POWER.set(3.0),
     "a module beside the model": lambda _: setattr(LEAKY, "negative_slope", 3.0),
     "an attribute of a class": lambda _: setattr(Part, "gain", 2.0),
@@ -379,13 +379,14 @@ class Counting(nn.Module):
         self.linear = REGISTRY["linear"](4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        global COUNT
+        global COUNT, LAST
         COUNT += 1
+        LAST = x.shape[0]
         return self.linear(x) if "linear" in REGISTRY else x
 
 
 def test_what_the_forward_itself_sets_is_said_and_costs_no_further_plan() -> None:
-    with pytest.warns(UserWarning, match="Counting sets COUNT, which a planned one does not"):
+    with pytest.warns(UserWarning, match="Counting sets COUNT, LAST, which a planned one does not"):
         ours = planned(Counting())
     for _ in range(3):
         globals().update(COUNT=COUNT + 1)
