@@ -73,6 +73,20 @@ def parse_budget(text: str) -> Budget:
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
 
 
+def parse_bytes(text: str, what: str) -> int:
+    """Read a number of bytes, rounded down.
+
+    Raises:
+        UsageError: malformed, or a share.
+    """
+    amount = parse_budget(text)
+    if amount.kind != "bytes":
+        raise UsageError(
+            f"{what} {text!r} is no number of bytes; write 4GiB, 512MB or a whole number of bytes"
+        )
+    return amount.bytes(0, lambda: 0)
+
+
 def plan_within(strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
     """The strategy's plan within a budget.
 

@@ -132,6 +132,7 @@ def backend(
     keep: Iterable[Name] = (),
     never_rerun: Iterable[Name] = (),
     compiler: str = "eager",
+    loss_memory: str | int | None = None,
 ) -> PlanningBackend:
     """A backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
 
@@ -145,9 +146,10 @@ def backend(
     PyTorch's own error.
 
     Raises:
-        UsageError: a malformed budget, an unknown strategy, option, compiler or kind of costs.
+        UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.
     """
-    planner = StepPlanner(budget, strategy, time_limit, options or {}, costs, tuple(keep), tuple(never_rerun))
+    names = tuple(keep), tuple(never_rerun)
+    planner = StepPlanner(budget, strategy, time_limit, options or {}, costs, *names, loss_memory=loss_memory)
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
     return PlanningBackend(planner, compiler)

@@ -32,6 +32,7 @@ def plan_module(
     inverses: bool = False,
     max_inversion_error: float | None = None,
     overlap: str | None = None,
+    loss_memory: str | int | None = None,
 ) -> nn.Module:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -43,11 +44,17 @@ def plan_module(
 
     ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
     that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients
-    of parameters and inputs, workspaces; on CUDA also what cuBLAS keeps, and what the allocator may count beyond a
-    tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with the
-    earlier ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy.
+    of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps, and what the allocator may count
+    beyond a tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with
+    the earlier ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy.
     ``costs``: ``profile`` measures ops on the present device, ``roofline`` models them, without workspaces; the path of
     a file of ``rematplan profile`` takes them from there.
+
+    ``loss_memory``: bytes, or text such as ``1GiB``, that a loss outside of the model holds at its peak beside the
+    outputs and their gradients. By default it is 0 where an output is a scalar, as a model's own loss is. Else room is
+    left for five tensors of the outputs' size (in float32 at least), their gradients among them, which is what most
+    losses need at most; or, where that is more than an eighth of the peak, as with the logits of language models, for
+    the three that cross entropy has.
 
     ``keep``: modules whose results, and ops whose results, stay from when they are made to their last use.
     ``never_rerun``: modules none of whose ops, and ops that, run a second time. Both take modules, their names, and
@@ -63,7 +70,8 @@ def plan_module(
 
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
-        UsageError: a malformed budget or none, an unknown strategy, option, kind of costs, overlap, module or op.
+        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap,
+            module or op.
         ProblemError: the saved plan is another graph's.
         ModelError: the model cannot be captured. What the model raises of itself for these arguments (it is run once,
             without gradients kept, if it cannot be captured) is raised as it is.
@@ -86,6 +94,7 @@ def plan_module(
         inverses,
         max_inversion_error,
         overlap,
+        loss_memory,
         {f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
     )
     planned = planned_module(model, planner, dynamic)

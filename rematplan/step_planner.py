@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from rematplan.budgets import least_plan, parse_budget, plan_within
+from rematplan.budgets import least_plan, parse_budget, parse_bytes, plan_within
 from rematplan.inverting import plan_either
-from rematplan.ir import ProblemError, TrainingGraph, UsageError
+from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
 from rematplan.overlapping import check_mode, overlapped, sharing_here
 from rematplan.planner.carried import begin_with, carried_over
 from rematplan.planner.lanes import Sharing
@@ -25,7 +26,7 @@ from rematplan.pricing import check_costs, priced
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.turn import turning_problem
+from rematplan.runtime.turn import LOSS, turning_problem, usual_loss_memory
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -34,13 +35,32 @@ shapes want much the same runs. For U-Net, ResNet-50 and a GPT at half, double a
 REMEMBERED = 4
 """Earlier plans to begin with."""
 
+MENTIONED = 0.01
+"""Share of a refused plan's peak from which on room for a loss is worth a word."""
+
+
+@contextmanager
+def _saying_what_is_set_aside(graph: TrainingGraph) -> Iterator[None]:
+    """A refusal also says how much room is left for a loss outside of the model."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        aside = graph.op[LOSS].workspace
+        if aside < MENTIONED * error.smallest:
+            raise
+        said = (
+            f"{error.floor}; {show_bytes(aside)} are set aside at the turn for a loss outside of the model: "
+            "loss_memory= states another figure"
+        )
+        raise InfeasibleBudget(error.strategy, error.budget, error.smallest, error.known, said) from None
+
 
 @dataclass(frozen=True)
 class StepPlanner:
     """Plans the steps of a drop-in; the fields are the arguments of `plan_module`.
 
     Raises:
-        UsageError: a malformed budget or none, an unknown strategy, option, kind of costs or overlap.
+        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs or overlap.
     """
 
     budget: str | int | None
@@ -54,6 +74,7 @@ class StepPlanner:
     inverses: bool = False
     max_inversion_error: float | None = None
     overlap: str | None = None
+    loss_memory: str | int | None = None
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -70,6 +91,7 @@ class StepPlanner:
             raise UsageError("state a budget, such as budget='8GiB', or a plan")
         if self.budget is not None:
             parse_budget(str(self.budget))
+        self.loss_bytes()
         self.chosen()
         check_costs(self.costs)
         check_mode(self.overlap)
@@ -78,10 +100,17 @@ class StepPlanner:
         """The strategy with its options."""
         return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
 
+    def loss_bytes(self) -> int | None:
+        """What the loss holds beside the outputs and their gradients, if that is stated."""
+        return None if self.loss_memory is None else parse_bytes(str(self.loss_memory), "loss_memory")
+
     def problem(self, step: CapturedStep) -> TrainingGraph:
         """The step's planning problem, with all outputs there at the turn and the user's constraints."""
         priced_ = priced(step, self.costs, max_inversion_error=self.max_inversion_error)
-        graph = turning_problem(step, priced_)
+        loss = self.loss_bytes()
+        if loss is None:
+            loss = usual_loss_memory(step, no_recompute(turning_problem(step, priced_)).estimate.peak)
+        graph = turning_problem(step, priced_, loss)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
         return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
 
@@ -115,7 +144,8 @@ class StepPlanner:
         if both not in self.better:
             auto, budget = self.chosen(), parse_budget(str(self.budget))
             assert isinstance(auto, Auto)
-            graph, plan = plan_either(auto, *graphs, budget)
+            with _saying_what_is_set_aside(graphs[0]):
+                graph, plan = plan_either(auto, *graphs, budget)
             self._note(graph, plan)
             self.better[both] = int(graph is graphs[1])
         one = self.better[both]
@@ -163,7 +193,8 @@ class StepPlanner:
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
         bytes_ = budget.bytes(no_recompute(graph).estimate.peak, lambda: 0)
-        return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
+        with _saying_what_is_set_aside(graph):
+            return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
 
     def _begun(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Strategy:
         """The strategy, with less time where an earlier plan serves; it begins with those."""

@@ -17,6 +17,7 @@ from rematplan.runtime.captured_step import CapturedStep, StepOutput
 from rematplan.runtime.lanes import LaneWriter
 from rematplan.runtime.segments import gradient_segments
 from rematplan.runtime.step_writer import Writer, read_from, renewed_buffers
+from rematplan.runtime.turn import turned
 from rematplan.runtime.unused_outputs import unused_by
 
 
@@ -103,7 +104,9 @@ def compile_halves(
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
     _check_order_of_draws(step, schedule)
-    segments = gradient_segments(step, schedule)
+    own = turned(step, schedule, lanes)
+    schedule, lanes = own.schedule, own.lanes
+    segments = gradient_segments(step, schedule, own.turn)
     writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
@@ -114,9 +117,9 @@ def compile_halves(
     writer.unused = unused_by(step, schedule, segments[0].start, missing)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
-    own = renewed_buffers(step)
+    renewed = renewed_buffers(step)
     storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
-    read = [read_from(step, schedule, s.start) - own for s in segments]
+    read = [read_from(step, schedule, s.start) - renewed for s in segments]
     late = tuple(at for at, storage in enumerate(storages) if storage in read[0])
     early = [step.values[o.value].storage for o in step.outputs if o.kind in ("output", "buffer")]
     given = tuple(at for at, storage in enumerate(early) if storage in read[0])

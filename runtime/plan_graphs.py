@@ -20,7 +20,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from rematplan.ir import ProblemError
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
-from rematplan.runtime.segments import turn_of
+from rematplan.runtime.turn import turned
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
         ProblemError: an output or a tensor that the backward needs is not there at the turn.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
-    turn = turn_of(step, schedule)
+    own = turned(step, schedule)
+    schedule, turn = own.schedule, own.turn
     rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
     replayed = {c.name for c in step.calls if c.seeded} & rerun
     forward = _Emitter(step, replayed)

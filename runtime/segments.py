@@ -27,11 +27,10 @@ class Segment:
 
 
 def gradient_segments(
-    step: CapturedStep, schedule: Schedule, most: int = MOST, least: int = LEAST
+    step: CapturedStep, schedule: Schedule, start: int, most: int = MOST, least: int = LEAST
 ) -> tuple[Segment, ...]:
-    """The backward half of a schedule in at least one and at most ``most`` segments, of about equal bytes of gradients,
-    but no fewer than ``least``."""
-    start = turn_of(step, schedule)
+    """The backward half of a schedule, from ``start`` on, in at least one and at most ``most`` segments, of about equal
+    bytes of gradients, but no fewer than ``least``."""
     ready = _ready(step, schedule)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
     sizes = [step.storage_bytes[step.values[o.value].storage] for o in gradients]
@@ -51,13 +50,6 @@ def gradient_segments(
             segments.append(Segment(start, end, tuple(given)))
             start, given, waiting = end, [], 0
     return (*segments, Segment(start, len(schedule), tuple(given)))
-
-
-def turn_of(step: CapturedStep, schedule: Schedule) -> int:
-    """The position of the first step that needs a tangent, directly or not."""
-    late = step.after_turn
-    found = (at for at, one in enumerate(schedule) if isinstance(one, Run) and one.op in late)
-    return next(found, len(schedule))
 
 
 def _ready(step: CapturedStep, schedule: Schedule) -> dict[StepOutput, int]:

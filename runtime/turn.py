@@ -1,10 +1,12 @@
-"""The turn of a step from forward to backward, where its outputs leave, as a part of the planning problem."""
+"""The turn of a step from forward to backward, where its outputs leave for a loss and their gradients come back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.lanes import Lanes
+from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.measure import allocated
 
@@ -12,10 +14,41 @@ OLD_BUFFERS = "old_buffers"
 """The tensor that stands for the copies of buffers as they were before the step."""
 GIVEN_TANGENTS = "given_tangents"
 """The tensor that stands for copies of tangents that do not lie as when they were captured."""
+LOSS = "(loss)"
+"""The op that stands for what is done with the outputs until their gradients come, and its tensor of no bytes."""
+COPIES = 3
+"""Tensors of an output's size that cross entropy holds at its peak, in float32 at least: the logarithms of the
+probabilities, their gradient and the output's own. A mean squared error holds no more."""
+AMPLE = 5
+"""What almost every loss does with: the mean of squares, l1, dice and divergences hold four, a squared difference
+written out five."""
+SMALL = 1 / 8
+"""Share of a step's peak up to which that much is set aside. Where outputs are larger, as the logits of a language
+model are, the loss is cross entropy as a rule, and room for two more is dear."""
 
 
-def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+def usual_loss_memory(step: CapturedStep, peak: int) -> int:
+    """Bytes that a usual loss holds beside the outputs and their gradients.
+
+    There are none where a scalar among the outputs shows that the model has a loss of its own.
+
+    ``peak``: the step's without recomputation and without a loss, in bytes.
+    """
+    fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
+    if any(fake.numel() <= 1 for fake in fakes):
+        return 0
+    given = sum(allocated(fake.nbytes, fake.device) for fake in fakes)
+    copy = sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in fakes)
+    ample = AMPLE * copy - given
+    return ample if ample <= SMALL * peak else COPIES * copy - given
+
+
+def turning_problem(step: CapturedStep, graph: TrainingGraph, loss_memory: int = 0) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
+
+    ``loss_memory``: bytes that the loss holds beside the outputs and the tangents, at its peak. It is the workspace of
+    an op of the backward, so that it divides no blocks, that runs once, after all that makes outputs or new buffers
+    and before all that reads a tangent.
 
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
@@ -26,12 +59,13 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     late = step.after_turn
+    loss = Op(LOSS, tuple(early), (LOSS,), 0.0, loss_memory, "backward")
 
     def turned(op: Op) -> Op:
         return (
             op
             if tangents.isdisjoint(op.reads)
-            else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early))))
+            else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
         )
 
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
@@ -46,13 +80,55 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     beside = {name: size for name, size in beside.items() if size}
     charged = replace(
         graph,
-        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in beside.items())),
+        tensors=(*graph.tensors, Tensor(LOSS, 0), *(Tensor(name, size) for name, size in beside.items())),
         inputs=(*graph.inputs, *beside),
         fixed_split={**graph.fixed_split, **beside},
     )
     return replace(
         charged,
-        ops=tuple(map(turned, sorted(graph.ops, key=lambda op: op.name in late))),
+        ops=(
+            *(op for op in graph.ops if op.name not in late),
+            loss,
+            *(turned(op) for op in graph.ops if op.name in late),
+        ),
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
-        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made))),
+        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A schedule as it is run.
+
+    ``schedule`` and ``lanes`` are without the loss, which others run; ``turn`` is the position of the first step after
+    it, or, where none is scheduled, of the first that needs a tangent, directly or not.
+    """
+
+    schedule: Schedule
+    lanes: Lanes | None
+    turn: int
+
+
+def turned(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Turned:
+    """What is to be run of a schedule of the step's `turning_problem`, and where it turns."""
+    own = tuple(one for one in schedule if one not in (Run(LOSS), Free(LOSS)))
+    if Run(LOSS) in schedule:
+        before = schedule[: schedule.index(Run(LOSS))]
+        return Turned(own, lanes and _without(lanes, runs_of(schedule).index(LOSS)), len(before))
+    late = step.after_turn
+    found = (at for at, one in enumerate(own) if isinstance(one, Run) and one.op in late)
+    return Turned(own, lanes, next(found, len(own)))
+
+
+def _without(lanes: Lanes, run: int) -> Lanes:
+    """The lanes without the main lane's run that stands at a position."""
+
+    def at(other: int) -> int:
+        return other - (other > run)
+
+    return replace(
+        lanes,
+        fork=at(lanes.fork),
+        recovery=tuple(map(at, lanes.recovery)),
+        waits=tuple((at(one), at(other)) for one, other in lanes.waits if run not in (one, other)),
     )

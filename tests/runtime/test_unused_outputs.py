@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.runtime.segments import turn_of
+from rematplan.runtime.turn import turned
 from rematplan.runtime.unused_outputs import unused_by
 
 
@@ -73,9 +73,10 @@ def test_what_the_loss_uses_decides_as_in_plain_autograd(strategy: str, budget: 
 def test_what_only_an_unused_output_needs_is_skipped() -> None:
     planned, _ = pair("anneal", "85%")
     compiled = planned._rematplan.last.compiled
-    step, schedule = compiled.step, compiled.schedule
+    step, own = compiled.step, turned(compiled.step, compiled.schedule)
+    schedule = own.schedule
     (second,) = [i.value for i in step.inputs if i.kind == "tangent" and i.target == "1"]
-    unused = unused_by(step, schedule, turn_of(step, schedule), {second})
+    unused = unused_by(step, schedule, own.turn, {second})
     skipped = {schedule[at].op for at in unused.skipped}
     assert {c.name for c in step.calls if c.module == "second" and c.backward and not c.is_view} <= skipped
     assert (

@@ -1,0 +1,171 @@
+"""Laws of a loss outside of a planned module: what it holds is within the budget too."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.turn import LOSS
+
+CPU = torch.device("cpu")
+OUT, CLASSES = 24, 600
+"""So that the second model's outputs are its largest tensors."""
+
+
+def small_outputs() -> nn.Module:
+    layers = [m for _ in range(30) for m in (nn.Conv2d(8, 8, 1), nn.GELU())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 12, 1))
+
+
+def large_outputs() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(CLASSES, 64),
+        *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in "abcd"),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, OUT, OUT, generator=torch.Generator().manual_seed(1))
+
+
+def words() -> Tensor:
+    return torch.randint(0, CLASSES, (2, 128), generator=torch.Generator().manual_seed(1))
+
+
+def pixels(y: Tensor) -> Tensor:
+    return torch.ones(y.shape[0], *y.shape[2:], dtype=torch.long)
+
+
+SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda y: y.sum(),
+    "cross entropy": lambda y: functional.cross_entropy(y, pixels(y)),
+    "cross entropy of rows": lambda y: functional.cross_entropy(
+        y.permute(0, 2, 3, 1).reshape(-1, y.shape[1]), pixels(y).flatten()
+    ),
+    "mean of squares": lambda y: y.pow(2).mean(),
+    "l1": lambda y: functional.l1_loss(y, torch.ones(()).expand_as(y)),
+    "written out": lambda y: ((y - 1) ** 2).mean(),
+    "binary": lambda y: functional.binary_cross_entropy_with_logits(y, torch.ones(()).expand_as(y)),
+}
+LARGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda y: functional.cross_entropy(y.view(-1, CLASSES), words().flatten()),
+    "channels second": lambda y: functional.cross_entropy(y.transpose(1, 2), words()),
+    "shifted": lambda y: functional.cross_entropy(y[:, :-1].reshape(-1, CLASSES), words()[:, 1:].flatten()),
+    "squared error": lambda y: functional.mse_loss(y, torch.zeros(()).expand_as(y)),
+}
+MODELS = {"small": (small_outputs, images, SMALL), "large": (large_outputs, words, LARGE)}
+
+
+def measured(planned: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> int:
+    """The peak of a whole step, the loss in it; what the loss is compared with is made within and counts."""
+    held = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
+    planned.zero_grad(set_to_none=True)
+    return held + peak_above_entry(lambda: loss(planned(x)).backward(), CPU)[0]
+
+
+def smallest(model: nn.Module, x: Tensor, **options: object) -> int:
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_module(model, (x,), budget=1000, time_limit=1.0, **options)
+    return refused.value.smallest
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_is_within_the_budget_with_its_loss(kind: str) -> None:
+    made, given, losses = MODELS[kind]
+    model, x = made(), given()
+    least = smallest(model, x)
+    for budget in (least, "90%"):
+        planned = rematplan.plan_module(copy.deepcopy(model), (x,), budget=budget, time_limit=1.0)
+        for name, loss in losses.items():
+            measured(planned, x, loss)
+            peak = measured(planned, x, loss)
+            assert peak <= planned.plan.budget, (name, peak, planned.plan.budget)
+
+
+def aside(model: nn.Module, x: Tensor, **options: object) -> int:
+    """Bytes that a plan leaves for the loss."""
+    planned = rematplan.plan_module(model, (x,), budget="100%", strategy="store_all", **options)
+    runner = planned._rematplan
+    return int(runner.planner.problem(runner.last.compiled.step).op[LOSS].workspace)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = large_outputs()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.model(x)
+        return functional.cross_entropy(y.view(-1, CLASSES), x.flatten()), y
+
+
+def test_room_for_a_loss_follows_the_outputs() -> None:
+    outputs = 4 * 4 * 12 * OUT * OUT
+    assert aside(small_outputs(), images()) == 4 * outputs  # and the gradient, which is charged as a tangent
+    logits = 4 * words().numel() * CLASSES
+    assert aside(large_outputs(), words()) == 2 * logits
+    assert aside(large_outputs().bfloat16(), words()) == (3 * 2 - 1) * logits // 2  # the loss is in float32
+    assert aside(WithLoss(), words()) == 0
+
+
+def test_room_for_a_loss_may_be_stated() -> None:
+    model, x = large_outputs(), words()
+    least = smallest(model, x)
+    without = smallest(model, x, loss_memory=0)
+    assert without < least
+    assert smallest(model, x, loss_memory="1MiB") > smallest(model, x, loss_memory=2**19) > without
+    planned = rematplan.plan_module(model, (x,), budget=without, loss_memory="0", time_limit=1.0)
+    ready = torch.ones(*x.shape, CLASSES)
+    held = ready.nbytes + x.nbytes + sum(p.nbytes for p in planned.parameters())
+    assert held + peak_above_entry(lambda: planned(x).backward(ready), CPU)[0] <= without
+
+
+@pytest.mark.parametrize("stated", ["much", "50%", -1])
+def test_malformed_room_is_refused(stated: str | int) -> None:
+    with pytest.raises(UsageError, match=str(stated)):
+        rematplan.plan_module(large_outputs(), (words(),), budget="1GiB", loss_memory=stated)
+
+
+def test_a_refusal_says_what_is_set_aside() -> None:
+    with pytest.raises(InfeasibleBudget, match=r"1\.17 MiB are set aside .* loss_memory="):
+        rematplan.plan_module(large_outputs(), (words(),), budget=1000, time_limit=1.0)
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_module(WithLoss(), (words(),), budget=1000, time_limit=1.0)
+    assert "set aside" not in str(refused.value)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_saved_plan_leaves_the_same_room(overlap: str, tmp_path: pytest.TempPathFactory) -> None:
+    x = images()
+    torch.manual_seed(0)
+    model = small_outputs()
+    plain = copy.deepcopy(model)
+    first = rematplan.plan_module(model, (x,), budget="70%", time_limit=1.0, overlap=overlap)
+    rematplan.save_plan(first.plan, tmp_path / "plan.json")
+    again = rematplan.plan_module(copy.deepcopy(plain), (x,), plan=tmp_path / "plan.json", overlap=overlap)
+    assert again.plan.schedule == first.plan.schedule
+    for one in (first, again, plain):
+        one(x).pow(2).mean().backward()
+    for ours, theirs, eager in zip(first.parameters(), again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+        assert torch.equal(theirs.grad, eager.grad)
+
+
+def test_a_compiled_module_leaves_room_too() -> None:
+    torch._dynamo.reset()
+    model, x = large_outputs(), words()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="set aside"):
+        torch.compile(model, backend=rematplan.backend(budget="1000", time_limit=1.0))(x)
+    backend = rematplan.backend(budget="90%", time_limit=1.0, loss_memory="2MiB")
+    plain = copy.deepcopy(model)
+    for one in (torch.compile(model, backend=backend), plain):
+        LARGE["shifted"](one(x)).backward()
+    for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
