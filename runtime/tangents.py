@@ -22,6 +22,9 @@ RESHAPE = ATEN.reshape.default
 VIEWS = frozenset({ATEN.view.default, ATEN._unsafe_view.default})
 
 _NAMES = (
+    "_reshape_alias",
+    "as_strided",
+    "as_strided_scatter",
     "native_group_norm_backward",
     "_weight_norm_interface_backward",
     "_cdist_backward",
@@ -31,7 +34,8 @@ _NAMES = (
     "miopen_batch_norm_backward",
 )
 CONTIGUOUS = frozenset(getattr(ATEN, name).default for name in _NAMES)
-"""Calls whose gradients autograd's formulas make contiguous (derivatives.yaml); it is no call where they are so."""
+"""Calls whose gradients formulas of autograd make contiguous (derivatives.yaml), which is no call where they are so.
+Those that are given strides would else mean other numbers."""
 
 
 def for_any_layout(step: CapturedStep) -> CapturedStep:

@@ -35,6 +35,17 @@ class Roll(nn.Module):
         return x.roll((1, 2), (2, 3))
 
 
+class Written(nn.Module):
+    """Writes into what its strides say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.corner = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_strided_scatter(x.contiguous(), self.corner, (2, 2), (3, 1), 1)
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -71,6 +82,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "group norm": lambda: nn.Sequential(
         stem(), nn.GroupNorm(2, C), nn.SiLU(), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)
     ),
+    "written": lambda: nn.Sequential(stem(), Written(), nn.Conv2d(C, C, 3), Written()),
     "rolled": lambda: nn.Sequential(stem(), Roll(), nn.Linear(11, 5), nn.Tanh(), Roll()),
     "norms of what is permuted": lambda: nn.Sequential(
         Permute(3, 1, 2, 0),
