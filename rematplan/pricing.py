@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rematplan.ir import TrainingGraph, UsageError
@@ -9,6 +11,7 @@ from rematplan.planner.inversion_error import with_anchors
 from rematplan.planner.strategy import Progress, silent
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.other_layouts import Copies, most_copied
 from rematplan.runtime.profile_costs import profile_costs
 from rematplan.runtime.profile_file import Profile, read_profile
 from rematplan.runtime.roofline import roofline_costs
@@ -58,3 +61,18 @@ def priced(
     else:
         known = _profile(costs).costs(step)
     return with_anchors(training_graph(step, known), max_inversion_error)
+
+
+def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
+    """What the step holds at most beyond its problem where a loss lays the gradients of the outputs out otherwise.
+
+    ``costs``: as for `priced`; measured with ``profile``, else what lies otherwise is copied; without workspaces with
+    ``roofline``.
+    """
+
+    def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
+        return {name: cost.workspace for name, cost in profile_costs(lying, only=names).items()}
+
+    own = {op.name: op.workspace for op in graph.ops}
+    copies = most_copied(step, own, measured if costs == "profile" else None)
+    return replace(copies, workspace={}) if costs == "roofline" else copies

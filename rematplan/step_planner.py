@@ -22,11 +22,11 @@ from rematplan.planner.strategies.registry import LIMIT, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.strategy import Strategy
-from rematplan.pricing import check_costs, priced
+from rematplan.pricing import check_costs, copies_priced, priced
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.turn import LOSS, turning_problem, usual_loss_memory
+from rematplan.runtime.turn import set_aside, turning_problem, usual_loss_memory
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -45,7 +45,7 @@ def _saying_what_is_set_aside(graph: TrainingGraph) -> Iterator[None]:
     try:
         yield
     except InfeasibleBudget as error:
-        aside = graph.op[LOSS].workspace
+        aside = set_aside(graph)
         if aside < MENTIONED * error.smallest:
             raise
         said = (
@@ -109,8 +109,9 @@ class StepPlanner:
         priced_ = priced(step, self.costs, max_inversion_error=self.max_inversion_error)
         loss = self.loss_bytes()
         if loss is None:
-            loss = usual_loss_memory(step, no_recompute(turning_problem(step, priced_)).estimate.peak)
-        graph = turning_problem(step, priced_, loss)
+            loss = usual_loss_memory(step, no_recompute(priced_).estimate.peak)
+        copies = copies_priced(step, priced_, self.costs)
+        graph = turning_problem(step, priced_, loss, copies)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
         return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
 

@@ -197,7 +197,8 @@ class LaneWriter(_Locked):
             writer.run(Run(self.runs[at]), self.step_of[at])
             for copy in here.gives[lane, k]:
                 self._give(writer, here, copy)
-            for storage in here.drops[lane, k]:
+            ends = self.ends.get(self.step_of[at], ()) if lane == MAIN else ()
+            for storage in (*here.drops[lane, k], *ends):
                 writer.free(storage)
             writer.drop_dead()
             if k + 1 in awaited:

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -46,15 +46,18 @@ class ProfileWarning(UserWarning):
 
 
 def profile_costs(
-    step: CapturedStep, progress: Progress = lambda _fraction, _text: None, cache: Path | None = None
+    step: CapturedStep,
+    progress: Progress = lambda _fraction, _text: None,
+    cache: Path | None = None,
+    only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
     """A measured cost for every call that is no view, and every inverse: microseconds, workspace and real result
     sizes in bytes.
 
-    ``cache``: the folder of the cache file, by default ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what
-    was measured so far.
+    ``only``: the names of those to measure. ``cache``: the folder of the cache file, by default
+    ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far.
     """
-    calls = {c.name: signature(step, c) for c in step.priced_calls}
+    calls = {c.name: signature(step, c) for c in step.priced_calls if only is None or c.name in only}
     file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}

@@ -43,6 +43,7 @@ class Writer:
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
+        self.ends: dict[int, list[str]] = {}  # storages that go after a position, though no step frees them
         self.noting = False
         """Whether each value that is made is told to ``note(name, tensor)``, which the scope must have."""
 
@@ -61,6 +62,7 @@ class Writer:
         self.steps(0, segments[0].start)
         early = [o.value for o in step.outputs if o.kind in ("output", "buffer")]
         self._keep_old_buffers(segments[0].start)
+        self.ends = self._last_reads_of_tangents()
         functions = [
             self._handing_over(f"forward({names})", early, self._done_with(segments[0].start, early))
         ]
@@ -74,6 +76,22 @@ class Writer:
             gone = [*given, *self._done_with(segment.end)]
             functions.append(self._handing_over(head, given, gone, self.unused.zero))
         return "\n\n".join(functions)
+
+    def _last_reads_of_tangents(self) -> dict[int, list[str]]:
+        """The storages of tangents that are not given as gradients, too, by the position of the last run that reads
+        them: views of them may be copies, where they lie otherwise than captured."""
+        given = {self.step.values[o.value].storage for o in self.step.outputs}
+        tangents = {
+            self.step.values[i.value].storage for i in self.step.inputs if i.kind == "tangent"
+        } - given
+        ends = {
+            storage: at
+            for at, one in enumerate(self.schedule)
+            if isinstance(one, Run)
+            for storage in self.step.reads(self.step.call[one.op])
+            if storage in tangents
+        }
+        return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, turn: int) -> None:
         """Copies of the buffers that get new content at the turn and are read after it."""
@@ -112,6 +130,8 @@ class Writer:
         """The steps of the schedule from one position to another."""
         for at in range(start, end):
             one = self.schedule[at]
+            for storage in self.ends.get(at - 1, ()):
+                self.free(storage)
             if at in self.unused.skipped:
                 continue
             if isinstance(one, Free):

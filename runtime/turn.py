@@ -9,13 +9,13 @@ from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.measure import allocated
+from rematplan.runtime.other_layouts import NONE, Copies
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that stands for the copies of buffers as they were before the step."""
-GIVEN_TANGENTS = "given_tangents"
-"""The tensor that stands for copies of tangents that do not lie as when they were captured."""
 LOSS = "(loss)"
-"""The op that stands for what is done with the outputs until their gradients come, and its tensor of no bytes."""
+"""The op that stands for what is done with the outputs until their gradients come, and its tensor, which stands for
+copies of these."""
 COPIES = 3
 """Tensors of an output's size that cross entropy holds at its peak, in float32 at least: the logarithms of the
 probabilities, their gradient and the output's own. A mean squared error holds no more."""
@@ -43,7 +43,9 @@ def usual_loss_memory(step: CapturedStep, peak: int) -> int:
     return ample if ample <= SMALL * peak else COPIES * copy - given
 
 
-def turning_problem(step: CapturedStep, graph: TrainingGraph, loss_memory: int = 0) -> TrainingGraph:
+def turning_problem(
+    step: CapturedStep, graph: TrainingGraph, loss_memory: int = 0, copies: Copies = NONE
+) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
 
     ``loss_memory``: bytes that the loss holds beside the outputs and the tangents, at its peak. It is the workspace of
@@ -53,15 +55,17 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph, loss_memory: int =
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
     and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
-    input. So are the tangents of outputs that are not contiguous, since a loss may give them laid out otherwise, and
-    what was a view of them is a copy then.
+    input. ``copies``, which the backward makes where a loss lays the tangents out otherwise, are charged to what makes
+    them, or to what they are copies of; the loss's own tensor stands for the copies of tangents.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
+    given = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late = step.after_turn
-    loss = Op(LOSS, tuple(early), (LOSS,), 0.0, loss_memory, "backward")
+    loss = Op(LOSS, tuple(early), (LOSS,), 0.0, max(0, loss_memory - given), "backward")
 
     def turned(op: Op) -> Op:
+        op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
         return (
             op
             if tangents.isdisjoint(op.reads)
@@ -70,18 +74,18 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph, loss_memory: int =
 
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
-    fakes = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
-    beside = {
-        OLD_BUFFERS: sum(step.storage_bytes[s] for s in early if s not in held),
-        GIVEN_TANGENTS: sum(
-            allocated(fake.nbytes, fake.device) for fake in fakes if not fake.is_contiguous()
-        ),
-    }
-    beside = {name: size for name, size in beside.items() if size}
+    old = sum(step.storage_bytes[s] for s in early if s not in held)
+    beside = {OLD_BUFFERS: old} if old else {}
+    kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     charged = replace(
         graph,
-        tensors=(*graph.tensors, Tensor(LOSS, 0), *(Tensor(name, size) for name, size in beside.items())),
+        tensors=(
+            *(replace(t, bytes=t.bytes + kept.get(t.name, 0)) for t in graph.tensors),
+            Tensor(LOSS, given),
+            *(Tensor(name, size) for name, size in beside.items()),
+        ),
         inputs=(*graph.inputs, *beside),
+        outputs=(*graph.outputs, *([LOSS] if tangents & set(graph.outputs) else [])),
         fixed_split={**graph.fixed_split, **beside},
     )
     return replace(
@@ -94,6 +98,11 @@ def turning_problem(step: CapturedStep, graph: TrainingGraph, loss_memory: int =
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
     )
+
+
+def set_aside(graph: TrainingGraph) -> int:
+    """Bytes that a step's `turning_problem` leaves for a loss outside of it."""
+    return graph.op[LOSS].workspace + graph.size[LOSS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
         assert both["extra_time"] <= plain["extra_time"]
     laned = rows[OVERLAP]
     assert laned["within_budget"] or not both["within_budget"]
-    assert laned["measured_peak"] <= 1.1 * laned["peak"]
+    assert (
+        laned["measured_peak"] <= 1.2 * laned["peak"]
+    )  # a roofline has no workspaces, of which there are two at once
     assert laned["extra_time"] < both["extra_time"]
     assert laned["one_lane_seconds"] > 0
     assert both["one_lane_seconds"] is None
