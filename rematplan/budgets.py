@@ -73,18 +73,21 @@ def parse_budget(text: str) -> Budget:
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
 
 
-def parse_bytes(text: str, what: str) -> int:
-    """Read a number of bytes, rounded down.
+def parse_loss_memory(text: str) -> Budget:
+    """Read how much a loss holds: bytes, or ``3x``, a share of 3 of what its outputs take.
 
     Raises:
-        UsageError: malformed, or a share.
+        UsageError: malformed; the message shows the forms there are.
     """
-    amount = parse_budget(text)
-    if amount.kind != "bytes":
-        raise UsageError(
-            f"{what} {text!r} is no number of bytes; write 4GiB, 512MB or a whole number of bytes"
-        )
-    return amount.bytes(0, lambda: 0)
+    match = _NUMBER.fullmatch(text.strip())
+    if match and match[2].lower() == "x":
+        return Budget(text, "share", Fraction(match[1]))
+    if match and match[2] != "%":
+        return parse_budget(text)
+    raise UsageError(
+        f"loss_memory {text[:40]!r} is not understood; write 1GiB, 512MB, a whole number of bytes, or 3x (three "
+        f"tensors of the outputs' size, their gradients among them)"
+    )
 
 
 def plan_within(strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:

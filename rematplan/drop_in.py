@@ -48,13 +48,13 @@ def plan_module(
     beyond a tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with
     the earlier ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy.
     ``costs``: ``profile`` measures ops on the present device, ``roofline`` models them, without workspaces; the path of
-    a file of ``rematplan profile`` takes them from there.
+    a file of ``rematplan profile`` takes them from there. Where parameters have gradients of earlier steps when the
+    module is called, and the plan does not fit beside them, another is made, or a warning says that there is none.
 
-    ``loss_memory``: bytes, or text such as ``1GiB``, that a loss outside of the model holds at its peak beside the
-    outputs and their gradients. By default it is 0 where an output is a scalar, as a model's own loss is. Else room is
-    left for five tensors of the outputs' size (in float32 at least), their gradients among them, which is what most
-    losses need at most; or, where that is more than an eighth of the peak, as with the logits of language models, for
-    the three that cross entropy has.
+    ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
+    (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
+    ``1GiB``, beside the outputs and their gradients. By default 0 where an output is a scalar, as a model's own loss
+    is; else ``5x``, which almost every loss does with, or ``4x`` where that is more than an eighth of the peak.
 
     ``keep``: modules whose results, and ops whose results, stay from when they are made to their last use.
     ``never_rerun``: modules none of whose ops, and ops that, run a second time. Both take modules, their names, and

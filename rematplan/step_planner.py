@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rematplan.budgets import least_plan, parse_budget, parse_bytes, plan_within
+from rematplan.budgets import Budget, least_plan, parse_budget, parse_loss_memory, plan_within
 from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
 from rematplan.overlapping import check_mode, overlapped, sharing_here
@@ -26,7 +26,7 @@ from rematplan.pricing import check_costs, copies_priced, priced
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.turn import set_aside, turning_problem, usual_loss_memory
+from rematplan.runtime.turn import loss_memory, set_aside, turning_problem, usual_loss_memory
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -49,8 +49,8 @@ def _saying_what_is_set_aside(graph: TrainingGraph) -> Iterator[None]:
         if aside < MENTIONED * error.smallest:
             raise
         said = (
-            f"{error.floor}; {show_bytes(aside)} are set aside at the turn for a loss outside of the model: "
-            "loss_memory= states another figure"
+            f"{error.floor}; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= may "
+            f"state less (loss_memory='3x' does for cross entropy)"
         )
         raise InfeasibleBudget(error.strategy, error.budget, error.smallest, error.known, said) from None
 
@@ -91,7 +91,7 @@ class StepPlanner:
             raise UsageError("state a budget, such as budget='8GiB', or a plan")
         if self.budget is not None:
             parse_budget(str(self.budget))
-        self.loss_bytes()
+        self.stated_loss()
         self.chosen()
         check_costs(self.costs)
         check_mode(self.overlap)
@@ -100,18 +100,22 @@ class StepPlanner:
         """The strategy with its options."""
         return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
 
-    def loss_bytes(self) -> int | None:
-        """What the loss holds beside the outputs and their gradients, if that is stated."""
-        return None if self.loss_memory is None else parse_bytes(str(self.loss_memory), "loss_memory")
+    def stated_loss(self) -> Budget | None:
+        """What the loss holds, if that is stated."""
+        return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
+
+    def loss_bytes(self, step: CapturedStep, graph: TrainingGraph) -> int:
+        """What the loss holds beside the outputs and their gradients."""
+        stated = self.stated_loss()
+        if stated is None:
+            return usual_loss_memory(step, no_recompute(graph).estimate.peak)
+        return loss_memory(step, float(stated.amount)) if stated.kind == "share" else int(stated.amount)
 
     def problem(self, step: CapturedStep) -> TrainingGraph:
         """The step's planning problem, with all outputs there at the turn and the user's constraints."""
         priced_ = priced(step, self.costs, max_inversion_error=self.max_inversion_error)
-        loss = self.loss_bytes()
-        if loss is None:
-            loss = usual_loss_memory(step, no_recompute(priced_).estimate.peak)
         copies = copies_priced(step, priced_, self.costs)
-        graph = turning_problem(step, priced_, loss, copies)
+        graph = turning_problem(step, priced_, self.loss_bytes(step, priced_), copies)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
         return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
 
@@ -121,11 +125,40 @@ class StepPlanner:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
-    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
+    def __call__(self, step: CapturedStep, gradients: int = 0) -> tuple[CapturedStep, Plan]:
         """The step with its inverses, and its plan.
+
+        ``gradients``: bytes of those of earlier steps that are there when it begins, and so within the budget. The new
+        ones are charged beside them up to the end, though what adds them up needs them no longer.
 
         Raises: see `planned`.
         """
+        found = self._alone(step)
+        return self._beside(step, found, gradients) if gradients else found
+
+    def _beside(
+        self, step: CapturedStep, alone: tuple[CapturedStep, Plan], gradients: int
+    ) -> tuple[CapturedStep, Plan]:
+        """What is planned for the step alone, if that fits beside gradients, or for as much less."""
+        plan = alone[1]
+        if self.plan is None:
+            base = no_recompute(self.problem(with_exact_inverses(step))).estimate.peak
+            budget = parse_budget(str(self.budget)).bytes(base + gradients, lambda: plan.peak + gradients)
+        else:
+            budget = plan.peak if plan.budget is None else plan.budget
+        if plan.peak + gradients <= budget:
+            return alone
+        if self.plan is not None:
+            raise InfeasibleBudget(plan.strategy, budget, plan.peak + gradients)
+        less = replace(self, budget=max(1, budget - gradients))
+        less.searched[:] = self.searched
+        try:
+            return less._alone(step)
+        except InfeasibleBudget as error:
+            smallest = error.smallest + gradients
+            raise InfeasibleBudget(error.strategy, budget, smallest, error.known) from None
+
+    def _alone(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
         if self.inverses and isinstance(self.chosen(), Auto):
             return self._either(with_exact_inverses(step), self.opened(step))
         step = self.opened(step)

@@ -12,9 +12,10 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from rematplan.ir import ModelError, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, UsageError, show_bytes
 from rematplan.planner.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
@@ -33,6 +34,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
 from rematplan.runtime.flat_model import FlatModel, Given, Own, Place, flattened, refill, tensors_in
 from rematplan.runtime.host_random import no_host_draws
+from rematplan.runtime.measure import allocated
 from rematplan.runtime.outside import Named, Outside
 from rematplan.runtime.own_errors import own_error
 from rematplan.runtime.planned_function import CompiledPlan
@@ -48,9 +50,18 @@ from rematplan.runtime.ways import (
     hooked,
 )
 
-Planner = Callable[[CapturedStep], tuple[CapturedStep, Plan]]
-"""Makes the plan of a captured step, and gives the step that it is for: the same, or the same with inverses. The plan
-is a schedule of its `turn.turning_problem`."""
+
+class Planner(Protocol):
+    """Makes plans."""
+
+    def __call__(self, step: CapturedStep, gradients: int = 0) -> tuple[CapturedStep, Plan]:
+        """The plan of a captured step, a schedule of its `turn.turning_problem`; and the step that it is for, the same
+        or the same with inverses. ``gradients``: bytes of those that are there before the step.
+
+        Raises:
+            InfeasibleBudget: there is none within the budget.
+        """
+
 
 MANY = 8
 """Plans of one module after which it is said that there are many."""
@@ -157,7 +168,9 @@ class Planning:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans made so far."""
-        return tuple(way.plan for ways in self._planned._rematplan.ways.values() for way in ways)
+        alone = [way for ways in self._planned._rematplan.ways.values() for way in ways]
+        beside = [other for way in alone for other in way.beside.values() if other is not way]
+        return tuple(way.plan for way in (*alone, *beside))
 
     @property
     def source(self) -> str:
@@ -274,6 +287,17 @@ class _Way:
     """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
     """What it decided by the values of inputs and buffers."""
+    captured: CapturedStep
+    """The step before there was a plan of it."""
+    beside: dict[int, _Way] = field(default_factory=dict, compare=False)
+    """Planned beside gradients of earlier steps, by their bytes."""
+
+    @cached_property
+    def marker(self) -> str:
+        """The name of a parameter that gets a gradient, if any does: the others have theirs when it has."""
+        return next(
+            (o.target.removeprefix("model.") for o in self.captured.outputs if o.kind == "gradient"), ""
+        )
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the forward would be the same for a module in this state and these tensors."""
@@ -333,7 +357,7 @@ class _Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
-        way = self._way(planned, leaves, spec, state)
+        way = self._beside_gradients(self._way(planned, leaves, spec, state), state)
         flat = way.compiled(state.named, tensors)
         places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
@@ -380,6 +404,34 @@ class _Runner:
         self.last = found
         return found
 
+    def _beside_gradients(self, way: _Way, state: ModuleState) -> _Way:
+        """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any."""
+        if _gradient(state.named.get(way.marker)) is None:
+            return way
+        gradients = filter(None, map(_gradient, state.named.values()))
+        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in gradients}.values())
+        with _LOCK.shared():
+            found = next((w for size, w in way.beside.items() if held <= size), None)
+        if found is None:
+            with _LOCK.alone():
+                found = way.beside[held] = self._planned_beside(way, held)
+        self.last = found
+        return found
+
+    def _planned_beside(self, way: _Way, held: int) -> _Way:
+        try:
+            step, plan = self.planner(way.captured, held)
+        except InfeasibleBudget as error:
+            warnings.warn(
+                f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
+                f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more",
+                stacklevel=12,
+            )
+            return way
+        if plan.schedule == way.plan.schedule:
+            return way
+        return replace(way, plan=plan, compiled=CompiledPlan(step, plan.schedule, plan.lanes))
+
     def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> _Way | None:
         return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
 
@@ -422,13 +474,13 @@ class _Runner:
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
             for c in flat.constants
         )
-        step, plan = self.planner(step)
+        captured, (step, plan) = step, self.planner(step)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         depends = (*reads.listed(), *outside.listed(self.name))
-        return _Way(plan, compiled, flat.outputs, constants, depends, decisions.guard())
+        return _Way(plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured)
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:
@@ -437,6 +489,15 @@ class _Runner:
                 f"step is planned; what they compute is part of the plan, what else they do is done only then",
                 stacklevel=8,
             )
+
+
+def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
+    """The storage of a tensor's gradient, if it has one that is dense."""
+    if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    gradient = tensor.grad
+    dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    return gradient.untyped_storage() if gradient is not None and dense else None
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)

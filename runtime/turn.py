@@ -16,15 +16,24 @@ OLD_BUFFERS = "old_buffers"
 LOSS = "(loss)"
 """The op that stands for what is done with the outputs until their gradients come, and its tensor, which stands for
 copies of these."""
-COPIES = 3
-"""Tensors of an output's size that cross entropy holds at its peak, in float32 at least: the logarithms of the
-probabilities, their gradient and the output's own. A mean squared error holds no more."""
-AMPLE = 5
-"""What almost every loss does with: the mean of squares, l1, dice and divergences hold four, a squared difference
-written out five."""
+COPIES = 5
+"""Tensors of the outputs' size, in float32 at least, that almost every loss does with at its peak, the gradients of the
+outputs among them: the mean of squares, l1, dice and divergences hold four, a squared difference written out five."""
+FEWER = 4
+"""As many where the outputs are large. Cross entropy and a mean squared error hold three."""
 SMALL = 1 / 8
-"""Share of a step's peak up to which that much is set aside. Where outputs are larger, as the logits of a language
-model are, the loss is cross entropy as a rule, and room for two more is dear."""
+"""Share of a step's peak up to which `COPIES` are set aside."""
+SCALARS = 8
+"""Tensors of one number that a loss has besides: its value, the gradient of that, a sum of weights."""
+
+
+def loss_memory(step: CapturedStep, copies: float) -> int:
+    """Bytes that a loss of so many tensors of the outputs' size holds beside the outputs and their gradients."""
+    fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
+    scalars = SCALARS * allocated(8, step.device)
+    given = sum(allocated(fake.nbytes, fake.device) for fake in fakes)
+    each = sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in fakes)
+    return max(0, int(copies * each) - given) + scalars
 
 
 def usual_loss_memory(step: CapturedStep, peak: int) -> int:
@@ -34,21 +43,18 @@ def usual_loss_memory(step: CapturedStep, peak: int) -> int:
 
     ``peak``: the step's without recomputation and without a loss, in bytes.
     """
-    fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
-    if any(fake.numel() <= 1 for fake in fakes):
+    if any(step.values[i.value].fake.numel() <= 1 for i in step.inputs if i.kind == "tangent"):
         return 0
-    given = sum(allocated(fake.nbytes, fake.device) for fake in fakes)
-    copy = sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in fakes)
-    ample = AMPLE * copy - given
-    return ample if ample <= SMALL * peak else COPIES * copy - given
+    ample = loss_memory(step, COPIES)
+    return ample if ample <= SMALL * peak else loss_memory(step, FEWER)
 
 
 def turning_problem(
-    step: CapturedStep, graph: TrainingGraph, loss_memory: int = 0, copies: Copies = NONE
+    step: CapturedStep, graph: TrainingGraph, loss: int = 0, copies: Copies = NONE
 ) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
 
-    ``loss_memory``: bytes that the loss holds beside the outputs and the tangents, at its peak. It is the workspace of
+    ``loss``: bytes that the loss holds beside the outputs and the tangents, at its peak. It is the workspace of
     an op of the backward, so that it divides no blocks, that runs once, after all that makes outputs or new buffers
     and before all that reads a tangent.
 
@@ -62,7 +68,7 @@ def turning_problem(
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     given = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late = step.after_turn
-    loss = Op(LOSS, tuple(early), (LOSS,), 0.0, max(0, loss_memory - given), "backward")
+    between = Op(LOSS, tuple(early), (LOSS,), 0.0, max(0, loss - given), "backward")
 
     def turned(op: Op) -> Op:
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
@@ -92,7 +98,7 @@ def turning_problem(
         charged,
         ops=(
             *(op for op in graph.ops if op.name not in late),
-            loss,
+            between,
             *(turned(op) for op in graph.ops if op.name in late),
         ),
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),

@@ -58,6 +58,7 @@ LARGE: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda y: functional.cross_entropy(y.view(-1, CLASSES), words().flatten()),
     "channels second": lambda y: functional.cross_entropy(y.transpose(1, 2), words()),
     "shifted": lambda y: functional.cross_entropy(y[:, :-1].reshape(-1, CLASSES), words()[:, 1:].flatten()),
+    "mean of squares": lambda y: y.float().square().mean(),
     "squared error": lambda y: functional.mse_loss(y, torch.zeros(()).expand_as(y)),
 }
 MODELS = {"small": (small_outputs, images, SMALL), "large": (large_outputs, words, LARGE)}
@@ -107,12 +108,15 @@ class WithLoss(nn.Module):
 
 
 def test_room_for_a_loss_follows_the_outputs() -> None:
-    outputs = 4 * 4 * 12 * OUT * OUT
-    assert aside(small_outputs(), images()) == 4 * outputs  # and the gradient, which is charged as a tangent
+    outputs, scalars = 4 * 4 * 12 * OUT * OUT, 64
+    assert aside(small_outputs(), images()) == 4 * outputs + scalars  # and the gradient, charged as a tangent
     logits = 4 * words().numel() * CLASSES
-    assert aside(large_outputs(), words()) == 2 * logits
-    assert aside(large_outputs().bfloat16(), words()) == (3 * 2 - 1) * logits // 2  # the loss is in float32
+    assert aside(large_outputs(), words()) == 3 * logits + scalars
+    assert aside(large_outputs().bfloat16(), words()) == 7 * logits // 2 + scalars  # the loss is in float32
     assert aside(WithLoss(), words()) == 0
+    assert aside(large_outputs(), words(), loss_memory="3x") == 2 * logits + scalars
+    assert aside(large_outputs(), words(), loss_memory="2.5X") == 1.5 * logits + scalars
+    assert aside(large_outputs(), words(), loss_memory=3 * logits) == 3 * logits
 
 
 def test_room_for_a_loss_may_be_stated() -> None:
@@ -127,14 +131,14 @@ def test_room_for_a_loss_may_be_stated() -> None:
     assert held + peak_above_entry(lambda: planned(x).backward(ready), CPU)[0] <= without
 
 
-@pytest.mark.parametrize("stated", ["much", "50%", -1])
+@pytest.mark.parametrize("stated", ["much", "50%", "min", "3y", -1])
 def test_malformed_room_is_refused(stated: str | int) -> None:
     with pytest.raises(UsageError, match=str(stated)):
         rematplan.plan_module(large_outputs(), (words(),), budget="1GiB", loss_memory=stated)
 
 
 def test_a_refusal_says_what_is_set_aside() -> None:
-    with pytest.raises(InfeasibleBudget, match=r"1\.17 MiB are set aside .* loss_memory="):
+    with pytest.raises(InfeasibleBudget, match=r"1\.76 MiB are set aside .* loss_memory="):
         rematplan.plan_module(large_outputs(), (words(),), budget=1000, time_limit=1.0)
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_module(WithLoss(), (words(),), budget=1000, time_limit=1.0)

@@ -54,7 +54,8 @@ def test_a_backward_is_within_the_budget_however_its_gradients_lie(
     plain = copy.deepcopy(model)
     planned = least(model, x)
     for name, lay in LAYOUTS.items():
-        tangent = lay(planned(x).detach()).detach()
+        planned.zero_grad(set_to_none=True)
+        tangent = lay(planned(x).detach())
         filled = torch.randn(tangent.shape) if name != "expanded" else torch.ones(())
         tangent = filled.expand(tangent.shape) if name == "expanded" else tangent.copy_(filled)
         held = [x, tangent, *planned.parameters(), *planned.buffers()]

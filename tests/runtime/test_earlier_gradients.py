@@ -1,0 +1,130 @@
+"""Laws of gradients that are there when a planned module is called: accumulated ones, or those of the last step."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.runtime.measure import peak_above_entry
+
+CPU = torch.device("cpu")
+WIDTH, ROWS, CLASSES = 64, 256, 10
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randint(
+        0, CLASSES, (ROWS,), generator=generator
+    )
+
+
+def gradients(model: nn.Module) -> int:
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+def peaks_of_accumulation(model: nn.Module, steps: int = 3) -> list[int]:
+    """The peaks of steps that add their gradients up, from none on."""
+    model.zero_grad(set_to_none=True)
+    peaks = []
+    for k in range(steps):
+        x, labels = batch(k)
+        held = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
+        above, _ = peak_above_entry(
+            lambda x=x, labels=labels: functional.cross_entropy(model(x), labels).backward(), CPU
+        )
+        peaks.append(held + above)
+    return peaks
+
+
+def tight(model: nn.Module, share: float) -> int:
+    """A budget between what a step can do with and what it wants."""
+    options = {"budget": "min", "time_limit": 1.0}
+    least = rematplan.plan_module(copy.deepcopy(model), (batch()[0],), **options).plan.peak
+    most = rematplan.plan_module(
+        copy.deepcopy(model), (batch()[0],), budget="100%", strategy="store_all"
+    ).plan.peak
+    return least + int(share * (most - least))
+
+
+def test_accumulated_gradients_are_within_the_budget() -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    budget = tight(model, 0.5)
+    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    alone = planned.plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, *later = peaks_of_accumulation(planned)
+    assert first <= budget
+    assert later[0] <= budget
+    assert later[1] == later[0]
+    peaks_of_accumulation(plain)
+    for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+    assert [p.budget for p in planned.plans] == [budget, budget - gradients(planned)]
+    assert planned.plan is planned.plans[1]
+    planned.zero_grad(set_to_none=True)
+    planned(batch()[0])
+    assert planned.plan is alone
+
+
+def test_a_plan_that_fits_beside_them_stays() -> None:
+    planned = rematplan.plan_module(network(), (batch()[0],), budget="1GiB", time_limit=1.0, dynamic=False)
+    peaks_of_accumulation(planned)
+    assert len(planned.plans) == 1
+
+
+def test_gradients_that_go_before_the_backward_are_counted_while_they_are_there() -> None:
+    model = network()
+    budget = tight(model, 0.5)
+    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    x, labels = batch()
+
+    def step() -> None:
+        loss = functional.cross_entropy(planned(x), labels)
+        planned.zero_grad()
+        loss.backward()
+
+    for _ in range(3):
+        held = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
+        assert held + peak_above_entry(step, CPU)[0] <= budget
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_where_no_plan_is_left_beside_them_a_warning_says_so_once(saved: bool, tmp_path: Path) -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    budget = tight(model, 0.001)
+    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    if saved:
+        rematplan.save_plan(planned.plan, tmp_path / "plan.json")
+        planned = rematplan.plan_module(copy.deepcopy(plain), (batch()[0],), plan=tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match="Sequential has gradients of .* no plan keeps the budget") as said:
+        first, *_ = peaks_of_accumulation(planned)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert first <= budget
+    assert len(planned.plans) == 1
+    peaks_of_accumulation(plain)
+    for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+
+
+def test_shares_are_of_the_peak_beside_them() -> None:
+    planned = rematplan.plan_module(network(), (batch()[0],), budget="60%", time_limit=1.0)
+    peaks = peaks_of_accumulation(planned)
+    alone, beside = planned.plans
+    assert peaks[0] <= alone.budget
+    assert max(peaks[1:]) <= beside.budget + gradients(planned)
+    assert beside.budget + gradients(planned) == pytest.approx(alone.budget + 0.6 * gradients(planned), abs=2)
