@@ -125,44 +125,41 @@ class StepPlanner:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
-    def __call__(self, step: CapturedStep, gradients: int = 0) -> tuple[CapturedStep, Plan]:
+    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
         """The step with its inverses, and its plan.
-
-        ``gradients``: bytes of those of earlier steps that are there when it begins, and so within the budget. The new
-        ones are charged beside them up to the end, though what adds them up needs them no longer.
 
         Raises: see `planned`.
         """
-        found = self._alone(step)
-        return self._beside(step, found, gradients) if gradients else found
+        if self.inverses and isinstance(self.chosen(), Auto):
+            return self._either(with_exact_inverses(step), self.opened(step))
+        step = self.opened(step)
+        return step, self.planned(step)
 
-    def _beside(
-        self, step: CapturedStep, alone: tuple[CapturedStep, Plan], gradients: int
-    ) -> tuple[CapturedStep, Plan]:
-        """What is planned for the step alone, if that fits beside gradients, or for as much less."""
-        plan = alone[1]
-        if self.plan is None:
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int) -> tuple[CapturedStep, Plan] | None:
+        """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
+        without them, serves.
+
+        ``gradients``: their bytes. The new ones are charged beside them up to the end, though what adds them up needs
+        them no longer.
+
+        Raises: see `planned`.
+        """
+        if self.plan is not None:
+            budget = plan.peak if plan.budget is None else plan.budget
+        else:
             base = no_recompute(self.problem(with_exact_inverses(step))).estimate.peak
             budget = parse_budget(str(self.budget)).bytes(base + gradients, lambda: plan.peak + gradients)
-        else:
-            budget = plan.peak if plan.budget is None else plan.budget
         if plan.peak + gradients <= budget:
-            return alone
+            return None
         if self.plan is not None:
             raise InfeasibleBudget(plan.strategy, budget, plan.peak + gradients)
         less = replace(self, budget=max(1, budget - gradients))
         less.searched[:] = self.searched
         try:
-            return less._alone(step)
+            return less(step)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
             raise InfeasibleBudget(error.strategy, budget, smallest, error.known) from None
-
-    def _alone(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
-        if self.inverses and isinstance(self.chosen(), Auto):
-            return self._either(with_exact_inverses(step), self.opened(step))
-        step = self.opened(step)
-        return step, self.planned(step)
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep) -> tuple[CapturedStep, Plan]:
         """The step that has the better plan, or that the saved plan is of, and the plan."""

@@ -52,11 +52,18 @@ from rematplan.runtime.ways import (
 
 
 class Planner(Protocol):
-    """Makes plans."""
+    """Makes plans of captured steps: schedules of their `turn.turning_problem`. With each comes the step that it is
+    for, the same or the same with inverses."""
 
-    def __call__(self, step: CapturedStep, gradients: int = 0) -> tuple[CapturedStep, Plan]:
-        """The plan of a captured step, a schedule of its `turn.turning_problem`; and the step that it is for, the same
-        or the same with inverses. ``gradients``: bytes of those that are there before the step.
+    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
+        """The plan of a step.
+
+        Raises:
+            InfeasibleBudget: there is none within the budget.
+        """
+
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int) -> tuple[CapturedStep, Plan] | None:
+        """One for when so many bytes of gradients are there before the step; None if its ``plan`` serves.
 
         Raises:
             InfeasibleBudget: there is none within the budget.
@@ -420,16 +427,17 @@ class _Runner:
 
     def _planned_beside(self, way: _Way, held: int) -> _Way:
         try:
-            step, plan = self.planner(way.captured, held)
+            found = self.planner.beside(way.captured, way.plan, held)
         except InfeasibleBudget as error:
             warnings.warn(
                 f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
                 f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more",
                 stacklevel=12,
             )
+            found = None
+        if found is None:
             return way
-        if plan.schedule == way.plan.schedule:
-            return way
+        step, plan = found
         return replace(way, plan=plan, compiled=CompiledPlan(step, plan.schedule, plan.lanes))
 
     def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> _Way | None:

@@ -33,7 +33,8 @@ def deep_pair(strategy: str = "approx_dp") -> tuple[nn.Module, nn.Module, Tensor
     model, x = Deep(), torch.randn(1024, 512)
     plain = copy.deepcopy(model)
     options = {} if strategy == "approx_dp" else {"options": {"moves": 3000}}
-    planned = rematplan.plan_module(model, (x,), budget="75%", strategy=strategy, costs="roofline", **options)
+    options |= {"strategy": strategy, "costs": "roofline", "loss_memory": 0}
+    planned = rematplan.plan_module(model, (x,), budget="75%", **options)
     assert planned.plan.estimate.reruns > 0
     return planned, plain, x
 
@@ -119,7 +120,13 @@ def test_recomputation_reads_buffers_as_they_were() -> None:
     model, x = Codebook(), torch.randn(512, 64)
     plain = copy.deepcopy(model)
     planned = rematplan.plan_module(
-        model, (x,), budget="60%", costs="roofline", strategy="anneal", options={"moves": 3000}
+        model,
+        (x,),
+        budget="60%",
+        costs="roofline",
+        strategy="anneal",
+        options={"moves": 3000},
+        loss_memory="3x",
     )
     assert re.search(r"(v_primals_\w+) = \1\.clone\(\)", planned.source)
     for one in (planned, plain):
