@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
+from rematplan.ir import InfeasibleBudget
 from rematplan.runtime.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -49,19 +50,22 @@ def peaks_of_accumulation(model: nn.Module, steps: int = 3) -> list[int]:
 
 def tight(model: nn.Module, share: float) -> int:
     """A budget between what a step can do with and what it wants."""
-    options = {"budget": "min", "time_limit": 1.0}
-    least = rematplan.plan_module(copy.deepcopy(model), (batch()[0],), **options).plan.peak
-    most = rematplan.plan_module(
-        copy.deepcopy(model), (batch()[0],), budget="100%", strategy="store_all"
-    ).plan.peak
+    with pytest.raises(InfeasibleBudget) as refused:
+        planned_within(1000, copy.deepcopy(model))
+    least = refused.value.smallest
+    most = rematplan.plan_module(model, (batch()[0],), budget="100%", strategy="store_all").plan.peak
     return least + int(share * (most - least))
+
+
+def planned_within(budget: str | int, model: nn.Module, **options: object) -> nn.Module:
+    return rematplan.plan_module(model, (batch()[0],), budget=budget, strategy="approx_dp", **options)
 
 
 def test_accumulated_gradients_are_within_the_budget() -> None:
     model = network()
     plain = copy.deepcopy(model)
     budget = tight(model, 0.5)
-    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    planned = planned_within(budget, model)
     alone = planned.plan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +84,7 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
 
 
 def test_a_plan_that_fits_beside_them_stays() -> None:
-    planned = rematplan.plan_module(network(), (batch()[0],), budget="1GiB", time_limit=1.0, dynamic=False)
+    planned = planned_within("1GiB", network(), dynamic=False)
     peaks_of_accumulation(planned)
     assert len(planned.plans) == 1
 
@@ -88,7 +92,7 @@ def test_a_plan_that_fits_beside_them_stays() -> None:
 def test_gradients_that_go_before_the_backward_are_counted_while_they_are_there() -> None:
     model = network()
     budget = tight(model, 0.5)
-    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    planned = planned_within(budget, model)
     x, labels = batch()
 
     def step() -> None:
@@ -106,7 +110,7 @@ def test_where_no_plan_is_left_beside_them_a_warning_says_so_once(saved: bool, t
     model = network()
     plain = copy.deepcopy(model)
     budget = tight(model, 0.001)
-    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, time_limit=1.0)
+    planned = planned_within(budget, model)
     if saved:
         rematplan.save_plan(planned.plan, tmp_path / "plan.json")
         planned = rematplan.plan_module(copy.deepcopy(plain), (batch()[0],), plan=tmp_path / "plan.json")
@@ -122,7 +126,7 @@ def test_where_no_plan_is_left_beside_them_a_warning_says_so_once(saved: bool, t
 
 
 def test_shares_are_of_the_peak_beside_them() -> None:
-    planned = rematplan.plan_module(network(), (batch()[0],), budget="60%", time_limit=1.0)
+    planned = planned_within("60%", network())
     peaks = peaks_of_accumulation(planned)
     alone, beside = planned.plans
     assert peaks[0] <= alone.budget
