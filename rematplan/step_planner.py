@@ -39,22 +39,6 @@ MENTIONED = 0.01
 """Share of a refused plan's peak from which on room for a loss is worth a word."""
 
 
-@contextmanager
-def _saying_what_is_set_aside(graph: TrainingGraph) -> Iterator[None]:
-    """A refusal also says how much room is left for a loss outside of the model."""
-    try:
-        yield
-    except InfeasibleBudget as error:
-        aside = set_aside(graph)
-        if aside < MENTIONED * error.smallest:
-            raise
-        said = (
-            f"{error.floor}; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= may "
-            f"state less (loss_memory='3x' does for cross entropy)"
-        )
-        raise InfeasibleBudget(error.strategy, error.budget, error.smallest, error.known, said) from None
-
-
 @dataclass(frozen=True)
 class StepPlanner:
     """Plans the steps of a drop-in; the fields are the arguments of `plan_module`.
@@ -175,7 +159,7 @@ class StepPlanner:
         if both not in self.better:
             auto, budget = self.chosen(), parse_budget(str(self.budget))
             assert isinstance(auto, Auto)
-            with _saying_what_is_set_aside(graphs[0]):
+            with self._saying_what_is_set_aside(graphs[0]):
                 graph, plan = plan_either(auto, *graphs, budget)
             self._note(graph, plan)
             self.better[both] = int(graph is graphs[1])
@@ -224,8 +208,23 @@ class StepPlanner:
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
         bytes_ = budget.bytes(no_recompute(graph).estimate.peak, lambda: 0)
-        with _saying_what_is_set_aside(graph):
+        with self._saying_what_is_set_aside(graph):
             return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
+
+    @contextmanager
+    def _saying_what_is_set_aside(self, graph: TrainingGraph) -> Iterator[None]:
+        """A refusal also says how much room is left for a loss outside of the model, unless that was stated."""
+        try:
+            yield
+        except InfeasibleBudget as error:
+            aside = set_aside(graph)
+            if self.loss_memory is not None or aside < MENTIONED * error.smallest:
+                raise
+            said = (
+                f"{error.floor}; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= "
+                f"may state less (loss_memory='3x' does for cross entropy)"
+            )
+            raise InfeasibleBudget(error.strategy, error.budget, error.smallest, error.known, said) from None
 
     def _begun(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Strategy:
         """The strategy, with less time where an earlier plan serves; it begins with those."""

@@ -140,9 +140,10 @@ def test_malformed_room_is_refused(stated: str | int) -> None:
 def test_a_refusal_says_what_is_set_aside() -> None:
     with pytest.raises(InfeasibleBudget, match=r"1\.76 MiB are set aside .* loss_memory="):
         rematplan.plan_module(large_outputs(), (words(),), budget=1000, time_limit=1.0)
-    with pytest.raises(InfeasibleBudget) as refused:
-        rematplan.plan_module(WithLoss(), (words(),), budget=1000, time_limit=1.0)
-    assert "set aside" not in str(refused.value)
+    for model, stated in ((WithLoss(), None), (large_outputs(), "3x")):
+        with pytest.raises(InfeasibleBudget) as refused:
+            rematplan.plan_module(model, (words(),), budget=1000, time_limit=1.0, loss_memory=stated)
+        assert "set aside" not in str(refused.value)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
