@@ -148,8 +148,16 @@ def backend(
     Raises:
         UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.
     """
-    names = tuple(keep), tuple(never_rerun)
-    planner = StepPlanner(budget, strategy, time_limit, options or {}, costs, *names, loss_memory=loss_memory)
+    planner = StepPlanner(
+        budget,
+        strategy,
+        time_limit,
+        options or {},
+        costs,
+        tuple(keep),
+        tuple(never_rerun),
+        loss_memory=loss_memory,
+    )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
     return PlanningBackend(planner, compiler)

@@ -104,7 +104,7 @@ def compile_halves(
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
     _check_order_of_draws(step, schedule)
-    own = turned(step, schedule, lanes)
+    own = turned(schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
     segments = gradient_segments(step, schedule, own.turn)
     writer = Writer(step, schedule)

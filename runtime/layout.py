@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,11 @@ def band(tensor: torch.Tensor) -> Band | None:
     if not length or covered != elements or start + length > period:
         return None
     return Band(period, start, length)
+
+
+def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides; that of a dimension of 1 says nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def bands_tile(bands: list[Band]) -> bool:

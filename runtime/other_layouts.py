@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.runtime.captured_step import Call, CapturedStep, refs, substitute
+from rematplan.runtime.layout import lies_so
 from rematplan.runtime.measure import allocated
 from rematplan.runtime.quiet import quiet
 from rematplan.runtime.tangents import AsCaptured, for_any_layout
@@ -160,7 +161,7 @@ class _Followed:
             self._made(name, result)
 
     def _made(self, name: str, tensor: torch.Tensor) -> None:
-        if not _lie_alike(self.step.values[name].fake, tensor):
+        if not lies_so(tensor, self.step.values[name].fake.stride()):
             self.otherwise[name] = tensor
 
 
@@ -174,9 +175,3 @@ def _anew(fake: torch.Tensor) -> torch.Tensor:
         fake.untyped_storage().nbytes() // fake.itemsize, dtype=fake.dtype, device=fake.device
     )
     return storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
-
-
-def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of a shape lie alike; the stride of a dimension of 1 says nothing."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(n == 1 or a == b for n, a, b in strides)

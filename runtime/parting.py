@@ -16,7 +16,7 @@ import torch
 
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.joint_graph import with_phases, without_dead_calls
-from rematplan.runtime.layout import Band, band, bands_tile, within
+from rematplan.runtime.layout import Band, band, bands_tile, lies_so, within
 
 aten = torch.ops.aten
 
@@ -235,11 +235,7 @@ def _described(fake: torch.Tensor) -> tuple[object, ...]:
 
 def _same_strides(fake: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
     size, stride, offset = geometry
-    return (
-        fake.storage_offset() == offset == 0
-        and tuple(fake.shape) == size
-        and all(n == 1 or a == b for n, a, b in zip(size, fake.stride(), stride, strict=True))
-    )
+    return fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and lies_so(fake, stride)
 
 
 def _without(results: tuple[str | None, ...], value: str) -> tuple[str | None, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.layout import lies_so
 
 ATEN = torch.ops.aten
 RESHAPE = ATEN.reshape.default
@@ -88,10 +89,7 @@ class AsCaptured:
 def _lie(arg: Any, strides: Any) -> Any:
     if isinstance(strides, list):
         return type(arg)(map(_lie, arg, strides))
-    # Where a dimension is 1 its stride says nothing, and no formula copies for its sake.
-    if strides is None or all(
-        n == 1 or a == b for n, a, b in zip(arg.shape, arg.stride(), strides, strict=True)
-    ):
+    if strides is None or lies_so(arg, strides):  # no formula copies for the sake of a dimension of 1
         return arg
     return torch.empty_strided(arg.shape, strides, dtype=arg.dtype, device=arg.device).copy_(arg)
 

@@ -116,7 +116,7 @@ class Turned:
     """A schedule as it is run.
 
     ``schedule`` and ``lanes`` are without the loss, which others run; ``turn`` is the position of the first step after
-    it, or, where none is scheduled, of the first that needs a tangent, directly or not.
+    it.
     """
 
     schedule: Schedule
@@ -124,15 +124,11 @@ class Turned:
     turn: int
 
 
-def turned(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Turned:
-    """What is to be run of a schedule of the step's `turning_problem`, and where it turns."""
+def turned(schedule: Schedule, lanes: Lanes | None = None) -> Turned:
+    """What is to be run of a schedule of a `turning_problem`, and where it turns."""
     own = tuple(one for one in schedule if one not in (Run(LOSS), Free(LOSS)))
-    if Run(LOSS) in schedule:
-        before = schedule[: schedule.index(Run(LOSS))]
-        return Turned(own, lanes and _without(lanes, runs_of(schedule).index(LOSS)), len(before))
-    late = step.after_turn
-    found = (at for at, one in enumerate(own) if isinstance(one, Run) and one.op in late)
-    return Turned(own, lanes, next(found, len(own)))
+    shorter = lanes and _without(lanes, runs_of(schedule).index(LOSS))
+    return Turned(own, shorter, schedule.index(Run(LOSS)))
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:
