@@ -53,8 +53,9 @@ def plan_module(
 
     ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
     (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
-    ``1GiB``, beside the outputs and their gradients. By default 0 where an output is a scalar, as a model's own loss
-    is; else ``5x``, which almost every loss does with, or ``4x`` where that is more than an eighth of the peak.
+    ``1GiB``, beside the outputs and their gradients. By default ``5x``, which almost every loss does with, or ``4x``
+    where that is more than an eighth of the peak, of the outputs but for scalars, which are taken for losses of the
+    model's own, and those that scalars are made of.
 
     ``keep``: modules whose results, and ops whose results, stay from when they are made to their last use.
     ``never_rerun``: modules none of whose ops, and ops that, run a second time. Both take modules, their names, and

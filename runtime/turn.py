@@ -27,9 +27,13 @@ SCALARS = 8
 """Tensors of one number that a loss has besides: its value, the gradient of that, a sum of weights."""
 
 
-def loss_memory(step: CapturedStep, copies: float) -> int:
-    """Bytes that a loss of so many tensors of the outputs' size holds beside the outputs and their gradients."""
-    fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
+def loss_memory(step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> int:
+    """Bytes that a loss of so many tensors of the outputs' size holds beside the outputs and their gradients.
+
+    ``used``: the positions of outputs that it does not read.
+    """
+    tangents = (i for i in step.inputs if i.kind == "tangent" and i.target not in used)
+    fakes = [step.values[i.value].fake for i in tangents]
     scalars = SCALARS * allocated(8, step.device)
     given = sum(allocated(fake.nbytes, fake.device) for fake in fakes)
     each = sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in fakes)
@@ -39,14 +43,28 @@ def loss_memory(step: CapturedStep, copies: float) -> int:
 def usual_loss_memory(step: CapturedStep, peak: int) -> int:
     """Bytes that a usual loss holds beside the outputs and their gradients.
 
-    There are none where a scalar among the outputs shows that the model has a loss of its own.
+    A scalar among the outputs is taken for a loss of the model's own, and what it is made of for used by that: there
+    are none for these. An auxiliary loss that is made of something else leaves the other outputs theirs.
 
     ``peak``: the step's without recomputation and without a loss, in bytes.
     """
-    if any(step.values[i.value].fake.numel() <= 1 for i in step.inputs if i.kind == "tangent"):
+    used = _in_own_losses(step)
+    if all(i.target in used for i in step.inputs if i.kind == "tangent"):
         return 0
-    ample = loss_memory(step, COPIES)
-    return ample if ample <= SMALL * peak else loss_memory(step, FEWER)
+    ample = loss_memory(step, COPIES, used)
+    return ample if ample <= SMALL * peak else loss_memory(step, FEWER, used)
+
+
+def _in_own_losses(step: CapturedStep) -> frozenset[str]:
+    """The positions of the outputs that are scalars with gradients, or that such scalars are made of."""
+    tangents = {i.target: i.value for i in step.inputs if i.kind == "tangent"}
+    outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
+    storage = {target: step.values[value].storage for target, value in outputs.items()}
+    within = {storage[t] for t, value in outputs.items() if step.values[value].fake.numel() <= 1}
+    for call in reversed(step.calls):
+        if not within.isdisjoint(step.writes(call)):
+            within.update(step.reads(call))
+    return frozenset(target for target, its in storage.items() if its in within)
 
 
 def turning_problem(

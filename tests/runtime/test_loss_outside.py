@@ -107,6 +107,18 @@ class WithLoss(nn.Module):
         return functional.cross_entropy(y.view(-1, CLASSES), x.flatten()), y
 
 
+class WithAuxiliaryLoss(nn.Module):
+    """A loss of its own that is not made of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = large_outputs()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        inner = self.model[:-1](x)
+        return {"logits": self.model[-1](inner), "auxiliary": inner.square().mean()}
+
+
 def test_room_for_a_loss_follows_the_outputs() -> None:
     outputs, scalars = 4 * 4 * 12 * OUT * OUT, 64
     assert aside(small_outputs(), images()) == 4 * outputs + scalars  # and the gradient, charged as a tangent
@@ -114,9 +126,19 @@ def test_room_for_a_loss_follows_the_outputs() -> None:
     assert aside(large_outputs(), words()) == 3 * logits + scalars
     assert aside(large_outputs().bfloat16(), words()) == 7 * logits // 2 + scalars  # the loss is in float32
     assert aside(WithLoss(), words()) == 0
+    assert aside(WithAuxiliaryLoss(), words()) == 3 * logits + scalars
     assert aside(large_outputs(), words(), loss_memory="3x") == 2 * logits + scalars
     assert aside(large_outputs(), words(), loss_memory="2.5X") == 1.5 * logits + scalars
     assert aside(large_outputs(), words(), loss_memory=3 * logits) == 3 * logits
+
+
+def test_a_step_with_an_auxiliary_loss_is_within_the_budget_with_both() -> None:
+    model, x = WithAuxiliaryLoss(), words()
+    planned = rematplan.plan_module(model, (x,), budget=smallest(model, x), strategy="approx_dp")
+    for loss in LARGE.values():
+        measured(planned, x, lambda y, loss=loss: loss(y["logits"]) + y["auxiliary"])
+        peak = measured(planned, x, lambda y, loss=loss: loss(y["logits"]) + y["auxiliary"])
+        assert peak <= planned.plan.budget
 
 
 def test_room_for_a_loss_may_be_stated() -> None:
