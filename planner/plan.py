@@ -107,8 +107,9 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     fingerprint = str(data.get("fingerprint", ""))
     if fingerprint not in ("", graph.fingerprint):
         raise ProblemError(
-            f"made for another graph than {graph.name!r} (fingerprint {fingerprint[:12]}, not "
-            f"{graph.fingerprint[:12]}): another model, mode, version of PyTorch or set of constraints"
+            f"made for another graph than {graph.name!r}, {str(data.get('problem', ''))[:99]!r} (fingerprint "
+            f"{fingerprint[:12]}, not {graph.fingerprint[:12]}): another model, mode, version of PyTorch or set of "
+            f"constraints"
         )
     try:
         schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])

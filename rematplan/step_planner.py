@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from rematplan.budgets import Budget, least_plan, parse_budget, parse_loss_memory, plan_within
 from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
-from rematplan.overlapping import check_mode, overlapped, sharing_here
+from rematplan.overlapping import OFF, check_mode, overlapped, sharing_here
 from rematplan.planner.carried import begin_with, carried_over
 from rematplan.planner.lanes import Sharing
 from rematplan.planner.plan import Plan, load_plan
@@ -25,6 +26,7 @@ from rematplan.planner.strategy import Strategy
 from rematplan.pricing import check_costs, copies_priced, priced
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
+from rematplan.runtime.earlier_gradients import Beside, adding_problem, spare_bytes
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.turn import loss_memory, set_aside, turning_problem, usual_loss_memory
 
@@ -37,6 +39,8 @@ REMEMBERED = 4
 
 MENTIONED = 0.01
 """Share of a refused plan's peak from which on room for a loss is worth a word."""
+
+Searched: TypeAlias = list[tuple[frozenset[str], Plan]]
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class StepPlanner:
     loss_memory: str | int | None = None
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
+    added: frozenset[str] = frozenset()
+    """Names of parameters that have gradients, to which their new ones are added."""
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Plans by all that decides which peaks there are: a step in which only a number is another needs no new search."""
-    searched: list[tuple[frozenset[str], Plan]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    searched: Searched = field(default_factory=list, init=False, repr=False, compare=False)
     """The names of the ops of the problems that were searched last, and their plans: others are begun with those."""
     better: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of two steps, without inverses and with them, the one that has the better plan."""
@@ -101,7 +105,8 @@ class StepPlanner:
         copies = copies_priced(step, priced_, self.costs)
         graph = turning_problem(step, priced_, self.loss_bytes(step, priced_), copies)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
-        return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+        graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+        return adding_problem(step, graph, self.added) if self.added else graph
 
     def opened(self, step: CapturedStep) -> CapturedStep:
         """The step with its inverses: all if they are wanted, else those that only move numbers."""
@@ -119,31 +124,45 @@ class StepPlanner:
         step = self.opened(step)
         return step, self.planned(step)
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int) -> tuple[CapturedStep, Plan] | None:
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> Beside | None:
         """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
         without them, serves.
 
-        ``gradients``: their bytes. The new ones are charged beside them up to the end, though what adds them up needs
-        them no longer.
+        ``gradients``: their bytes. ``names``: of the parameters that have them.
 
         Raises: see `planned`.
         """
+        adding = replace(self, added=frozenset(names))
         if self.plan is not None:
             budget = plan.peak if plan.budget is None else plan.budget
         else:
-            base = no_recompute(self.problem(with_exact_inverses(step))).estimate.peak
+            base = no_recompute(adding.problem(with_exact_inverses(step))).estimate.peak
             budget = parse_budget(str(self.budget)).bytes(base + gradients, lambda: plan.peak + gradients)
         if plan.peak + gradients <= budget:
             return None
         if self.plan is not None:
             raise InfeasibleBudget(plan.strategy, budget, plan.peak + gradients)
-        less = replace(self, budget=max(1, budget - gradients))
-        less.searched[:] = self.searched
+        left = max(1, budget - gradients)
         try:
-            return less(step)
+            # Two lanes hold what one does not: their gradients are charged to the end.
+            found = adding._adding_within(step, left, self.searched) if self.overlap in (None, OFF) else None
+            return found or self._within(step, left, self.searched)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
             raise InfeasibleBudget(error.strategy, budget, smallest, error.known) from None
+
+    def _adding_within(self, step: CapturedStep, budget: int, searched: Searched) -> Beside | None:
+        """What is planned within a budget beside the gradients that are added to; None if it is only kept where new
+        ones leave at once."""
+        found = self._within(step, budget, searched)
+        graph = self.problem(found.step)
+        spare = spare_bytes(found.step, graph, found.plan.schedule, budget, self.added)
+        return None if spare is None else replace(found, spare=spare)
+
+    def _within(self, step: CapturedStep, budget: int, searched: Searched) -> Beside:
+        less = replace(self, budget=budget)
+        less.searched[:] = searched
+        return Beside(*less(step))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep) -> tuple[CapturedStep, Plan]:
         """The step that has the better plan, or that the saved plan is of, and the plan."""

@@ -89,6 +89,7 @@ def compile_halves(
     schedule: Schedule,
     missing: Iterable[str] = (),
     lanes: Lanes | None = None,
+    spare: Sequence[int] = (),
     overwrite: bool = True,
     note: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Halves:
@@ -97,16 +98,17 @@ def compile_halves(
 
     ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
     what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
-    ``lanes``: each segment of the backward half runs on two, unless tangents are missing. ``overwrite``: whether the
+    ``lanes``: each segment of the backward half runs on two, unless tangents are missing. ``spare``:
+    bytes at each step of the schedule, if gradients may hold no more until they leave. ``overwrite``: whether the
     backward half may write over what it is given. ``note`` is told the name and tensor of each value that is made.
 
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
     _check_order_of_draws(step, schedule)
-    own = turned(schedule, lanes)
+    own = turned(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
-    segments = gradient_segments(step, schedule, own.turn)
+    segments = gradient_segments(step, schedule, own.turn, [spare[at] for at in own.positions if spare])
     writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.decisions import Decisions, Guard
+from rematplan.runtime.earlier_gradients import Beside
 from rematplan.runtime.flat_model import FlatModel, Given, Own, Place, flattened, refill, tensors_in
 from rematplan.runtime.host_random import no_host_draws
 from rematplan.runtime.measure import allocated
@@ -65,8 +66,9 @@ class Planner(Protocol):
             InfeasibleBudget: there is none within the budget.
         """
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int) -> tuple[CapturedStep, Plan] | None:
-        """One for when so many bytes of gradients are there before the step; None if its ``plan`` serves.
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> Beside | None:
+        """One for when parameters of these names have so many bytes of gradients before the step; None if its ``plan``
+        serves.
 
         Raises:
             InfeasibleBudget: there is none within the budget.
@@ -101,15 +103,15 @@ class Way:
     """What it decided by the values of inputs and buffers."""
     captured: CapturedStep
     """The step before there was a plan of it."""
-    beside: dict[int, Way] = field(default_factory=dict, compare=False)
-    """Planned beside gradients of earlier steps, by their bytes."""
+    beside: dict[tuple[frozenset[str], int], Way] = field(default_factory=dict, compare=False)
+    """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
 
     @cached_property
-    def marker(self) -> str:
-        """The name of a parameter that gets a gradient, if any does: the others have theirs when it has."""
-        return next(
-            (o.target.removeprefix("model.") for o in self.captured.outputs if o.kind == "gradient"), ""
-        )
+    def targets(self) -> dict[str, str]:
+        """The names of parameters that get gradients, and those that the step has for them. Any one stands for all:
+        where it has a gradient of an earlier step, the others have theirs."""
+        found = (o.target for o in self.captured.outputs if o.kind == "gradient")
+        return {target.removeprefix("model."): target for target in found}
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the forward would be the same for a module in this state and these tensors."""
@@ -215,21 +217,25 @@ class Runner:
 
     def _beside_gradients(self, way: Way, state: ModuleState) -> Way:
         """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any."""
-        if _gradient(state.named.get(way.marker)) is None:
+        if _gradient(state.named.get(next(iter(way.targets), ""))) is None:
             return way
-        gradients = filter(None, map(_gradient, state.named.values()))
-        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in gradients}.values())
+        gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
+        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in gradients.values()}.values())
         with LOCK.shared():
-            found = next((w for size, w in way.beside.items() if held <= size), None)
+            found = next(
+                (w for (n, size), w in way.beside.items() if held <= size and gradients.keys() <= n), None
+            )
         if found is None:
             with LOCK.alone():
-                found = way.beside[held] = self._planned_beside(way, held)
+                found = self._planned_beside(way, held, frozenset(gradients))
+                way.beside[frozenset(gradients), held] = found
         self.last = found
         return found
 
-    def _planned_beside(self, way: Way, held: int) -> Way:
+    def _planned_beside(self, way: Way, held: int, names: frozenset[str]) -> Way:
         try:
-            found = self.planner.beside(way.captured, way.plan, held)
+            targets = {target for name, target in way.targets.items() if name in names}
+            found = self.planner.beside(way.captured, way.plan, held, targets)
         except InfeasibleBudget as error:
             warnings.warn(
                 f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
@@ -239,8 +245,9 @@ class Runner:
             found = None
         if found is None:
             return way
-        step, plan = found
-        return replace(way, plan=plan, compiled=CompiledPlan(step, plan.schedule, plan.lanes))
+        plan = found.plan
+        compiled = CompiledPlan(found.step, plan.schedule, plan.lanes, found.spare)
+        return replace(way, plan=plan, compiled=compiled)
 
     def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way | None:
         return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)

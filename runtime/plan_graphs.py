@@ -45,7 +45,7 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
         ProblemError: an output or a tensor that the backward needs is not there at the turn.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
-    own = turned(schedule)
+    own = turned(step, schedule)
     schedule, turn = own.schedule, own.turn
     rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
     replayed = {c.name for c in step.calls if c.seeded} & rerun

@@ -29,10 +29,11 @@ class CompiledPlan:
     buffers' new content.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> None:
-        self.step, self.schedule = step, schedule
-        self.halves = halves = compile_halves(step, schedule, lanes=lanes)
-        self.lanes = lanes
+    def __init__(
+        self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None, spare: Sequence[int] = ()
+    ) -> None:
+        self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
+        self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
         self.variants: dict[_Way, tuple[Backward, ...]] = {_Way(): halves.backward}
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
@@ -65,7 +66,9 @@ class CompiledPlan:
         step = self.step if as_captured else for_any_layout(self.step)
         note = notes.note if way.noted else None
         overwrite = as_captured and not way.kept
-        halves = compile_halves(step, self.schedule, way.missing, overwrite=overwrite, note=note)
+        halves = compile_halves(
+            step, self.schedule, way.missing, spare=self.spare, overwrite=overwrite, note=note
+        )
         if not way.noted:
             self.variants[way] = halves.backward
         return halves.backward
@@ -74,7 +77,8 @@ class CompiledPlan:
         """How the values of a way lie is known now, and so what may be written over."""
         if way.noted and way not in self.variants:
             step = notes.lying(for_any_layout(self.step))
-            self.variants[way] = compile_halves(step, self.schedule, lanes=self.lanes).backward
+            halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
+            self.variants[way] = halves.backward
 
     def __call__(
         self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]

@@ -6,6 +6,7 @@ optimizer that runs in the gradients' hooks frees them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematplan.planner.schedule import Free, Run, Schedule
@@ -27,10 +28,19 @@ class Segment:
 
 
 def gradient_segments(
-    step: CapturedStep, schedule: Schedule, start: int, most: int = MOST, least: int = LEAST
+    step: CapturedStep,
+    schedule: Schedule,
+    start: int,
+    spare: Sequence[int] = (),
+    most: int = MOST,
+    least: int = LEAST,
 ) -> tuple[Segment, ...]:
     """The backward half of a schedule, from ``start`` on, in at least one and at most ``most`` segments, of about equal
-    bytes of gradients, but no fewer than ``least``."""
+    bytes of gradients, but no fewer than ``least``.
+
+    ``spare``: bytes at each position, if gradients that wait for the end of their segment may hold no more. It ends
+    before a position where they would, so that there may be more segments.
+    """
     ready = _ready(step, schedule)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
     sizes = [step.storage_bytes[step.values[o.value].storage] for o in gradients]
@@ -43,7 +53,9 @@ def gradient_segments(
         waiting += size
         at = ready[gradient]
         # Gradients that one op makes leave together.
-        if later and waiting >= enough and ready[later] > at:
+        if later is None or ready[later] == at:
+            continue
+        if waiting >= enough or waiting > min(spare[at + 1 : ready[later] + 1], default=waiting):
             end = max(at + 1, start)
             while isinstance(schedule[end], Free):
                 end += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
@@ -133,20 +134,37 @@ def set_aside(graph: TrainingGraph) -> int:
 class Turned:
     """A schedule as it is run.
 
-    ``schedule`` and ``lanes`` are without the loss, which others run; ``turn`` is the position of the first step after
-    it.
+    ``schedule`` and ``lanes`` are without the loss, which others run, and without the last frees of gradients, which
+    leave. ``positions``: where the steps of ``schedule`` stood. ``turn``: the position of the first after the loss.
     """
 
     schedule: Schedule
     lanes: Lanes | None
+    positions: tuple[int, ...]
     turn: int
 
 
-def turned(schedule: Schedule, lanes: Lanes | None = None) -> Turned:
+def turned(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Turned:
     """What is to be run of a schedule of a `turning_problem`, and where it turns."""
-    own = tuple(one for one in schedule if one not in (Run(LOSS), Free(LOSS)))
+    leaving = _leaving(step, schedule)
+    own = tuple(
+        at for at, one in enumerate(schedule) if one not in (Run(LOSS), Free(LOSS)) and at not in leaving
+    )
     shorter = lanes and _without(lanes, runs_of(schedule).index(LOSS))
-    return Turned(own, shorter, schedule.index(Run(LOSS)))
+    return Turned(tuple(schedule[at] for at in own), shorter, own, bisect(own, schedule.index(Run(LOSS))))
+
+
+def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
+    """Where a schedule frees gradients for good."""
+    gradients = {step.values[o.value].storage for o in step.outputs if "gradient" in o.kind}
+    found: set[int] = set()
+    for at in reversed(range(len(schedule))):
+        one = schedule[at]
+        if isinstance(one, Free):
+            found.update({at} if one.tensor in gradients else ())
+        elif one.op in step.call:
+            gradients.difference_update(step.reads(step.call[one.op]), step.writes(step.call[one.op]))
+    return found
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:

@@ -73,7 +73,7 @@ def test_what_the_loss_uses_decides_as_in_plain_autograd(strategy: str, budget: 
 def test_what_only_an_unused_output_needs_is_skipped() -> None:
     planned, _ = pair("anneal", "85%")
     compiled = planned._rematplan.last.compiled
-    step, own = compiled.step, turned(compiled.schedule)
+    step, own = compiled.step, turned(compiled.step, compiled.schedule)
     schedule = own.schedule
     (second,) = [i.value for i in step.inputs if i.kind == "tangent" and i.target == "1"]
     unused = unused_by(step, schedule, own.turn, {second})
