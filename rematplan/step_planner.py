@@ -136,7 +136,7 @@ class StepPlanner:
         if self.plan is not None:
             budget = plan.peak if plan.budget is None else plan.budget
         else:
-            base = no_recompute(adding.problem(with_exact_inverses(step))).estimate.peak
+            base = no_recompute(self.problem(with_exact_inverses(step))).estimate.peak
             budget = parse_budget(str(self.budget)).bytes(base + gradients, lambda: plan.peak + gradients)
         if plan.peak + gradients <= budget:
             return None

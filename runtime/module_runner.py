@@ -168,7 +168,7 @@ class Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
-        way = self._beside_gradients(self._way(planned, leaves, spec, state), state)
+        way = self._beside_gradients(self._way(planned, leaves, spec, state), state, tensors)
         flat = way.compiled(state.named, tensors)
         places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
@@ -215,12 +215,16 @@ class Runner:
         self.last = found
         return found
 
-    def _beside_gradients(self, way: Way, state: ModuleState) -> Way:
-        """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any."""
-        if _gradient(state.named.get(next(iter(way.targets), ""))) is None:
+    def _beside_gradients(self, way: Way, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way:
+        """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any:
+        those of parameters, to which new ones are added, and those of inputs."""
+        own = state.named.get(next(iter(way.targets), ""))
+        of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
+        if _gradient(own) is None and not of_inputs:
             return way
         gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
-        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in gradients.values()}.values())
+        every = (*gradients.values(), *of_inputs)
+        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values())
         with LOCK.shared():
             found = next(
                 (w for (n, size), w in way.beside.items() if held <= size and gradients.keys() <= n), None

@@ -35,6 +35,8 @@ from rematplan.runtime.step_problem import CallCost
 Progress = Callable[[float, str], None]
 
 # A distinct call is timed in this many rounds; in each until it has had so many seconds, or so many runs.
+ATEN = torch.ops.aten
+
 _ROUNDS = 3
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
@@ -143,9 +145,16 @@ def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int
     return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh), library
 
 
+BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})
+"""Calls whose results say how much memory their backward takes: of bags without entries, none."""
+
+SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_backward.default: (1, 6)}
+"""Calls that take the more memory the more of their indices differ: the positions of these and of their bound."""
+
+
 class SyntheticArguments:
-    """Synthetic arguments: positive reals, indices that are known before the step runs, valid ones (zeros) otherwise,
-    fair masks, with the captured layout."""
+    """Synthetic arguments: positive reals, indices that are known before the step runs, valid ones (zeros, or as many
+    different ones as there can be) otherwise, fair masks, with the captured layout."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step, self.known = step, KnownValues(step, {})
@@ -164,7 +173,17 @@ class SyntheticArguments:
                 made[name] = self._tensor(name)
             return made[name]
 
-        return substitute(call.args, value_of), dict(substitute(call.kwargs, value_of))
+        args = substitute(call.args, value_of)
+        if call.target in SPREAD:
+            args = self._spread(call, args, *SPREAD[call.target])
+        return args, dict(substitute(call.kwargs, value_of))
+
+    def _spread(self, call: Call, args: tuple[Any, ...], at: int, bound: int) -> tuple[Any, ...]:
+        name = call.args[at].value
+        if name in self.step.constants or self.known(name) is not None:
+            return args
+        different = torch.arange(args[at].numel(), device=args[at].device) % max(1, args[bound])
+        return (*args[:at], different.to(args[at].dtype).view(args[at].shape), *args[at + 1 :])
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name in self.step.constants:
@@ -173,7 +192,8 @@ class SyntheticArguments:
         if _is_whole(fake.dtype) and (found := self.known(name)) is not None:
             return found
         maker = self.step.call.get(self.step.values[name].call or "")
-        if maker is not None and (self._is_opaque(maker, fake) or self._is_seed(maker, fake)):
+        opaque = maker is not None and (self._is_opaque(maker, fake) or maker.target in BAGS)
+        if maker is not None and (opaque or self._is_seed(maker, fake)):
             # Kernels of libraries read what their other half left, whose size or place the trace does not know.
             args, kwargs = self.of(maker)
             return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])

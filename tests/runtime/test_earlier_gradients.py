@@ -230,3 +230,18 @@ def test_gradients_that_are_given_and_not_added_are_the_same() -> None:
         )
     assert all(map(torch.equal, *found))
     assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (planned, plain))))
+
+
+def test_gradients_of_inputs_count_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.GELU())))
+    x = torch.randn(512, 16, requires_grad=True)
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_module(copy.deepcopy(model), (x,), budget=1000, strategy="approx_dp")
+    budget = refused.value.smallest + x.nbytes + 20_000
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy="approx_dp")
+    for _ in range(3):
+        held = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
+        held += 0 if x.grad is None else x.grad.nbytes
+        assert held + peak_above_entry(lambda: planned(x).sum().backward(), CPU)[0] <= budget
+    assert len(planned.plans) == 2

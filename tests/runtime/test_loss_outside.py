@@ -196,3 +196,27 @@ def test_a_compiled_module_leaves_room_too() -> None:
         LARGE["shifted"](one(x)).backward()
     for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
+
+
+class Bags(nn.Module):
+    """The backward of the largest of a bag holds copies of gradients, as many as there are bags with entries."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(100, 16, mode=mode)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.bags(x)).squeeze(1)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_step_with_bags_of_embeddings_is_within_its_least_budget(mode: str) -> None:
+    model, x = Bags(mode), torch.randint(0, 100, (32, 6), generator=torch.Generator().manual_seed(1))
+    planned = rematplan.plan_module(model, (x,), budget=smallest(model, x), strategy="approx_dp")
+
+    def loss(y: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(y, torch.ones(()).expand_as(y))
+
+    measured(planned, x, loss)
+    assert measured(planned, x, loss) <= planned.plan.budget
