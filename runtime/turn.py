@@ -24,8 +24,10 @@ FEWER = 4
 """As many where the outputs are large. Cross entropy and a mean squared error hold three."""
 SMALL = 1 / 8
 """Share of a step's peak up to which `COPIES` are set aside."""
+LOSS_VALUES = "loss_values"
+"""The tensor that stands for a loss and the gradient of that, which whoever calls the backward holds till its end."""
 SCALARS = 8
-"""Tensors of one number that a loss has besides: its value, the gradient of that, a sum of weights."""
+"""Tensors of one number that a loss has besides: a sum of weights, a temperature, a penalty."""
 
 
 def loss_memory(step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> int:
@@ -80,8 +82,9 @@ def turning_problem(
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
     and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
-    input. ``copies``, which the backward makes where a loss lays the tangents out otherwise, are charged to what makes
-    them, or to what they are copies of; the loss's own tensor stands for the copies of tangents.
+    input, and so are the loss and its gradient. ``copies``, which the backward makes where a loss lays the tangents out
+    otherwise, are charged to what makes them, or to what they are copies of; the loss's own tensor stands for the
+    copies of tangents.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -100,7 +103,8 @@ def turning_problem(
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
     old = sum(step.storage_bytes[s] for s in early if s not in held)
-    beside = {OLD_BUFFERS: old} if old else {}
+    values = 2 * allocated(8, step.device) if tangents else 0
+    beside = {name: size for name, size in ((OLD_BUFFERS, old), (LOSS_VALUES, values)) if size}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     charged = replace(
         graph,

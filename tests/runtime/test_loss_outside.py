@@ -90,6 +90,19 @@ def test_a_step_is_within_the_budget_with_its_loss(kind: str) -> None:
             assert peak <= planned.plan.budget, (name, peak, planned.plan.budget)
 
 
+def test_a_loss_and_its_gradient_are_within_the_least_budget_while_the_backward_runs() -> None:
+    """The peak of these is after all but those of the loss is gone."""
+    narrow = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    deep = nn.Sequential(nn.Linear(4, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 1))
+    for model, x in ((narrow, torch.randn(7, 9, 4)), (deep, torch.randn(64, 4))):
+        planned = rematplan.plan_module(
+            copy.deepcopy(model), (x,), budget=smallest(model, x), strategy="approx_dp"
+        )
+        for loss in (lambda y: y.pow(2).mean(), lambda y: nn.functional.mse_loss(y, torch.zeros_like(y))):
+            measured(planned, x, loss)
+            assert measured(planned, x, loss) <= planned.plan.budget
+
+
 def aside(model: nn.Module, x: Tensor, **options: object) -> int:
     """Bytes that a plan leaves for the loss."""
     planned = rematplan.plan_module(model, (x,), budget="100%", strategy="store_all", **options)
