@@ -28,7 +28,7 @@ from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once
 from rematplan.runtime.earlier_gradients import Beside, adding_problem, spare_bytes
 from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.turn import loss_memory, set_aside, turning_problem, usual_loss_memory
+from rematplan.runtime.turn import LossMemory, set_aside, turning_problem
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -92,18 +92,20 @@ class StepPlanner:
         """What the loss holds, if that is stated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
-    def loss_bytes(self, step: CapturedStep, graph: TrainingGraph) -> int:
+    def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
         """What the loss holds beside the outputs and their gradients."""
         stated = self.stated_loss()
         if stated is None:
-            return usual_loss_memory(step, no_recompute(graph).estimate.peak)
-        return loss_memory(step, float(stated.amount)) if stated.kind == "share" else int(stated.amount)
+            return LossMemory.usual(step, no_recompute(graph).estimate.peak)
+        if stated.kind == "share":
+            return LossMemory.of_copies(step, float(stated.amount))
+        return LossMemory.of_peak(step, int(stated.amount))
 
     def problem(self, step: CapturedStep) -> TrainingGraph:
         """The step's planning problem, with all outputs there at the turn and the user's constraints."""
         priced_ = priced(step, self.costs, max_inversion_error=self.max_inversion_error)
         copies = copies_priced(step, priced_, self.costs)
-        graph = turning_problem(step, priced_, self.loss_bytes(step, priced_), copies)
+        graph = turning_problem(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
         return adding_problem(step, graph, self.added) if self.added else graph

@@ -30,7 +30,6 @@ LABELS = {
     "tangent": "gradient of the loss",
     "rng_states": "random states",
     "old_buffers": "buffers before the step",
-    "loss_values": "loss and its gradient",
     "library_workspaces": "libraries",
     "inputs": "other inputs",
     "activations": "activations",

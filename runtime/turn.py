@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass, replace
 
+import torch
+
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.lanes import Lanes
 from rematplan.planner.schedule import Free, Run, Schedule, runs_of
@@ -17,6 +19,8 @@ OLD_BUFFERS = "old_buffers"
 LOSS = "(loss)"
 """The op that stands for what is done with the outputs until their gradients come, and its tensor, which stands for
 copies of these."""
+LOSS_VALUE = "(loss value)"
+"""The tensor of that op which stands for what of a loss stays until the step ends."""
 COPIES = 5
 """Tensors of the outputs' size, in float32 at least, that almost every loss does with at its peak, the gradients of the
 outputs among them: the mean of squares, l1, dice and divergences hold four, a squared difference written out five."""
@@ -24,38 +28,66 @@ FEWER = 4
 """As many where the outputs are large. Cross entropy and a mean squared error hold three."""
 SMALL = 1 / 8
 """Share of a step's peak up to which `COPIES` are set aside."""
-LOSS_VALUES = "loss_values"
-"""The tensor that stands for a loss and the gradient of that, which whoever calls the backward holds till its end."""
 SCALARS = 8
 """Tensors of one number that a loss has besides: a sum of weights, a temperature, a penalty."""
 
 
-def loss_memory(step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> int:
-    """Bytes that a loss of so many tensors of the outputs' size holds beside the outputs and their gradients.
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """Bytes that a loss holds beside the outputs and their gradients.
 
-    ``used``: the positions of outputs that it does not read.
+    ``peak``: at its peak. ``kept``: of these until the step ends. Whoever calls the backward holds the loss and its
+    gradient meanwhile, and the one number that `mse_loss` and `smooth_l1_loss` give lies in a storage of the outputs'
+    size.
     """
-    tangents = (i for i in step.inputs if i.kind == "tangent" and i.target not in used)
-    fakes = [step.values[i.value].fake for i in tangents]
-    scalars = SCALARS * allocated(8, step.device)
-    given = sum(allocated(fake.nbytes, fake.device) for fake in fakes)
-    each = sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in fakes)
-    return max(0, int(copies * each) - given) + scalars
+
+    peak: int
+    kept: int
+
+    @classmethod
+    def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
+        """For a loss of which only the peak is known. ``used``: the positions of outputs that it does not read."""
+        scalars = 2 * _scalar(step)
+        return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
+
+    @classmethod
+    def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
+        """For a loss of so many tensors of the outputs' size."""
+        given = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
+        more = max(0, int(copies * _each(step, used)) - given)
+        return cls.of_peak(step, more + SCALARS * _scalar(step), used)
+
+    @classmethod
+    def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
+        """For a loss of which nothing is known.
+
+        A scalar among the outputs is taken for a loss of the model's own, and what it is made of for used by that:
+        there are none for these. An auxiliary loss that is made of something else leaves the other outputs theirs.
+
+        ``peak``: the step's without recomputation and without a loss, in bytes.
+        """
+        used = _in_own_losses(step)
+        if not _read(step, used):
+            return cls.of_peak(step, 0)
+        ample = cls.of_copies(step, COPIES, used)
+        return ample if ample.peak <= SMALL * peak else cls.of_copies(step, FEWER, used)
 
 
-def usual_loss_memory(step: CapturedStep, peak: int) -> int:
-    """Bytes that a usual loss holds beside the outputs and their gradients.
+NO_LOSS = LossMemory(0, 0)
 
-    A scalar among the outputs is taken for a loss of the model's own, and what it is made of for used by that: there
-    are none for these. An auxiliary loss that is made of something else leaves the other outputs theirs.
 
-    ``peak``: the step's without recomputation and without a loss, in bytes.
-    """
-    used = _in_own_losses(step)
-    if all(i.target in used for i in step.inputs if i.kind == "tangent"):
-        return 0
-    ample = loss_memory(step, COPIES, used)
-    return ample if ample <= SMALL * peak else loss_memory(step, FEWER, used)
+def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
+    """The gradients of the outputs that a loss reads."""
+    return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in used]
+
+
+def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
+    """Bytes of the outputs that a loss reads, in float32 at least."""
+    return sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _read(step, used))
+
+
+def _scalar(step: CapturedStep) -> int:
+    return allocated(8, step.device)
 
 
 def _in_own_losses(step: CapturedStep) -> frozenset[str]:
@@ -71,26 +103,26 @@ def _in_own_losses(step: CapturedStep) -> frozenset[str]:
 
 
 def turning_problem(
-    step: CapturedStep, graph: TrainingGraph, loss: int = 0, copies: Copies = NONE
+    step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
 
-    ``loss``: bytes that the loss holds beside the outputs and the tangents, at its peak. It is the workspace of
-    an op of the backward, so that it divides no blocks, that runs once, after all that makes outputs or new buffers
-    and before all that reads a tangent.
+    ``loss``: what it holds at its peak is the workspace of an op of the backward, so that it divides no blocks, that
+    runs once, after all that makes outputs or new buffers and before all that reads a tangent; what it keeps is a
+    tensor of that op's.
 
     Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
     so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
     and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
-    input, and so are the loss and its gradient. ``copies``, which the backward makes where a loss lays the tangents out
-    otherwise, are charged to what makes them, or to what they are copies of; the loss's own tensor stands for the
-    copies of tangents.
+    input. ``copies``, which the backward makes where a loss lays the tangents out otherwise, are charged to what makes
+    them, or to what they are copies of; the loss's own tensor stands for the copies of tangents.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     given = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late = step.after_turn
-    between = Op(LOSS, tuple(early), (LOSS,), 0.0, max(0, loss - given), "backward")
+    workspace = max(0, loss.peak - loss.kept - given)
+    between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
     def turned(op: Op) -> Op:
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
@@ -103,22 +135,19 @@ def turning_problem(
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
     old = sum(step.storage_bytes[s] for s in early if s not in held)
-    values = 2 * allocated(8, step.device) if tangents else 0
-    beside = {name: size for name, size in ((OLD_BUFFERS, old), (LOSS_VALUES, values)) if size}
+    beside = {OLD_BUFFERS: old} if old else {}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
-    charged = replace(
+    return replace(
         graph,
         tensors=(
             *(replace(t, bytes=t.bytes + kept.get(t.name, 0)) for t in graph.tensors),
             Tensor(LOSS, given),
+            Tensor(LOSS_VALUE, loss.kept),
             *(Tensor(name, size) for name, size in beside.items()),
         ),
         inputs=(*graph.inputs, *beside),
-        outputs=(*graph.outputs, *([LOSS] if tangents & set(graph.outputs) else [])),
+        outputs=(*graph.outputs, LOSS_VALUE, *([LOSS] if tangents & set(graph.outputs) else [])),
         fixed_split={**graph.fixed_split, **beside},
-    )
-    return replace(
-        charged,
         ops=(
             *(op for op in graph.ops if op.name not in late),
             between,
@@ -131,7 +160,7 @@ def turning_problem(
 
 def set_aside(graph: TrainingGraph) -> int:
     """Bytes that a step's `turning_problem` leaves for a loss outside of it."""
-    return graph.op[LOSS].workspace + graph.size[LOSS]
+    return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 
 @dataclass(frozen=True, slots=True)
