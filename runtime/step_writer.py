@@ -144,9 +144,10 @@ class Writer:
         self.drop_dead()
 
     def take(self, values: Sequence[str]) -> str:
-        """Parameters: the values' variables, from here on alive."""
+        """Parameters: the values' variables, from here on alive; missing tangents are None, and so made where read."""
         for value in values:
-            self.bring_to_life(value)
+            if value not in self.unused.zero:
+                self.bring_to_life(value)
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:

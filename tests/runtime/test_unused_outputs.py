@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -82,3 +83,45 @@ def test_what_only_an_unused_output_needs_is_skipped() -> None:
     assert (
         not {c.name for c in step.calls if c.module.startswith(("trunk", "first")) and c.backward} & skipped
     )
+
+
+class Parts(nn.Module):
+    """Gives what one call makes several of, as it is."""
+
+    def __init__(self, cut: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.cut, self.layers = cut, nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.cut(self.layers(x))
+
+
+CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "chunk": lambda h: h.chunk(2, -1),
+    "split": lambda h: h.split((6, 10), -1),
+    "unbind": lambda h: h.unflatten(1, (2, 8)).unbind(1),
+    "one of them goes on": lambda h: (h.chunk(2, -1)[0], h.chunk(2, -1)[1].tanh()),
+    "nested": lambda h: (h.chunk(2)[0], *h.chunk(2)[1].chunk(2)),
+    "eigh": lambda h: tuple(torch.linalg.eigh(h.T @ h + torch.diag(torch.arange(16.0)))),
+    "cummax": lambda h: (h.cummax(0)[0], *h.aminmax(dim=1)),
+    "qr": lambda h: tuple(torch.linalg.qr(h)),
+    "views": lambda h: (h[:, 1], h[:, 2:], h.T),
+    "one number": lambda h: (h.expand(2, -1, -1), h.sum()),
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_each_part_of_what_is_cut_may_be_unused(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Parts(CUTS[kind]), torch.randn(24, 8)
+    planned = rematplan.plan_module(copy.deepcopy(model), (x,), budget="100%", strategy="approx_dp")
+    parts = [at for at, part in enumerate(model(x)) if part.requires_grad]
+    for used in (
+        ([at] for at in parts) if len(parts) < 3 else (p for n in (1, 2) for p in combinations(parts, n))
+    ):
+        for one in (planned, model):
+            one.zero_grad()
+            out = one(x)
+            torch.stack([out[at].abs().pow(1.5).mean() for at in used]).sum().backward()
+        for ours, eager in zip(planned.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.grad, eager.grad), used
