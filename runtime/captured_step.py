@@ -92,6 +92,8 @@ class CapturedStep:
     constants: Mapping[str, torch.Tensor]
     inverses: tuple[Call, ...] = ()
     """Further recipes: each brings one storage of the forward half back from later ones."""
+    attributes: frozenset[str] = frozenset()
+    """The positions of outputs that the forward does not return, but sets as attributes of its modules."""
 
     @cached_property
     def call(self) -> dict[str, Call]:

@@ -75,7 +75,7 @@ class FlatModel(nn.Module):
     Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results, of
     the attributes that the forward gives (a dictionary by module, of dictionaries) and of the arguments if it leaves
     others in their lists and dictionaries than were there, and ``constants``, its leaves, with a `Place` where one of
-    the ``count`` tensors goes.
+    the ``count`` tensors goes. ``attributes`` are the positions of those that nothing but attributes give.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class FlatModel(nn.Module):
         self.outputs: pytree.TreeSpec
         self.constants: list[Any] = []
         self.count = 0  # of tensors among the outputs
+        self.attributes: frozenset[str] = frozenset()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that the model gives, each once, none of them another's view."""
@@ -115,7 +116,8 @@ class FlatModel(nn.Module):
         }
         leaves_given, spec_given = flattened({at: one for at, one in given.items() if one})
         given = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_given], spec_given)
-        flat, self.outputs = flattened((results, given, self._left((args, kwargs), leaves)))
+        left = self._left((args, kwargs), leaves)
+        flat, self.outputs = flattened((results, given, left))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:
             check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but", True)
@@ -126,6 +128,8 @@ class FlatModel(nn.Module):
             )
         places = {of: Place(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
+        returned = {id(o) for o in flattened((results, left))[0]}
+        self.attributes = frozenset(str(place.at) for of, place in places.items() if of not in returned)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         # A view has a tangent of its own only as a copy.
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())

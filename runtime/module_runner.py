@@ -289,6 +289,7 @@ class Runner:
             with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
                 flat = FlatModel(model, forward, leaves, spec, reads)
                 step = capture(flat, batch, self.name, model, decisions)
+        step = replace(step, attributes=flat.attributes)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
             for c in flat.constants

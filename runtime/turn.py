@@ -77,8 +77,10 @@ NO_LOSS = LossMemory(0, 0)
 
 
 def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
-    """The gradients of the outputs that a loss reads."""
-    return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in used]
+    """The gradients of the outputs that a loss reads. What a forward sets as attributes (a normalised weight, say) is
+    seldom for a loss."""
+    others = used | step.attributes
+    return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
 def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:

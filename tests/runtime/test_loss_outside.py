@@ -124,9 +124,9 @@ def test_a_loss_that_keeps_memory_is_within_the_least_budget(kind: str, dtype: t
     assert peak <= planned.plan.budget
 
 
-def aside(model: nn.Module, x: Tensor, **options: object) -> int:
+def aside(model: nn.Module, *args: object, **options: object) -> int:
     """Bytes that a plan leaves for the loss."""
-    planned = rematplan.plan_module(model, (x,), budget="100%", strategy="store_all", **options)
+    planned = rematplan.plan_module(model, args, budget="100%", strategy="store_all", **options)
     runner = planned._rematplan
     return set_aside(runner.planner.problem(runner.last.compiled.step))
 
@@ -166,6 +166,30 @@ def test_room_for_a_loss_follows_the_outputs() -> None:
     copied_and_kept = 2 * logits + 16  # gradients that lie otherwise, and what the loss's one number lies in
     assert aside(large_outputs(), words(), loss_memory="2X") == copied_and_kept
     assert aside(large_outputs(), words(), loss_memory=3 * logits) == 3 * logits
+
+
+class Setting(nn.Module):
+    """Sets a tensor as an attribute, as layers with hooks on their weights do; gives it too, or puts it into a
+    dictionary of the caller, if it is to."""
+
+    def __init__(self, giving: str = "") -> None:
+        super().__init__()
+        self.model, self.giving = small_outputs(), giving
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        self.doubled = 2 * x
+        y = self.model(self.doubled)
+        if self.giving == "dictionary":
+            more["doubled"] = self.doubled
+        return (y, self.doubled) if self.giving == "returned" else (y,)
+
+
+def test_what_is_set_as_an_attribute_needs_no_room() -> None:
+    outputs, scalars = 4 * 4 * 12 * OUT * OUT, 64
+    both = outputs + images().nbytes
+    for giving, read in {"": outputs, "returned": both, "dictionary": both}.items():
+        room = aside(Setting(giving), images().requires_grad_(), {})
+        assert room == 4 * read + scalars
 
 
 def test_a_step_with_an_auxiliary_loss_is_within_the_budget_with_both() -> None:
