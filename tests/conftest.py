@@ -5,7 +5,9 @@ said before cuBLAS is first used."""
 import gc
 import os
 from collections.abc import Iterator
+from types import ModuleType
 
+import checker as plan_checker
 import pytest
 import torch
 
@@ -19,6 +21,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def checker() -> ModuleType:
+    """The independent checker of problem and plan files."""
+    return plan_checker
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,6 @@
 """One way to call the command line, and the files that many tests read."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from rematplan import api
 from rematplan.cli import main
 from rematplan.models import ZOO
 
-CHECKER = Path(__file__).parents[2].parent / "shared" / "oracle" / "check_plan.py"
 # A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
 VGG = ("vgg19", "--batch", "64", "--image", "32", "--width", "2")
 
@@ -99,22 +96,6 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "r18.onnx"
     assert main(["export", "resnet18", "--image", "64", "--width", "4", "--quiet", "-o", str(path)]) == 0
     return path
-
-
-def check(problem: Path, plan: Path) -> dict[str, Any]:
-    """What the independent checker says of a plan; fails if it does not accept it."""
-    assert CHECKER.is_file(), f"the independent checker is missing: {CHECKER}"
-    done = subprocess.run(
-        [sys.executable, str(CHECKER), str(problem), str(plan)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-@pytest.fixture
-def oracle() -> Callable[[Path, Path], dict[str, Any]]:
-    return check
 
 
 def assert_one_line_error(result: Result, status: int) -> None:

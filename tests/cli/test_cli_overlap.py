@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,13 +44,13 @@ def test_off_is_the_default_and_auto_asks_whether_it_pays(call: Callable[..., An
 
 
 def test_plan_files_carry_lanes_and_the_checker_takes_them(
-    call: Callable[..., Any], oracle: Callable[[Path, Path], dict[str, Any]], tmp_path: Path
+    call: Callable[..., Any], checker: ModuleType, tmp_path: Path
 ) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
     made = call(
         "plan", *RESNET, *LEAN, "--overlap", "on", "-o", plan, "--problem-out", problem, "--json"
     ).data  # fmt: skip
-    assert oracle(problem, plan)["peak"] == made["peak"]
+    assert checker.check_files(problem, plan)["peak"] == made["peak"]
     again = call("step", *RESNET, "--plan", plan, "--verify", "--json")
     assert again.status == 0
     assert again.data["lanes"] == made["lanes"]

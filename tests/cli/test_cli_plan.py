@@ -17,13 +17,13 @@ UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--device-model
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("budget", ["min", "100%"])
-def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, oracle, problem, tmp_path) -> None:
+def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, checker, problem, tmp_path) -> None:
     plan = tmp_path / "plan.json"
     result = call(
         "plan", "--problem", problem, "--budget", budget, "--strategy", strategy, "-o", plan, "--json"
     )
     assert result.status == 0, result.err
-    found, said = oracle(problem, plan), result.data
+    found, said = checker.check_files(problem, plan), result.data
     assert found["peak"] == said["peak"] <= said["budget"]
     assert found["reruns"] == said["ops_recomputed"]
     assert found["overhead"] == pytest.approx(said["overhead"])
@@ -44,7 +44,7 @@ def test_the_smallest_budget_says_what_bounds_it(call, problem) -> None:
     assert f"no plan can have less than {show_bytes(cause['floor'])}" in refusal.err
 
 
-def test_from_onnx_file_to_plan_and_problem(call, oracle, onnx_file, tmp_path) -> None:
+def test_from_onnx_file_to_plan_and_problem(call, checker, onnx_file, tmp_path) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
     result = call(
         *(
@@ -62,7 +62,7 @@ def test_from_onnx_file_to_plan_and_problem(call, oracle, onnx_file, tmp_path) -
         *("-o", plan, "--problem-out", problem, "--json"),
     )
     assert result.status == 0, result.err
-    assert oracle(problem, plan)["peak"] == result.data["peak"]
+    assert checker.check_files(problem, plan)["peak"] == result.data["peak"]
     assert json.loads(plan.read_text())["budget"] == int(0.85 * result.data["no_recompute_peak"])
     again = call("plan", "--problem", problem, "--budget", "85%", "--strategy", "exact_dp", "--json").data
     assert (again["peak"], again["budget"]) == (result.data["peak"], result.data["budget"])
@@ -147,7 +147,7 @@ def test_options_reach_the_strategy(call, refused, problem) -> None:
     assert "approx_dp" in limited.err
 
 
-def test_a_problem_without_a_backward_half(call, oracle, tmp_path) -> None:
+def test_a_problem_without_a_backward_half(call, checker, tmp_path) -> None:
     problem, plan = tmp_path / "p.json", tmp_path / "plan.json"
     ops = [
         {"name": "f", "reads": ["x"], "writes": ["a"], "cost": 1},
@@ -159,7 +159,7 @@ def test_a_problem_without_a_backward_half(call, oracle, tmp_path) -> None:
     result = call("plan", "--problem", problem, "--budget", "30", "-o", plan)
     assert result.status == 0
     assert "[red]" in result.out  # a name is text, not markup
-    assert oracle(problem, plan)["peak"] == 30
+    assert checker.check_files(problem, plan)["peak"] == 30
     assert call("curve", "--problem", problem).status == 0
 
 

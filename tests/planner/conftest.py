@@ -1,4 +1,4 @@
-"""What the planner's tests share: made-up problems and the independent checker."""
+"""What the planner's tests share: made-up problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-ORACLE = HERE.parents[2] / "shared" / "oracle" / "check_plan.py"
 
 
 def _load(name: str, path: Path) -> ModuleType:
@@ -27,15 +26,3 @@ def _load(name: str, path: Path) -> ModuleType:
 def problems() -> ModuleType:
     """Makers of training problems."""
     return _load("planner_problems", HERE / "problems.py")
-
-
-@pytest.fixture(scope="session")
-def oracle_path() -> Path:
-    assert ORACLE.is_file(), f"the independent checker is missing: {ORACLE}"
-    return ORACLE
-
-
-@pytest.fixture(scope="session")
-def oracle(oracle_path: Path) -> ModuleType:
-    """The independent checker as a module."""
-    return _load("independent_check_plan", oracle_path)

@@ -75,11 +75,11 @@ def test_what_is_dropped_runs_again_while_its_inputs_are_there():
 
 
 @pytest.mark.parametrize("layers", [12, 30])
-def test_plans_pass_the_independent_checker(layers, oracle):
+def test_plans_pass_the_independent_checker(layers, checker):
     graph = network(layers, random.Random(layers))
     for share in (0.9, 0.75):
         plan = Auto(time_limit=2).plan(graph, int(share * peak_of_base(graph)))
-        replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+        replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
         assert replayed["peak"] == plan.estimate.peak <= plan.budget
         assert plan.lower_bound is not None
         assert 0 <= plan.lower_bound <= plan.estimate.overhead

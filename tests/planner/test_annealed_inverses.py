@@ -118,12 +118,12 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, share):
             assert plan.estimate.cost == pytest.approx(optimum.cost)
 
 
-def test_a_reversible_chain_is_taken_back_block_by_block(oracle):
+def test_a_reversible_chain_is_taken_back_block_by_block(checker):
     graph = reversible(12)
     budget = int(0.3 * peak_of_base(graph))
     plain = Auto(time_limit=1).plan(without(graph), budget)
     plan = Auto(time_limit=2).plan(graph, budget)
-    replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+    replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= budget
     assert replayed["inversions"] > 0
     assert plan.estimate.cost < plain.estimate.cost

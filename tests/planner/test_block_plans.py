@@ -44,11 +44,11 @@ KINDS = [
 NAMES = [f"{s.name}-{getattr(s, 'objective', '')}".strip("-") for s in KINDS]
 
 
-def check_curve(graph, curve, oracle):
+def check_curve(graph, curve, checker):
     data = problem_to_json(graph)
     forward_order = [op.name for op in graph.ops if op.name in graph.ordered]
     for plan in curve:
-        found = oracle.replay(data, plan_to_json(plan))
+        found = checker.replay(data, plan_to_json(plan))
         assert found["peak"] == plan.estimate.peak
         assert found["cost"] == pytest.approx(plan.estimate.cost)
         first = list(dict.fromkeys(runs_of(plan.schedule)))
@@ -65,7 +65,7 @@ def check_curve(graph, curve, oracle):
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @PROFILE
 @given(seed=st.integers(0, 10**9), tape=st.booleans())
-def test_every_plan_passes_the_checker(problems, oracle, kind, seed, tape):
+def test_every_plan_passes_the_checker(problems, checker, kind, seed, tape):
     rng = Random(seed)
     graph = (
         problems.random_training(rng, rng.randint(0, 14))
@@ -79,12 +79,12 @@ def test_every_plan_passes_the_checker(problems, oracle, kind, seed, tape):
     except LatticeTooLarge:
         assert kind.name == "exact_dp"
         return
-    check_curve(graph, curve, oracle)
+    check_curve(graph, curve, checker)
 
 
 @PROFILE
 @given(seed=st.integers(0, 10**9), lean=st.booleans())
-def test_lowering_takes_any_chain_and_any_kept_tensors(problems, oracle, seed, lean):
+def test_lowering_takes_any_chain_and_any_kept_tensors(problems, checker, seed, lean):
     rng = Random(seed)
     graph = problems.scrambled(rng, rng.randint(0, 30))
     view = forward_graph(graph)
@@ -102,7 +102,7 @@ def test_lowering_takes_any_chain_and_any_kept_tensors(problems, oracle, seed, l
         kept = tuple(t.name for t in graph.tensors if rng.random() < 0.3)
         partition = Partition(partition.blocks, kept)
     plan = plan_from_runs(graph, lower(graph, partition), "x")
-    assert oracle.replay(problem_to_json(graph), plan_to_json(plan))["peak"] == plan.estimate.peak
+    assert checker.replay(problem_to_json(graph), plan_to_json(plan))["peak"] == plan.estimate.peak
     assert {op.name for op in graph.ops} == set(runs_of(plan.schedule))
 
 
@@ -114,20 +114,20 @@ def networks(problems):
 
 @pytest.mark.parametrize("shape", ["unet", "residual"])
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_networks(networks, oracle, kind, shape):
+def test_networks(networks, checker, kind, shape):
     graph = networks[shape]
-    check_curve(graph, kind.curve(graph, ()), oracle)
+    check_curve(graph, kind.curve(graph, ()), checker)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_the_checker_program_accepts_plan_files(problems, oracle_path, tmp_path, kind):
+def test_the_checker_program_accepts_plan_files(problems, checker, tmp_path, kind):
     graph = problems.residual((1, 1))
     curve = kind.curve(graph, ())
     budget = curve[len(curve) // 2].estimate.peak
     save_problem(graph, tmp_path / "problem.json")
     save_plan(kind.plan(graph, budget), tmp_path / "plan.json")
     done = subprocess.run(
-        [sys.executable, str(oracle_path), str(tmp_path / "problem.json"), str(tmp_path / "plan.json")],
+        [sys.executable, checker.__file__, str(tmp_path / "problem.json"), str(tmp_path / "plan.json")],
         capture_output=True,
         text=True,
         check=False,
@@ -185,42 +185,42 @@ def test_exact_dp_is_never_worse_than_approx_dp(problems, objective):
         assert exact.plan(graph, plan.estimate.peak).estimate.cost <= plan.estimate.cost
 
 
-def test_a_chain_of_a_thousand_layers(problems, oracle):
+def test_a_chain_of_a_thousand_layers(problems, checker):
     graph = problems.chain(1000)
     for name in ("chen_sqrt", "chen_greedy"):
         started = time.perf_counter()
         curve = strategy(name).curve(graph, ())
         assert time.perf_counter() - started < 10
-        check_curve(graph, (curve[0], curve[-1]), oracle)
+        check_curve(graph, (curve[0], curve[-1]), checker)
         assert curve[-1].estimate.peak < 0.5 * curve[0].estimate.peak
-    check_curve(graph, strategy("approx_dp", budgets=2, ticks=50).curve(graph, ()), oracle)
+    check_curve(graph, strategy("approx_dp", budgets=2, ticks=50).curve(graph, ()), checker)
 
 
-def test_a_wide_graph_is_too_large_for_exact_dp_only(problems, oracle):
+def test_a_wide_graph_is_too_large_for_exact_dp_only(problems, checker):
     graph = problems.wide(30)
     with pytest.raises(LatticeTooLarge, match="approx_dp"):
         strategy("exact_dp").plan(graph, 10**12)
-    check_curve(graph, strategy("approx_dp").curve(graph, ()), oracle)
+    check_curve(graph, strategy("approx_dp").curve(graph, ()), checker)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @pytest.mark.parametrize("size", [0, 1, 2**56])
-def test_sizes_at_both_ends_of_the_range(problems, oracle, kind, size):
+def test_sizes_at_both_ends_of_the_range(problems, checker, kind, size):
     """Sums of these leave 64-bit integers; nothing may wrap around, and zero divides nothing."""
     graph = problems.chain(20, size)
     curve = kind.curve(graph, ())
-    check_curve(graph, curve, oracle)
+    check_curve(graph, curve, checker)
     if size > 1 and kind.name != "store_all":
         assert curve[-1].estimate.peak < 0.6 * curve[0].estimate.peak
 
 
 @pytest.mark.parametrize("cost", [0.0, 1e-300, 1e290])
-def test_costs_at_both_ends_of_the_range(problems, oracle, cost):
+def test_costs_at_both_ends_of_the_range(problems, checker, cost):
     graph = problems.chain(6)
     ops = tuple(replace(op, cost=cost) for op in graph.ops)
     graph = replace(graph, ops=ops)
     for kind in KINDS:
-        check_curve(graph, kind.curve(graph, ()), oracle)
+        check_curve(graph, kind.curve(graph, ()), checker)
 
 
 def test_without_a_backward_half_blocks_are_refused(problems):

@@ -68,12 +68,12 @@ def test_an_op_without_a_name_runs_and_so_does_one_that_writes_nothing(strategy)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])
-def test_larger_plans_pass_the_independent_checker(problems, oracle, share):
+def test_larger_plans_pass_the_independent_checker(problems, checker, share):
     graph = problems.residual((1, 1))
     budget = int(share * peak_of_base(graph))
     told = []
     plan = ILP(time_limit=1.5).plan(graph, budget, lambda fraction, text: told.append((fraction, text)))
-    replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+    replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= plan.budget == budget
     assert 0 <= plan.lower_bound <= plan.estimate.overhead
     assert plan.status == "optimal" or "bound" in told[-1][1]

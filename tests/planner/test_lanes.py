@@ -189,13 +189,13 @@ def test_two_lanes_take_no_longer_than_one(problems, seed):
 
 @PROFILE
 @given(seed=st.integers(0, 10**9))
-def test_plan_files_carry_lanes(problems, oracle, seed):
+def test_plan_files_carry_lanes(problems, checker, seed):
     graph, plan, rng = draw(problems, seed, 12)
     laned = on_two_lanes(graph, plan, plan.estimate.peak + rng.choice([0, 10, 10**6]))
     if laned is None:
         return
     data = json.loads(json.dumps(plan_to_json(laned)))
-    assert oracle.replay(problem_to_json(graph), data)["peak"] == laned.estimate.peak == data["peak"]
+    assert checker.replay(problem_to_json(graph), data)["peak"] == laned.estimate.peak == data["peak"]
     assert plan_from_json(data, graph) == laned
     data["lanes"]["peak"] = 0
     assert plan_from_json(data, graph) == laned

@@ -71,7 +71,7 @@ def test_equal_layers_are_solved_once():
     assert len(intervals(replace(chain, cost=costs), everywhere).first) == 400 * 401 // 2
 
 
-def test_a_thousand_layers_fit_where_a_few_do(oracle):
+def test_a_thousand_layers_fit_where_a_few_do(checker):
     assert NestedDP(plans=4).curve(equal_layers(1000), ())[-1].estimate.peak <= 9 * SIZE
 
 

@@ -41,13 +41,13 @@ ODD = {
 
 @pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.parametrize("name", ODD)
-def test_odd_problems_are_planned(name, keep_order, oracle):
+def test_odd_problems_are_planned(name, keep_order, checker):
     graph = ODD[name]
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     auto = Auto(time_limit=1, keep_order=keep_order, reuse=False)
     for budget in (base, 10**9):
         plan = auto.plan(graph, budget)
-        replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+        replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
         assert replayed["peak"] == plan.estimate.peak <= budget
         assert plan.estimate.overhead <= 0  # ops that nothing needs are left out
         assert plan.status == "optimal"

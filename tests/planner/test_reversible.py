@@ -56,7 +56,7 @@ def couplings(depth: int, gain: float = 1.0, ordinary: bool = False) -> Training
     )
 
 
-def test_the_activations_of_one_block_are_held_whatever_the_depth(oracle):
+def test_the_activations_of_one_block_are_held_whatever_the_depth(checker):
     peaks = []
     for depth in (2, 8, 40):
         graph = couplings(depth)
@@ -64,7 +64,7 @@ def test_the_activations_of_one_block_are_held_whatever_the_depth(oracle):
         peaks.append(curve[-1].estimate.peak - sum(graph.size[t] for t in graph.outputs))
         assert curve[0].estimate == no_recompute(graph).estimate
         for plan in curve:
-            oracle.replay(problem_to_json(graph), plan_to_json(plan))
+            checker.replay(problem_to_json(graph), plan_to_json(plan))
         runs = runs_of(curve[-1].schedule)
         # one more evaluation of every F, shared between inversion and gradient
         assert all(runs.count(f"h{k}") == runs.count(f"f{k}") == 2 for k in range(1, depth * 7 // 8))
@@ -132,7 +132,7 @@ def test_rounding_to_a_coarser_type_makes_errors_larger():
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_whatever_the_inverses_plans_are_valid(problems, oracle, seed):
+def test_whatever_the_inverses_plans_are_valid(problems, checker, seed):
     rng = Random(seed)
     graph = problems.random_training(rng, rng.randint(3, 14))
     made = [t for o in graph.ops if o.phase == "forward" for t in o.writes]
@@ -145,6 +145,6 @@ def test_whatever_the_inverses_plans_are_valid(problems, oracle, seed):
     graph = replace(graph, inverses=tuple(inverses))
     for one in (graph, with_anchors(graph, 2e-7)):
         for plan in Reversible(shares=3).curve(one, ()):
-            oracle.replay(problem_to_json(one), plan_to_json(plan))
+            checker.replay(problem_to_json(one), plan_to_json(plan))
             if one is not graph:
                 assert worst_error(one, plan.schedule) <= 2e-7 * 1.01

@@ -43,12 +43,12 @@ def test_other_graphs_have_none(problems):
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
-def test_a_network_without_marks_is_planned_to_the_optimum(problems, oracle, share):
+def test_a_network_without_marks_is_planned_to_the_optimum(problems, checker, share):
     graph = unmarked(problems.residual((3, 4, 6, 3)))
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     plan = Auto(time_limit=8, reuse=False).plan(graph, int(share * base))
     assert plan.status == "optimal"
-    replayed = oracle.replay(problem_to_json(graph), plan_to_json(plan))
+    replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= plan.budget
 
 
