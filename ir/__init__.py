@@ -9,7 +9,7 @@ from rematplan.ir.errors import (
     UsageError,
     show_bytes,
 )
-from rematplan.ir.formats import load_problem, problem_from_json, problem_to_json, save_problem
+from rematplan.ir.problem_json import load_problem, problem_from_json, problem_to_json, save_problem
 from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 __all__ = [

@@ -203,3 +203,9 @@ def _unique(names: Iterable[str], kind: str) -> set[str]:
             raise ProblemError(f"two {kind}s share the name {name!r}")
         seen.add(name)
     return seen
+
+
+LIBRARIES = "library_workspaces"
+"""The input's name."""
+THREADS = 2
+"""On CUDA the forward half runs in the caller's thread, the backward half in one of autograd's."""

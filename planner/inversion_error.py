@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rematplan.ir import Op, TrainingGraph, UsageError
-from rematplan.ir.recovery import last_forward_read, recoveries
+from rematplan.ir.recoverable import last_forward_read, recoveries
 from rematplan.planner.schedule import Free, Schedule
 
 ROUNDING = 0.15

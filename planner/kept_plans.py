@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.ir.formats import read_json, write_whole
+from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategy import pareto

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import ProblemError, TrainingGraph, show_bytes
-from rematplan.ir.formats import read_json, write_whole
+from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.planner.lane_memory import checked_lanes
 from rematplan.planner.lanes import Lanes, lanes_from_json, lanes_to_json
 from rematplan.planner.schedule import Free, Run, Schedule, with_frees

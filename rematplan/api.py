@@ -12,9 +12,9 @@ from torch import nn
 
 from rematplan.budgets import plan_within
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.ir.graph import Graph, Value
-from rematplan.ir.onnx_forms import Forms
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.graph import Graph, Value
+from rematplan.ir.onnx.load import load_onnx
+from rematplan.ir.onnx.training_form import Forms
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.planner.inversion_error import worst_error
 from rematplan.planner.plan import Plan

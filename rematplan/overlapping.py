@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.errors import show_bytes
-from rematplan.ir.library_workspaces import LIBRARIES, THREADS
+from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.planner.lanes import Sharing, place
 from rematplan.planner.overlap import PAYS, fastest_on_two_lanes, saved
 from rematplan.planner.plan import Plan

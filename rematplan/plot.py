@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
-from rematplan.ir.formats import write_whole
+from rematplan.ir.problem_json import write_whole
 from rematplan.planner.plan import Plan
 
 # Okabe and Ito's palette: told apart by colour-blind readers too. Markers differ as well, for grey prints.

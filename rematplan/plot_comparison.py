@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rematplan.ir.formats import write_whole
+from rematplan.ir.problem_json import write_whole
 from rematplan.plot import COLOURS, MARKERS, unit_of
 
 if TYPE_CHECKING:

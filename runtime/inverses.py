@@ -1,7 +1,7 @@
 """Finds the inverses of a captured step: recipes that bring a tensor back from later ones, by closure over the table.
 
-Nothing of a network is declared. A row of `inverse_table` undoes one call; rows for the pieces of a storage make an
-inverse of the whole; and of these stay the ones that lead somewhere (`rematplan.ir.recovery`): x = y − F(x) does not.
+Nothing of a network is declared. A row of `inverse_table` undoes one call, and rows for all slices of a storage make an
+inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that can be used: x = y − F(x) cannot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rematplan.ir.recovery import recoveries
+from rematplan.ir.recoverable import recoveries
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.inverse_facts import Facts, Refused, Undone
 from rematplan.runtime.inverse_kernels import Fill, Inverse

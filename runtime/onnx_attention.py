@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_reduce import softmax
 from rematplan.runtime.onnx_rows import Rows, integer, number, refuse
 from rematplan.runtime.onnx_values import ONNX_DTYPES

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Batch, Graph, Node, Weight
+from rematplan.ir.onnx.graph import Batch, Graph, Node, Weight
 from rematplan.runtime.onnx_module import Instruction, OnnxModule
 from rematplan.runtime.onnx_rows import refuse
 from rematplan.runtime.onnx_values import torch_dtype

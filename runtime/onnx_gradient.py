@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_rows import Row, Rows, refuse
 
 DOMAIN = "ai.onnx.preview.training"

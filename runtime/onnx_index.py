@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_rows import Rows, integer, refuse, text
 from rematplan.runtime.onnx_values import SAME_WIDTH, WIDER, constant_tensor, signed
 from rematplan.runtime.regular_indices import Slice, picked_slice

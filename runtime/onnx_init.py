@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rematplan.ir.graph import Graph, Node
-from rematplan.ir.onnx_roles import VIEW_OPS
+from rematplan.ir.onnx.graph import Graph, Node
+from rematplan.ir.onnx.weight_roles import VIEW_OPS
 
 Fill = Callable[[torch.Tensor, Node, torch.Generator], object]
 

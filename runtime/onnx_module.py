@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Graph, Node, Weight
-from rematplan.ir.onnx_roles import differentiated, trains_statistics
+from rematplan.ir.onnx.graph import Graph, Node, Weight
+from rematplan.ir.onnx.weight_roles import differentiated, trains_statistics
 from rematplan.runtime.machine_memory import check_fits
 from rematplan.runtime.onnx_init import first_readers, initialise
 from rematplan.runtime.onnx_rows import Row, refuse, stated
@@ -67,7 +67,7 @@ class Instruction:
 
 
 class OnnxModule(nn.Module):
-    """The forward pass of a :class:`~rematplan.ir.graph.Graph`.
+    """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph`.
 
     Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file
     generates start random, by ``seed``. Batch norm in training form updates its buffers once a forward.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_nn import pad_spatial, spread, window_pads
 from rematplan.runtime.onnx_rows import Rows, integer, ints, number, refuse, text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_rows import Rows, integer, refuse
 from rematplan.runtime.onnx_values import ONNX_DTYPES
 

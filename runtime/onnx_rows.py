@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_values import to_array
 
 Handler = Callable[..., Any]

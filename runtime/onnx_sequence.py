@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_rows import Rows, integer, refuse, stated
 from rematplan.runtime.onnx_values import to_tensor
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx_rows import Known, Rows, integer
 from rematplan.runtime.onnx_values import ONNX_DTYPES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 from rematplan.runtime import (
     onnx_attention,
     onnx_gradient,

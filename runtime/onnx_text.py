@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from rematplan.ir.graph import Graph, Node
+from rematplan.ir.onnx.graph import Graph, Node
 from rematplan.runtime.onnx_rows import Rows, integer, refuse, text
 from rematplan.runtime.onnx_values import TEXT
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from rematplan.ir import ProblemError
-from rematplan.ir.formats import write_whole
+from rematplan.ir.problem_json import write_whole
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.device_models import device_model
 from rematplan.runtime.known_values import KnownValues

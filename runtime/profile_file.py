@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rematplan.ir import ProblemError, UsageError
-from rematplan.ir.formats import read_json, write_whole
+from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.profile_costs import device_name, signature
 from rematplan.runtime.step_problem import CallCost

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.ir.library_workspaces import LIBRARIES, THREADS
+from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.runtime.captured_step import Call, CapturedStep, InputKind, refs
 from rematplan.runtime.inverse_kernels import Inverse
 from rematplan.runtime.measure import REST, allocated

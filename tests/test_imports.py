@@ -36,8 +36,8 @@ WALLS = {
 }
 
 ONLY_IN = {
-    "onnx": ("ir/onnx_*.py", "ir/folding.py", "rematplan/onnx_backend.py"),
-    "onnx_ir": ("ir/onnx_*.py",),
+    "onnx": ("ir/onnx/*.py", "rematplan/onnx_backend.py"),
+    "onnx_ir": ("ir/onnx/*.py",),
     "ortools": (
         "planner/solver.py",
         "planner/highs_process.py",

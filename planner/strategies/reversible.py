@@ -1,7 +1,7 @@
 """Reversible: keep no tensor that an inverse brings back, as reversible networks do by hand.
 
 Gomez, Ren, Urtasun, Grosse, «The reversible residual network: backpropagation without storing activations», NeurIPS
-2017, arXiv:1707.04585, on any graph: which tensors come back from which is found by `rematplan.ir.recovery`.
+2017, arXiv:1707.04585, on any graph: which tensors come back from which is found by `rematplan.ir.recoverable`.
 
 The forward half runs once. In the backward half, in the base order, whatever an op reads that is gone comes back just
 before: a recoverable tensor by its inverse, what was computed from recoverable tensors on the way by running it again,
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import Op, TrainingGraph, UsageError
-from rematplan.ir.recovery import Recovery, last_forward_read, recoveries
+from rematplan.ir.recoverable import Recovery, last_forward_read, recoveries
 from rematplan.planner.plan import Plan, plan_from_runs
 from rematplan.planner.schedule import without_idle
 from rematplan.planner.strategy import FamilyStrategy, Progress, silent

@@ -18,7 +18,7 @@ from rematplan.cli.arguments import (
 from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import UsageError
-from rematplan.ir.formats import write_whole
+from rematplan.ir.problem_json import write_whole
 from rematplan.planner.plan import Plan
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.auto import Auto

@@ -5,8 +5,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from rematplan.ir import ModelError, onnx_control
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir import ModelError
+from rematplan.ir.onnx import control_flow as onnx_control
+from rematplan.ir.onnx.load import load_onnx
 
 F, INT, FLAG = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 

@@ -13,9 +13,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from rematplan.ir import RematplanError, onnx_control
-from rematplan.ir.onnx_forms import Forms
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir import RematplanError
+from rematplan.ir.onnx import control_flow as onnx_control
+from rematplan.ir.onnx.load import load_onnx
+from rematplan.ir.onnx.training_form import Forms
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 LIMIT = 20  # seconds a file may take, on a busy machine

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from rematplan.ir import ModelError, RematplanError
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.load import load_onnx
 
 F = TensorProto.FLOAT
 

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from rematplan.ir import ModelError, UsageError
-from rematplan.ir.graph import Graph
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.graph import Graph
+from rematplan.ir.onnx.load import load_onnx
 
 F = TensorProto.FLOAT
 RNG = np.random.default_rng(0)

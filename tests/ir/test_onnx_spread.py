@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from rematplan.ir.onnx_loader import graph_from_proto
-from rematplan.ir.onnx_spread import spread_of
+from rematplan.ir.onnx.folded_weights import spread_of
+from rematplan.ir.onnx.load import graph_from_proto
 
 RNG = np.random.default_rng(0)
 

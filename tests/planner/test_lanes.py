@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
-from rematplan.ir.formats import problem_to_json
+from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.lanes import Lanes, Sharing, place
 from rematplan.planner.overlap import on_two_lanes
 from rematplan.planner.plan import Plan, plan_from_json, plan_from_runs, plan_to_json

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir.library_workspaces import THREADS
+from rematplan.ir.training_graph import THREADS
 from rematplan.models import build, example_inputs
 from rematplan.runtime.capture import capture
 from rematplan.runtime.measure import kept_by_libraries, peak_above_entry, release_libraries

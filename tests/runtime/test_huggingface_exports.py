@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from their confi
 import transformers as hf
 
 import rematplan
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.load import load_onnx
 from rematplan.runtime.onnx_module import OnnxModule, onnx_name
 
 TEXT = {

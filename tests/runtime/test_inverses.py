@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.ir.recovery import recoveries
+from rematplan.ir.recoverable import recoveries
 from rematplan.planner.inversion_error import worst_error
 from rematplan.planner.schedule import runs_of
 from rematplan.planner.strategies.reversible import Reversible

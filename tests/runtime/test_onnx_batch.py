@@ -12,7 +12,7 @@ from torch import nn
 
 import rematplan
 from rematplan.ir import ModelError, UsageError
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.load import load_onnx
 from rematplan.runtime.onnx_batch import rebatched
 from rematplan.runtime.onnx_module import OnnxModule
 

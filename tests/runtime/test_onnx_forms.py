@@ -13,8 +13,8 @@ from torch import nn
 
 from rematplan import api
 from rematplan.ir import ModelError, UsageError
-from rematplan.ir.onnx_forms import Forms
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.load import load_onnx
+from rematplan.ir.onnx.training_form import Forms
 from rematplan.runtime.onnx_module import OnnxModule, onnx_name
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from rematplan.ir.onnx_loader import graph_from_proto
+from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.onnx_module import OnnxModule
 
 D = onnx.TensorProto.DOUBLE

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import rematplan.onnx_backend as backend
-from rematplan.ir.onnx_loader import graph_from_proto
+from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.capture import capture
 from rematplan.runtime.onnx_module import OnnxModule
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rematplan import api
-from rematplan.ir.onnx_loader import load_onnx
+from rematplan.ir.onnx.load import load_onnx
 from rematplan.runtime.onnx_module import OnnxModule, onnx_name
 from rematplan.runtime.training_step import PlannedStep, verify
 

@@ -13,7 +13,7 @@ from onnx.backend.test.case.node import collect_testcases
 
 import rematplan.onnx_backend as backend
 from rematplan.ir import ModelError
-from rematplan.ir.onnx_loader import graph_from_proto
+from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.onnx_table import TABLE
 from rematplan.runtime.onnx_values import to_tensor

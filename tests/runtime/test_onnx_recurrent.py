@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rematplan import api
 from rematplan.ir import ModelError
-from rematplan.ir.onnx_loader import graph_from_proto, load_onnx
+from rematplan.ir.onnx.load import graph_from_proto, load_onnx
 from rematplan.runtime.onnx_module import OnnxModule
 from rematplan.runtime.training_step import PlannedStep, verify
 

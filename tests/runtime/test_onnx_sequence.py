@@ -6,7 +6,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from rematplan.ir import ModelError
-from rematplan.ir.onnx_loader import graph_from_proto
+from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.capture import capture
 from rematplan.runtime.loss import with_loss
 from rematplan.runtime.onnx_module import OnnxModule

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from rematplan.ir.graph import Attribute, Node
+from rematplan.ir.onnx.graph import Attribute, Node
 
 MAX_ELEMENTS = 1 << 16  # of any one operand or result
 

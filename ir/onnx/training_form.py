@@ -19,10 +19,10 @@ from functools import partial
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
-from rematplan.ir.graph import Node
-from rematplan.ir.onnx_draft import Array, Draft, Origin, Scope
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.draft import Array, Draft, Origin, Scope
+from rematplan.ir.onnx.graph import Node
 
 BN_FORMS = ("as-is", "train", "frozen")
 DROPOUT_FORMS = ("as-is", "on", "off")

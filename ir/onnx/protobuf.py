@@ -23,10 +23,10 @@ import onnx_ir
 import onnx_ir.passes.common as onnx_passes
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Attribute, Node
-from rematplan.ir.onnx_checks import check_expansion, check_names, check_tensors, check_types
-from rematplan.ir.onnx_draft import Array, Body, Declared, Draft, Origin, Scope
-from rematplan.ir.onnx_shapes import inferred_shapes
+from rematplan.ir.onnx.draft import Array, Body, Declared, Draft, Origin, Scope
+from rematplan.ir.onnx.graph import Attribute, Node
+from rematplan.ir.onnx.limits import check_expansion, check_names, check_tensors, check_types
+from rematplan.ir.onnx.subgraph_shapes import inferred_shapes
 
 MAX_METADATA = 1 << 16  # characters of one entry
 MAX_DEPTH = 50  # of subgraphs in subgraphs

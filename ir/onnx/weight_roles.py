@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx.graph import Node
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError
-from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
-from rematplan.ir.graph import Node, Value
-from rematplan.ir.onnx_draft import Array, Body, Draft
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
+from rematplan.ir.onnx.draft import Array, Body, Draft
+from rematplan.ir.onnx.graph import Node, Value
 
 MAX_TURNS = 10_000  # of one loop
 MAX_NODES = 200_000  # of the graph, loops unrolled

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rematplan.ir.graph import Batch
-from rematplan.ir.onnx_draft import Declared
+from rematplan.ir.onnx.draft import Declared
+from rematplan.ir.onnx.graph import Batch
 
 NAME = "batch"  # of the dimension, where the file has no name for it
 

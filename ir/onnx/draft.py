@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rematplan.ir.graph import Node
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.graph import Node
 
 Dim = int | str | None
 
@@ -76,3 +77,31 @@ class Draft:
     scopes: Mapping[str, Scope] = field(default_factory=dict)
     bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)
     stated: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class Edit:
+    """A draft while it is changed."""
+
+    initialisers: dict[str, Array]
+    origins: dict[str, Origin]
+    nodes: list[Node]
+    scopes: dict[str, Scope]
+    taken: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.taken = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}
+        self.taken.update(i for n in self.nodes for i in n.inputs)
+
+    def fresh(self, name: str) -> str:
+        """The name, or one like it that is free."""
+        k, free = 2, name
+        while free in self.taken:
+            free, k = f"{name}_{k}", k + 1
+        self.taken.add(free)
+        return free
+
+    def float_weight(self, name: str) -> Array | None:
+        """The initialiser of that name if it is of reals."""
+        array = self.initialisers.get(name)
+        return array if array is not None and array.dtype in roles.FLOATS else None

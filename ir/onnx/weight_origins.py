@@ -12,8 +12,8 @@ import re
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
-from rematplan.ir.onnx_draft import Array, Draft, Origin
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.draft import Array, Draft, Origin
 
 MAX_MASK = 1 << 24  # elements of a tensor that is looked at to see whether it is a mask
 LARGE = 1e4  # no weight: what a mask adds to the scores that it forbids

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
-from rematplan.ir.graph import Node
-from rematplan.ir.onnx_draft import Array, Draft, Origin, Scope
-from rematplan.ir.onnx_edit import Edit
-from rematplan.ir.onnx_origins import GENERATED, Evidence
-from rematplan.ir.onnx_spread import gather_spread
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.draft import Array, Draft, Edit, Origin, Scope
+from rematplan.ir.onnx.folded_weights import gather_spread
+from rematplan.ir.onnx.graph import Node
+from rematplan.ir.onnx.weight_origins import GENERATED, Evidence
 
 MAX_UNIFORM = 1 << 22  # elements of a weight that is looked at to see whether it is one number throughout
 SAMPLE = 64  # rows and columns compared of two weights that may be each other's transpose

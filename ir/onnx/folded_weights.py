@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
-from rematplan.ir.graph import Attribute, Node
-from rematplan.ir.onnx_draft import Array, Origin
-from rematplan.ir.onnx_edit import Edit
-from rematplan.ir.onnx_origins import BUFFER, GENERATED, LARGE, Evidence
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.draft import Array, Edit, Origin
+from rematplan.ir.onnx.graph import Attribute, Node
+from rematplan.ir.onnx.weight_origins import BUFFER, GENERATED, LARGE, Evidence
 
 MAX_ELEMENTS = 1 << 22  # of a tensor that is looked into
 FORBIDDING = -50.0  # what a mask adds at most where it forbids

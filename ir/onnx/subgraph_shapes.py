@@ -11,9 +11,9 @@ import math
 import numpy as np
 import onnx
 
-from rematplan.ir import onnx_roles as roles
-from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
-from rematplan.ir.onnx_draft import Dim, Draft
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
+from rematplan.ir.onnx.draft import Dim, Draft
 
 MAX_BYTES = 1 << 28  # of a file whose shapes are inferred: its weights are copied thereby
 

@@ -1,4 +1,4 @@
-"""From an ONNX file to :class:`rematplan.ir.graph.Graph`: the steps, in order.
+"""From an ONNX file to :class:`rematplan.ir.onnx.graph.Graph`: the steps, in order.
 
 Read, bind symbolic dimensions, sort, part weights that an exporter merged, drop aliases, fold constants,
 assign roles, drop what nothing reads, say what was noticed. Reading is in ``onnx_reader``, merged weights in
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from rematplan.ir import onnx_roles as roles
 from rematplan.ir.errors import ModelError, UsageError
-from rematplan.ir.folding import MAX_ELEMENTS, constant_value, fold
-from rematplan.ir.graph import Graph, Node, Role, Value, Weight
-from rematplan.ir.onnx_batch import with_batch
-from rematplan.ir.onnx_control import captured, without_subgraphs
-from rematplan.ir.onnx_draft import Array, Declared, Draft
-from rematplan.ir.onnx_forms import Forms, in_form
-from rematplan.ir.onnx_origins import Evidence
-from rematplan.ir.onnx_reader import read_onnx, read_proto
-from rematplan.ir.onnx_ties import untangled
+from rematplan.ir.onnx import weight_roles as roles
+from rematplan.ir.onnx.batch_dimension import with_batch
+from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
+from rematplan.ir.onnx.control_flow import captured, without_subgraphs
+from rematplan.ir.onnx.draft import Array, Declared, Draft
+from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
+from rematplan.ir.onnx.protobuf import read_onnx, read_proto
+from rematplan.ir.onnx.tied_weights import untangled
+from rematplan.ir.onnx.training_form import Forms, in_form
+from rematplan.ir.onnx.weight_origins import Evidence
 
 MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
 AS_IS = Forms()

@@ -1,0 +1,1 @@
+"""ONNX files: reading them, and normalising their graphs to a training form."""
