@@ -15,7 +15,7 @@ test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 kernels: $(READY)  ## compile the planner's hot loops, which the first run does otherwise
-	$(BIN)/python -c 'from rematplan.planner.warm import compile_kernels; compile_kernels()'
+	$(BIN)/python -c 'from rematplan.planner.auto.compile_kernels import compile_kernels; compile_kernels()'
 
 conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
 	$(BIN)/python benchmarks/conformance.py --refusals

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.warm import compile_kernels
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs
 
 FLOAT = 4  # bytes
 BATCH = 8

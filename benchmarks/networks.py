@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import LatticeTooLarge, TrainingGraph
-from rematplan.planner.lowering import Partition, lower
-from rematplan.planner.plan import Plan, plan_from_runs
+from rematplan.planner.blocks.lowering import Partition, lower
+from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt

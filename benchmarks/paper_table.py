@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from networks import NETWORKS, base_plan
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
-from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
-from rematplan.planner.warm import compile_kernels
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from pathlib import Path
 from networks import NETWORKS, activation_share, rivals, share_of
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
-from rematplan.planner.bounds import CLOSED, lower_bound
-from rematplan.planner.plan import Plan
-from rematplan.planner.smallest_peak import smallest_peak
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.transients import floor_text
-from rematplan.planner.warm import compile_kernels
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.search import CLOSED, lower_bound
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.peak_report import floor_text
 
 GOALS: dict[str, dict[float, float]] = {
     "gpt12": dict.fromkeys((0.8, 0.6, 0.5, 0.4, 0.3), 0.1),
@@ -81,7 +81,7 @@ def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float)
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
     """Print and return the plan of the least peak."""
-    from rematplan.planner.schedule import runs_of
+    from rematplan.planner.core.schedule import runs_of
 
     starts = [runs_of(p.schedule) for p in others]
     plan = smallest_peak(graph, seconds, starts=starts)

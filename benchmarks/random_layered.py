@@ -28,10 +28,10 @@ from ortools.linear_solver import pywraplp
 from single_run_annealing import annealed_by_single_runs
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.schedule import Run
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.warm import compile_kernels
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import Run
 
 VARIABILITY = 0.75
 """A layer's width lies within this share of the mean."""

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from rematplan.cli.program import run as command
 from rematplan.ir import TrainingGraph, show_bytes
-from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.lanes import Sharing, place
-from rematplan.planner.overlap import on_two_lanes, saved
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.lanes import Sharing, place
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.two_lanes import on_two_lanes, saved
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.sequence_state import Floats, Ints
+from rematplan.planner.annealing.state import Floats, Ints
+from rematplan.planner.core.plan import plan_from_runs
 
 HOT, COLD = 1e-3, 1e-6
 """Temperatures, as shares of what the given order's sequence is worth; the best of those tried."""

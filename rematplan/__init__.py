@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from rematplan.compile_backend import backend
     from rematplan.drop_in import plan_module, planning
-    from rematplan.planner.plan import Plan, save_plan
+    from rematplan.planner.core.plan import Plan, save_plan
 
 __all__ = [
     "InfeasibleBudget",
@@ -76,8 +76,8 @@ _HOMES = {
     "backend": "rematplan.compile_backend",
     "plan_module": "rematplan.drop_in",
     "planning": "rematplan.drop_in",
-    "Plan": "rematplan.planner.plan",
-    "save_plan": "rematplan.planner.plan",
+    "Plan": "rematplan.planner.core.plan",
+    "save_plan": "rematplan.planner.core.plan",
 }
 
 

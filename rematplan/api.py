@@ -16,11 +16,11 @@ from rematplan.ir.onnx.graph import Graph, Value
 from rematplan.ir.onnx.load import load_onnx
 from rematplan.ir.onnx.training_form import Forms
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.plan import Plan
-from rematplan.planner.strategies.registry import strategy as named_strategy
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.strategy import Progress, silent
 from rematplan.pricing import priced
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.planner.peak_report import floor_text
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.strategy import Progress, Strategy, silent
-from rematplan.planner.transients import floor_text
 
 UNITS = {
     "": 1,

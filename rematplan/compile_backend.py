@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir import UsageError
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.plan import Plan
 from rematplan.runtime.constraints import Name
 from rematplan.runtime.joint_graph import fixed_size, read_flat_joint_graph
 from rematplan.runtime.plan_graphs import plan_graphs

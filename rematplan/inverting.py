@@ -2,7 +2,7 @@
 
 A step that is opened for inverses is another problem than the step as it stands: halves are storages of their own, and
 what is written in place is a concatenation. So both are planned, the plain one first, in a part of the time, and with
-all that was kept of earlier searches for it (`rematplan.planner.kept_plans`); what is found starts the other search;
+all that `planner.caches.plan_cache` keeps of earlier searches for it; what is found starts the other search;
 and the better plan of the two is the plan.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from rematplan.budgets import Budget, least_plan, plan_within
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.carried import begin_with, carried_over
-from rematplan.planner.plan import Plan
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.strategy import Progress, silent
-from rematplan.planner.warm import compile_kernels
 
 PLAIN = 0.4
 """Share of the time for the problem without inverses."""

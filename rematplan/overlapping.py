@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.errors import show_bytes
 from rematplan.ir.training_graph import LIBRARIES, THREADS
-from rematplan.planner.lanes import Sharing, place
-from rematplan.planner.overlap import PAYS, fastest_on_two_lanes, saved
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.core.lanes import Sharing, place
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.two_lanes import PAYS, fastest_on_two_lanes, saved
 from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.plan import Plan
 
 # Okabe and Ito's palette: told apart by colour-blind readers too. Markers differ as well, for grey prints.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

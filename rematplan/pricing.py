@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.planner.inversion_error import with_anchors
-from rematplan.planner.strategy import Progress, silent
+from rematplan.planner.core.inversion_error import with_anchors
+from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.other_layouts import Copies, most_copied

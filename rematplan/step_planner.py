@@ -14,15 +14,15 @@ from rematplan.budgets import Budget, least_plan, parse_budget, parse_loss_memor
 from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
 from rematplan.overlapping import OFF, check_mode, overlapped, sharing_here
-from rematplan.planner.carried import begin_with, carried_over
-from rematplan.planner.lanes import Sharing
-from rematplan.planner.plan import Plan, load_plan
-from rematplan.planner.simulator import simulate
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.strategies.registry import LIMIT, strategy
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.core.lanes import Sharing
+from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.strategy import Strategy
 from rematplan.pricing import check_costs, copies_priced, priced
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.constraints import Name, ops_that_run_once

@@ -10,11 +10,11 @@ from rich import box
 from rich.table import Table
 
 from rematplan.ir import TrainingGraph, show_bytes
-from rematplan.planner.inversion_error import inverses_run, worst_error
-from rematplan.planner.overlap import saved
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.split import peak_split
+from rematplan.planner.core.inversion_error import inverses_run, worst_error
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.two_lanes import saved
+from rematplan.planner.peak_report import peak_split
 from rematplan.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch

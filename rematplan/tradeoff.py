@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rematplan.budgets import Budget
 from rematplan.ir import LatticeTooLarge, TrainingGraph
-from rematplan.planner.plan import Plan
-from rematplan.planner.strategy import Progress, Strategy, silent
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, Strategy, silent
 
 Curves = Mapping[str, Sequence[Plan]]
 """By strategy, its plans by rising overhead and falling peak."""

@@ -8,9 +8,9 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import Free, Schedule
-from rematplan.planner.simulator import resident_bytes
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Free, Schedule
+from rematplan.planner.core.simulator import resident_bytes
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.measure import allocated
 from rematplan.runtime.segments import gradient_segments

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rematplan.ir import ProblemError
-from rematplan.planner.lanes import Lanes
-from rematplan.planner.schedule import Schedule, runs_of
+from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.schedule import Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep, StepOutput
 from rematplan.runtime.lanes import LaneWriter
 from rematplan.runtime.segments import gradient_segments

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rematplan.planner.lanes import Placed, Sharing
+from rematplan.planner.core.lanes import Placed, Sharing
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.lane_threads import two_lanes
 from rematplan.runtime.measure import synchronize

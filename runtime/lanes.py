@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
 
-from rematplan.planner.lanes import (
+from rematplan.planner.core.lanes import (
     BEFORE,
     MAIN,
     RECOVERY,
@@ -27,7 +27,7 @@ from rematplan.planner.lanes import (
     needs_of,
     placed,
 )
-from rematplan.planner.schedule import Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.lane_threads import taken, two_lanes
 from rematplan.runtime.step_writer import Writer

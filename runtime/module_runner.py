@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from rematplan.ir import InfeasibleBudget, ModelError, show_bytes
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture import capture, check_traceable
 from rematplan.runtime.capture_lock import CaptureLock
 from rematplan.runtime.captured_step import CapturedStep

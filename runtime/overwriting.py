@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rematplan.planner.schedule import Free, Schedule
+from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, Value, refs
 
 ATEN = torch.ops.aten

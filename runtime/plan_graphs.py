@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from rematplan.ir import ProblemError
-from rematplan.planner.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.turn import turned
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rematplan.planner.lanes import Lanes
-from rematplan.planner.schedule import Schedule
+from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.executor import Backward, compile_halves
 from rematplan.runtime.tangents import Notes, for_any_layout

@@ -17,7 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from rematplan.ir import ModelError, UsageError
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture import check_traceable
 from rematplan.runtime.module_runner import LOCK, Planner, Runner
 

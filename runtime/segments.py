@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rematplan.planner.schedule import Free, Run, Schedule
+from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.captured_step import GRADIENT_OF, CapturedStep, StepOutput
 
 MOST = 16

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rematplan.ir import ProblemError
-from rematplan.planner.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.inverse_kernels import Inverse
 from rematplan.runtime.native_kernels import kernel_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rematplan.planner.lanes import Lanes
-from rematplan.planner.schedule import Schedule
+from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
 

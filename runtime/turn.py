@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.lanes import Lanes
-from rematplan.planner.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.measure import allocated
 from rematplan.runtime.other_layouts import NONE, Copies

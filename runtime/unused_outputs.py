@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rematplan.planner.schedule import Run, Schedule
+from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.runtime.captured_step import Call, CapturedStep, Ref, refs
 
 

@@ -23,14 +23,10 @@ class Wall:
     outside: tuple[str, ...]
 
 
-PLAN_TYPES = tuple(
-    f"rematplan.planner.{room}" for room in ("lanes", "plan", "schedule", "simulator")
-)  # what the runtime may know of the planner: no strategy
-
 WALLS = {
     "ir": Wall(("rematplan.ir",), ("numpy", "networkx", "onnx", "onnx_ir")),
     "planner": Wall(("rematplan.ir", "rematplan.planner"), ("numpy", "numba", "networkx", "ortools")),
-    "runtime": Wall(("rematplan.ir", "rematplan.runtime", *PLAN_TYPES), ("ml_dtypes", "numpy", "torch")),
+    "runtime": Wall(("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")),
     "models": Wall(("rematplan.models",), ("torch",)),
     "rematplan": Wall(("rematplan",), ("matplotlib", "numpy", "onnx", "rich", "torch")),
 }
@@ -39,10 +35,10 @@ ONLY_IN = {
     "onnx": ("ir/onnx/*.py", "rematplan/onnx_backend.py"),
     "onnx_ir": ("ir/onnx/*.py",),
     "ortools": (
-        "planner/solver.py",
-        "planner/highs_process.py",
-        "planner/bounds_flow.py",
-        "planner/ilp_steps.py",
+        "planner/ilp/solver.py",
+        "planner/ilp/highs_process.py",
+        "planner/bounds/max_flow.py",
+        "planner/ilp/steps.py",
     ),
     "matplotlib": ("rematplan/plot*.py",),
 }

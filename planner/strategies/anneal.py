@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.kept_plans import keep_plan
-from rematplan.planner.memo import remember
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence_problem import recipes
-from rematplan.planner.sequence_search import Effort, Search
-from rematplan.planner.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.annealing.problem_arrays import recipes
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.plan_cache import keep_plan
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 
 @dataclass(frozen=True)

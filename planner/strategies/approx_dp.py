@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import UsageError
-from rematplan.planner.forward_graph import ForwardGraph
-from rematplan.planner.lattice import pruned_lower_sets
+from rematplan.planner.blocks.forward_graph import ForwardGraph
+from rematplan.planner.blocks.lower_sets import pruned_lower_sets
 from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import UsageError
-from rematplan.planner.forward_graph import ForwardGraph, bits
-from rematplan.planner.lattice import blocks_of, boundaries, cut_points
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
+from rematplan.planner.blocks.lower_sets import blocks_of, boundaries, cut_points
+from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
-from rematplan.planner.strategy import Progress
 
 
 @dataclass(frozen=True)

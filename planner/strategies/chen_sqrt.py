@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rematplan.planner.forward_graph import ForwardGraph, bits
-from rematplan.planner.lattice import cut_points
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
+from rematplan.planner.blocks.lower_sets import cut_points
+from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
-from rematplan.planner.strategy import Progress
 
 MOST = 24
 

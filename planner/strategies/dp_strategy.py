@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rematplan.ir import UsageError
-from rematplan.planner.forward_graph import ForwardGraph
-from rematplan.planner.lower_set_dp import LowerSetDP, prepare
+from rematplan.planner.blocks.forward_graph import ForwardGraph
+from rematplan.planner.blocks.lower_set_dp import LowerSetDP, prepare
+from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
-from rematplan.planner.strategy import Progress
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
 """Where along a table's feasible recomputation times plans are taken, by objective; its own end first."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import UsageError
-from rematplan.planner.forward_graph import ForwardGraph
-from rematplan.planner.lattice import lower_sets
+from rematplan.planner.blocks.forward_graph import ForwardGraph
+from rematplan.planner.blocks.lower_sets import lower_sets
+from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.block_strategy import Chain
 from rematplan.planner.strategies.dp_strategy import DPStrategy
-from rematplan.planner.strategy import Progress
 
 
 @dataclass(frozen=True)

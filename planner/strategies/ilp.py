@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.bounds import CLOSED, BoundSearch
-from rematplan.planner.cut_start import cut_start
-from rematplan.planner.ilp_stages import StageProgram, add_violated, runs_at
-from rematplan.planner.plan import Plan, plan_from_runs
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence_problem import without_inverses
-from rematplan.planner.sequence_search import Effort, Search
-from rematplan.planner.solver import Solver
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.bounds.search import CLOSED, BoundSearch
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.ilp.solver import Solver
+from rematplan.planner.ilp.stages import StageProgram, add_violated, runs_at
 from rematplan.planner.strategies.anneal import keep_annealed
-from rematplan.planner.strategy import Progress, Strategy, pareto, silent
 
 TINY = 10  # recipes up to which every order is searched
 START = 0.3  # share of the time for annealing, which finds the order and the first incumbent
@@ -67,7 +67,7 @@ class ILP(Strategy):
         recipes = len(graph.ops) + len(graph.inverses)
         if recipes <= TINY and not graph.ordered:
             # Here, since CP-SAT loads pandas and few problems are so small.
-            from rematplan.planner.ilp_steps import solve_steps
+            from rematplan.planner.ilp.steps import solve_steps
 
             found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
             if found.runs is not None:

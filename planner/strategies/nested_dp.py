@@ -10,15 +10,15 @@ from typing import ClassVar
 import numpy as np
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.planner.block_chain import BlockChain, block_chain, narrow_places
-from rematplan.planner.forward_graph import forward_graph
-from rematplan.planner.lowering import kept_always
-from rematplan.planner.memo import remember
-from rematplan.planner.nested_dp import Intervals, Table, in_units, intervals, solve
-from rematplan.planner.strategies.candidates import Candidate, CandidateStrategy
-from rematplan.planner.strategy import Progress
-from rematplan.planner.traffic import Ints, traffic_of
-from rematplan.planner.useful_runs import useful_runs
+from rematplan.planner.arrays.csr import Ints, traffic_of
+from rematplan.planner.blocks.block_chain import BlockChain, block_chain, narrow_places
+from rematplan.planner.blocks.forward_graph import forward_graph
+from rematplan.planner.blocks.interval_dp import Intervals, Table, in_units, intervals, solve
+from rematplan.planner.blocks.lowering import kept_always
+from rematplan.planner.blocks.useful_runs import useful_runs
+from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.core.strategy import Progress
+from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy
 
 BLOCKS = 1000
 """The most of a chain."""

@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recoverable import Recovery, last_forward_read, recoveries
-from rematplan.planner.plan import Plan, plan_from_runs
-from rematplan.planner.schedule import without_idle
-from rematplan.planner.strategy import FamilyStrategy, Progress, silent
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import without_idle
+from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 
 @dataclass(frozen=True)

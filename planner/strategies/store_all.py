@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.plan import Plan, plan_from_runs
-from rematplan.planner.strategy import FamilyStrategy, Progress, silent
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 
 @dataclass(frozen=True)

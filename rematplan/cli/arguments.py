@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rematplan.ir import UsageError
-from rematplan.planner.strategies.registry import LIMIT, STRATEGIES, strategy
-from rematplan.planner.strategy import Strategy
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
 LARGEST = 2**31 - 1
 """A size or count that nobody means to exceed."""

@@ -16,15 +16,15 @@ from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.overlapping import ON, overlapped
-from rematplan.planner.carried import begin_with, carried_over
-from rematplan.planner.inversion_error import inverses_run, worst_error
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.core.inversion_error import inverses_run, worst_error
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, Strategy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.strategy import Progress, Strategy
 from rematplan.tables import comparison_table
 
 if TYPE_CHECKING:

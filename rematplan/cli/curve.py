@@ -19,13 +19,13 @@ from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import UsageError
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.plan import Plan
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Strategy, pareto
+from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.planner.strategy import Strategy, pareto
 from rematplan.tables import measured_table, trade_off_table
 from rematplan.tradeoff import curves_csv, key, rows_at, spread, trace_curves
 
@@ -209,6 +209,6 @@ def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Seq
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
     """The strategies that plan a problem without a backward half; if there is none, all, to hear why."""
-    from rematplan.planner.strategies.candidates import CandidateStrategy
+    from rematplan.planner.strategies.block_strategy import CandidateStrategy
 
     return {n: s for n, s in strategies.items() if not isinstance(s, CandidateStrategy)} or strategies

@@ -15,10 +15,10 @@ from rematplan.cli.export import write_network
 from rematplan.cli.output import Output
 from rematplan.cli.source import PROFILE, price
 from rematplan.ir import InfeasibleBudget
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
-from rematplan.planner.strategies.registry import STRATEGIES
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.tradeoff import rows_at
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rematplan.planner.strategy import Progress as ProgressCall
-from rematplan.planner.strategy import silent
+from rematplan.planner.core.strategy import Progress as ProgressCall
+from rematplan.planner.core.strategy import silent
 
 PLAIN_WIDTH = 120
 """Columns where standard output is no terminal."""

@@ -15,14 +15,14 @@ from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.inverting import plan_either
 from rematplan.ir import save_problem
-from rematplan.planner.inversion_error import inverses_run, worst_error
-from rematplan.planner.overlap import saved
-from rematplan.planner.plan import Plan, save_plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.inversion_error import inverses_run, worst_error
+from rematplan.planner.core.plan import Plan, save_plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.two_lanes import saved
+from rematplan.planner.peak_report import peak_cause
+from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.transients import peak_cause
 from rematplan.tables import pairs_table, plan_table, split_for_people, split_table
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, given_sizes, positive_number
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
-from rematplan.planner.inversion_error import with_anchors
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:

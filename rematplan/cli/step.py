@@ -15,7 +15,7 @@ from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.source import Source, add_costs, add_model, costs_of, load, price
 from rematplan.ir import ProblemError, UsageError
-from rematplan.planner.plan import Plan, load_plan
+from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.tables import plan_table, split_table, step_table
 

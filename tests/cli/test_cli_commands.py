@@ -10,7 +10,7 @@ import pytest
 from rematplan import api
 from rematplan.cli import demo
 from rematplan.models import ZOO
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.registry import STRATEGIES
 from rematplan.runtime.training_step import Difference, Verification
 
 SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rematplan.ir import show_bytes
-from rematplan.planner.strategies.registry import STRATEGIES
-from rematplan.planner.strategy import FamilyStrategy
+from rematplan.planner.core.strategy import FamilyStrategy
+from rematplan.planner.registry import STRATEGIES
 
 UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--device-model", "t4")
 

@@ -16,10 +16,10 @@ import rematplan
 from rematplan.budgets import least_plan, parse_budget
 from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.carried import carried_over
-from rematplan.planner.inversion_error import inverses_run
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.warm_starts import carried_over
+from rematplan.planner.core.inversion_error import inverses_run
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture

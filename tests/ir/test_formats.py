@@ -21,7 +21,7 @@ from rematplan.ir import (
     problem_to_json,
     save_problem,
 )
-from rematplan.planner import load_plan, plan_from_json, plan_from_runs, plan_to_json, save_plan
+from rematplan.planner.core.plan import load_plan, plan_from_json, plan_from_runs, plan_to_json, save_plan
 
 PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
 

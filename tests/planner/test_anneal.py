@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.plan import plan_from_runs, plan_to_json
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.sequence import Annealer
-from rematplan.planner.sequence_search import Effort, Search
-from rematplan.planner.smallest_peak import peak_op, smallest_peak
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=30)
 

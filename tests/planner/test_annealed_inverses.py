@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.plan import plan_from_runs, plan_to_json
-from rematplan.planner.sequence import Annealer
-from rematplan.planner.sequence_moves import anneal
-from rematplan.planner.sequence_state import COST, HALF, PENALTY
-from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.moves import anneal
+from rematplan.planner.annealing.state import COST, HALF, PENALTY
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json
+from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=25)
 

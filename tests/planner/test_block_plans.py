@@ -24,14 +24,15 @@ from rematplan.ir import (
     problem_to_json,
     save_problem,
 )
-from rematplan.planner import STRATEGIES, pareto, plan_to_json, runs_of, save_plan, strategy
-from rematplan.planner.forward_graph import forward_graph
-from rematplan.planner.lattice import lower_sets
-from rematplan.planner.lowering import Partition, lower, partition_of
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.strategies.candidates import CandidateStrategy
+from rematplan.planner.blocks.forward_graph import forward_graph
+from rematplan.planner.blocks.lower_sets import lower_sets
+from rematplan.planner.blocks.lowering import Partition, lower, partition_of
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json, save_plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough, pareto
+from rematplan.planner.registry import STRATEGIES, strategy
+from rematplan.planner.strategies.block_strategy import CandidateStrategy
 from rematplan.planner.strategies.dp_strategy import DPStrategy
-from rematplan.planner.strategy import Enough
 
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner import bounds
-from rematplan.planner.bounds import BoundSearch, lower_bound
-from rematplan.planner.bounds_cuts import precedence
-from rematplan.planner.bounds_loops import pairs, violated
-from rematplan.planner.bounds_model import CutProgram
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.solver import Solver
+from rematplan.planner.arrays.precedence import precedence
+from rematplan.planner.bounds.loop_rows import pairs, violated
+from rematplan.planner.bounds.multi_cut_program import CutProgram
+from rematplan.planner.bounds.search import BoundSearch, lower_bound
+from rematplan.planner.bounds import search as bounds
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.ilp.solver import Solver
 
 Z = 12
 """Bytes of what runs between the join of the parts and the reading of all."""

@@ -8,15 +8,16 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.bounds import BoundSearch
-from rematplan.planner.bounds_cuts import cut_candidates, heaviest_chain, precedence
-from rematplan.planner.bounds_model import CutProgram
-from rematplan.planner.cut_rounding import first_held, rounded_runs
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.schedule import with_frees
-from rematplan.planner.sequence_search import Effort, Search
-from rematplan.planner.simulator import simulate
-from rematplan.planner.solver import Solver
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.arrays.precedence import precedence
+from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
+from rematplan.planner.bounds.multi_cut_program import CutProgram
+from rematplan.planner.bounds.rounding import first_held, rounded_runs
+from rematplan.planner.bounds.search import BoundSearch
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import with_frees
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.ilp.solver import Solver
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner import exhaustive as module
-from rematplan.planner.bounds import min_peak_bound
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.search import min_peak_bound
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.ilp import exhaustive as module
+from rematplan.planner.ilp.exhaustive import exhaustive
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=200)
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.ilp_stages import StageProgram, runs_at
-from rematplan.planner.plan import plan_from_runs, plan_to_json
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.solver import Solver
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.ilp.solver import Solver
+from rematplan.planner.ilp.stages import StageProgram, runs_at
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.ilp import ILP
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=30)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op
-from rematplan.planner import kept_plans as module
-from rematplan.planner.kept_plans import keep_plan, kept_plans
-from rematplan.planner.plan import plan_from_runs
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches import plan_cache as module
+from rematplan.planner.caches.plan_cache import keep_plan, kept_plans
+from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.planner.strategies.auto import Auto
 from rematplan.planner.strategies.ilp import ILP
 
 INSTANT = Auto(time_limit=0.0)

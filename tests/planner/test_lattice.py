@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import LatticeTooLarge, Op, Tensor, TrainingGraph
-from rematplan.planner.forward_graph import ForwardGraph, bits, forward_graph
-from rematplan.planner.indexed import indexed
-from rematplan.planner.lattice import (
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_graph
+from rematplan.planner.blocks.lower_sets import (
     blocks_of,
     boundaries,
     boundary,

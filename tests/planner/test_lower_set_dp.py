@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.planner import lower_set_dp
-from rematplan.planner.forward_graph import ForwardGraph, bits
-from rematplan.planner.lattice import boundary, lower_sets, pruned_lower_sets
-from rematplan.planner.lower_set_dp import _transient, formula, prepare
+from rematplan.planner.blocks import lower_set_dp
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
+from rematplan.planner.blocks.lower_set_dp import _transient, formula, prepare
+from rematplan.planner.blocks.lower_sets import boundary, lower_sets, pruned_lower_sets
 
 PROFILE = settings(max_examples=80, deadline=None, derandomize=True)
 TICKS = 400  # more than any total below, so that integer costs are exact

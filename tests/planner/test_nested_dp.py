@@ -12,13 +12,14 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner import runs_of, strategy
-from rematplan.planner.block_chain import block_chain, narrow_places
-from rematplan.planner.exhaustive import exhaustive
-from rematplan.planner.members import leanest_plans
-from rematplan.planner.nested_dp import intervals
-from rematplan.planner.sequence_search import Search
-from rematplan.planner.smallest_peak import smallest_peak
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.blocks.block_chain import block_chain, narrow_places
+from rematplan.planner.blocks.interval_dp import intervals
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.nested_dp import NestedDP
 
 SIZE = 1000

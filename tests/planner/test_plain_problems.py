@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.plan import plan_from_runs, plan_to_json
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json
+from rematplan.planner.core.schedule import runs_of
 
 
 def problem(ops, edges=(), outputs=None, size=10, cost=1.0):

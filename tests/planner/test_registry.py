@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rematplan.ir import UsageError
-from rematplan.planner import STRATEGIES, strategy
+from rematplan.planner.registry import STRATEGIES, strategy
 
 
 def test_names_and_summaries():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rematplan.ir import Op, Tensor, TrainingGraph, UsageError
 from rematplan.ir.problem_json import problem_from_json, problem_to_json
 from rematplan.ir.recoverable import recoveries
-from rematplan.planner.inversion_error import own_limit, predicted_errors, with_anchors, worst_error
-from rematplan.planner.plan import plan_to_json
-from rematplan.planner.schedule import Run, runs_of, with_frees
+from rematplan.planner.core.inversion_error import own_limit, predicted_errors, with_anchors, worst_error
+from rematplan.planner.core.plan import plan_to_json
+from rematplan.planner.core.schedule import Run, runs_of, with_frees
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 

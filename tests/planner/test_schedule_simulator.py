@@ -11,17 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import ProblemError, TrainingGraph, problem_to_json
-from rematplan.planner import (
-    Free,
-    Run,
-    plan_from_runs,
-    plan_to_json,
-    resident_bytes,
-    runs_of,
-    simulate,
-    with_frees,
-)
-from rematplan.planner.run_price import price_runs
+from rematplan.planner.blocks.price_runs import price_runs
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json
+from rematplan.planner.core.schedule import Free, Run, runs_of, with_frees
+from rematplan.planner.core.simulator import resident_bytes, simulate
 
 PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from rematplan.planner.bounds import BoundSearch
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.proof import Proof
-from rematplan.planner.second_search import SecondSearch
-from rematplan.planner.sequence_search import Search
-from rematplan.planner.warm import compile_kernels
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.bounds.search import BoundSearch
+from rematplan.planner.core.plan import plan_from_runs
 
 
 def test_it_searches_once_the_bound_has_ended_and_stops_at_once(problems):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.sequence import Annealer
-from rematplan.planner.sequence_moves import anneal
-from rematplan.planner.sequence_problem import needed_ops
-from rematplan.planner.sequence_state import COST, HALF, PENALTY
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.moves import anneal
+from rematplan.planner.annealing.state import COST, HALF, PENALTY
+from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.core.plan import plan_from_runs
 
 
 def drawn(rng, most=25):

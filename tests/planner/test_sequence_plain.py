@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.kernel import kernel
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.sequence import Annealer
-from rematplan.planner.sequence_edits import commit, do_remove
-from rematplan.planner.sequence_plain import drop_with_siblings, removal, remove_run
-from rematplan.planner.sequence_problem import needed_ops
-from rematplan.planner.sequence_search import Effort, Search
-from rematplan.planner.sequence_state import COST, PENALTY, PRICE
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.edits import commit, do_remove
+from rematplan.planner.annealing.plain_dag_moves import drop_with_siblings, removal, remove_run
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.annealing.state import COST, PENALTY, PRICE
+from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.plan import plan_from_runs
 
 
 @kernel

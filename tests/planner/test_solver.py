@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from rematplan.planner.bounds_model import Rows
-from rematplan.planner.highs_process import read_message, write_message
-from rematplan.planner.solver import Answer, Solver
+from rematplan.planner.ilp.highs_process import read_message, write_message
+from rematplan.planner.ilp.rows import Rows
+from rematplan.planner.ilp.solver import Answer, Solver
 
 
 def cover(floor=3.0):
@@ -93,7 +93,7 @@ def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
 
 def test_what_highs_prints_is_no_part_of_an_answer():
     prints = (
-        "import os; from rematplan.planner import highs_process as p; "
+        "import os; from rematplan.planner.ilp import highs_process as p; "
         "p.respond = lambda request: (os.write(1, b'HighsMipSolverData'), request)[1]; p.main()"
     )
     with subprocess.Popen(

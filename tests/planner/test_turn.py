@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from rematplan.ir import TrainingGraph, UsageError, problem_to_json
-from rematplan.planner import plan_to_json, strategy
-from rematplan.planner.plan import plan_from_runs
-from rematplan.planner.strategies.auto import Auto
-from rematplan.planner.turn import with_turn
+from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import plan_from_runs, plan_to_json
+from rematplan.planner.registry import strategy
 
 NETWORKS = {"residual": ((3, 4, 6, 3),), "unet": (4,), "chain": (20,)}
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.inversion_error import with_anchors, worst_error
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.inversion_error import with_anchors, worst_error
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rematplan import overlapping
 from rematplan.ir import ModelError
-from rematplan.planner.lanes import Sharing
+from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime import step_problem

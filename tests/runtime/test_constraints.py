@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.registry import STRATEGIES
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.planned_module import planned_module
 from rematplan.step_planner import StepPlanner

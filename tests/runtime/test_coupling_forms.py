@@ -14,7 +14,7 @@ from reversed_steps import Functions, activations, pairs, priced
 from torch import Tensor, nn
 
 from rematplan.ir import ModelError
-from rematplan.planner.inversion_error import worst_error
+from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture

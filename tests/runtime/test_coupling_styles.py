@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.api import load_step
-from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.store_all import no_recompute
 
 ROWS = 256

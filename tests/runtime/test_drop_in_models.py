@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import UsageError
-from rematplan.planner.schedule import Run
+from rematplan.planner.core.schedule import Run
 
 
 def step(model: nn.Module) -> None:

@@ -22,8 +22,8 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import ModelError
 from rematplan.ir.recoverable import recoveries
-from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture import capture

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.planner.inversion_error import with_anchors, worst_error
-from rematplan.planner.overlap import on_two_lanes
+from rematplan.planner.core.inversion_error import with_anchors, worst_error
+from rematplan.planner.overlap.two_lanes import on_two_lanes
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime import inversion_drift
 from rematplan.runtime.capture import capture

@@ -12,7 +12,7 @@ from rematplan.api import LoadedStep, Sizes, load_step, problem, run_step
 from rematplan.ir import LatticeTooLarge, TrainingGraph, UsageError
 from rematplan.models import ZOO, export_onnx
 from rematplan.models.transformer import DropPath
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.training_step import PlannedStep, verify
 

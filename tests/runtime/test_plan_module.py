@@ -12,9 +12,9 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
-from rematplan.planner.carried import begun_with
-from rematplan.planner.plan import Plan
-from rematplan.planner.strategies.auto import Auto
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.warm_starts import begun_with
+from rematplan.planner.core.plan import Plan
 from rematplan.runtime.measure import peak_above_entry
 
 

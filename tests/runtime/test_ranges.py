@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.ir import ModelError
-from rematplan.planner.inversion_error import worst_error
+from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep, Ref

@@ -9,8 +9,8 @@ from rematplan.ir import TrainingGraph
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.models.export import export_onnx
 from rematplan.models.zoo_reversible import ENTRIES
-from rematplan.planner.inversion_error import worst_error
-from rematplan.planner.plan import Plan
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.training_step import PlannedStep, verify

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.planner.schedule import Run
+from rematplan.planner.core.schedule import Run
 from rematplan.runtime.measure import peak_above_entry
 
 CPU = torch.device("cpu")

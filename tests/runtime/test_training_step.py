@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.ir import ModelError, ProblemError, TrainingGraph
-from rematplan.planner.overlap import on_two_lanes
-from rematplan.planner.plan import Plan, plan_from_runs
-from rematplan.planner.schedule import Run, runs_of, with_frees
-from rematplan.planner.strategies.registry import STRATEGIES
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import Run, runs_of, with_frees
+from rematplan.planner.overlap.two_lanes import on_two_lanes
+from rematplan.planner.registry import STRATEGIES
 from rematplan.runtime.capture import capture
 from rematplan.runtime.captured_step import CapturedStep
 from rematplan.runtime.executor import compile_step

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
-from rematplan.planner.overlap import on_two_lanes
-from rematplan.planner.plan import Plan
-from rematplan.planner.schedule import runs_of
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.two_lanes import on_two_lanes
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime import lane_threads

@@ -1,0 +1,1 @@
+"""Simulated annealing of the sequence of runs."""

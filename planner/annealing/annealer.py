@@ -1,0 +1,266 @@
+"""Annealing of the op sequence itself: a whole-schedule planner for any DAG.
+
+`Annealer` holds one sequence and cools it in slices, so that progress is shown and an interruption or a time
+limit still leaves the best feasible sequence found. Moves and state are in `sequence_moves` and
+`sequence_state`.
+
+Guarantees: every sequence it returns is a valid plan within the budget (the simulator has the last word in
+the caller); given a seed and a number of moves the result is the same on every run. No guarantee of
+optimality: see `bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.annealing.cleanup import tidy
+from rematplan.planner.annealing.edits import link
+from rematplan.planner.annealing.moves import anneal
+from rematplan.planner.annealing.problem_arrays import EXACT, problem_arrays, recipes
+from rematplan.planner.annealing.recompute_chains import CHAIN
+from rematplan.planner.annealing.state import (
+    BEST,
+    BEST_COST,
+    BUDGET,
+    CEILING,
+    COST,
+    FREE,
+    GROWTH,
+    HALF,
+    NO_CAP,
+    NUMBERS,
+    PENALTY,
+    PRICE,
+    RUNS,
+    VALUES,
+    Ints,
+    Links,
+    Problem,
+    State,
+    end_of,
+)
+from rematplan.planner.caches.numba_kernels import kernel
+
+LOG = 4096
+ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
+
+
+class Annealer:
+    """One op sequence being cooled.
+
+    ``keep_order``: first runs keep the base order. Sizes in ``unit`` bytes (1 unless sizes sum beyond 2^52).
+    """
+
+    def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
+        known = recipes(graph, keep_order)
+        self.graph, self.ops = graph, known.rows
+        workspace = max((o.workspace for o in (*graph.ops, *graph.inverses)), default=0)
+        self.unit = 1 + (sum(t.bytes for t in graph.tensors) + workspace) // EXACT
+        self.number = {op.name: i for i, op in enumerate(self.ops)}
+        self.must = [op.name for op, least in zip(self.ops, known.least, strict=True) if least]
+        self.problem = problem_arrays(graph, known, self.unit, keep_order)
+        self._by_cost = np.argsort(-self.problem.cost[:-1], kind="stable")
+        self.fixed = graph.input_bytes
+        self.random = np.array([seed & (2**64 - 1)], dtype=np.uint64)
+        self.state: State
+        self.priced = graph.base_cost > 0
+        self.mean_cost = float(self.problem.cost[:-1].mean()) if self.ops else 0.0
+        self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
+
+    def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
+        """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best
+        so far.
+
+        ``price``: the penalty's, where an earlier search at about this budget has found it (`price`); else it
+        starts low, and the start may be lost.
+        """
+        sequence = [self.number[name] for name in runs if name in self.number]
+        self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
+        value = self.state.value
+        value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
+
+    def accepts(self, runs: Sequence[str]) -> bool:
+        """Whether a sequence can be a start: every op runs that must, what is read has been made, and first runs
+        are in the order that must be kept."""
+        first: dict[str, int] = {}
+        for at, name in enumerate(runs):
+            first.setdefault(name, at)
+        if any(name not in first for name in self.must) or not self._is_served(runs):
+            return False
+        after = self.problem.after
+        return all(
+            first[op.name] < first[self.ops[after[i]].name] for i, op in enumerate(self.ops) if after[i] >= 0
+        )
+
+    def _is_served(self, runs: Sequence[str]) -> bool:
+        """Whether the runs that are kept of a sequence make what they read, and the outputs."""
+        made = set(self.graph.inputs)
+        for name in runs:
+            if name in self.number:
+                op = self.ops[self.number[name]]
+                if not made.issuperset(op.reads):
+                    return False
+                made.update(op.writes)
+        return made.issuperset(self.graph.outputs)
+
+    def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
+        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the
+        runs anew. Returns the number of moves made."""
+        made = anneal(self.problem, self.state, moves, hot, cold, mode)
+        self._reseat(self._sequence())
+        return int(made)
+
+    def limit_price(self, most: float) -> None:
+        """Let the penalty's price rise no higher than this until told otherwise, or loaded anew."""
+        self.state.value[CEILING] = most
+
+    def limit_growth(self, growth: float) -> None:
+        """Let the penalty's price grow no faster than by this factor a move until told otherwise, or loaded anew."""
+        self.state.value[GROWTH] = growth
+
+    def set_price(self, price: float) -> None:
+        """Set what a byte over the budget costs; it may fall, but not rise, until told otherwise."""
+        self.state.value[PRICE] = self.state.value[CEILING] = price
+
+    def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
+        """The sequence without the repeated runs that a budget does not need; itself if it is over the budget.
+
+        Changes the present sequence.
+        """
+        self.load(runs, budget)
+        tidy(self.problem, self.state, self._by_cost)
+        return self.current()
+
+    @property
+    def price(self) -> float:
+        """What a byte over the budget costs at present."""
+        return float(self.state.value[PRICE])
+
+    @property
+    def feasible(self) -> bool:
+        """Whether a sequence within the budget has been found since it was set."""
+        return bool(self.state.number[BEST])
+
+    @property
+    def best_overhead(self) -> float:
+        """Overhead of the best sequence; infinite if there is none."""
+        return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
+
+    @property
+    def penalty(self) -> float:
+        """Σ of the bytes over the budget, over the runs of the present sequence."""
+        return float(self.state.value[PENALTY])
+
+    def best(self) -> list[str]:
+        """The best feasible sequence of runs, or none."""
+        return self._names(self.state.best[: self.state.number[BEST]])
+
+    def current(self) -> list[str]:
+        """The present sequence of runs, feasible or not."""
+        return self._names(self._sequence())
+
+    def _names(self, sequence: Ints) -> list[str]:
+        return [self.ops[i].name for i in sequence if i < len(self.ops)]
+
+    def _sequence(self) -> Ints:
+        state = self.state
+        nodes = state.at[state.at >= 0]
+        return state.op[nodes][:-1]
+
+    def _reseat(self, sequence: Ints) -> None:
+        old = self.state
+        self._seat(sequence, float(old.value[BUDGET]))
+        new = self.state
+        kept = [PRICE, CEILING, GROWTH]
+        new.value[kept] = old.value[kept]
+        if old.number[BEST] and old.value[BEST_COST] < new.value[BEST_COST]:
+            length = old.number[BEST]
+            new.best[:length] = old.best[:length]
+            new.number[BEST] = length
+            new.value[BEST_COST] = old.value[BEST_COST]
+
+    def _seat(self, sequence: Ints, budget: float) -> None:
+        self.state = _new_state(self.problem, np.append(sequence, len(self.ops)), budget, self.random)
+        value, number = self.state.value, self.state.number
+        if value[PENALTY] < HALF:
+            value[BEST_COST] = value[COST]
+            number[BEST] = len(sequence) + 1
+            self.state.best[: len(sequence)] = sequence
+            self.state.best[len(sequence)] = len(self.ops)
+
+
+def compile_annealer() -> None:
+    """Have its loops compiled (`warm`)."""
+    tensors = (Tensor("a", 1), Tensor("b", 1))
+    ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
+    annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
+    annealer.load(["a", "b"], 2)
+    annealer.cool(1, 1.0, 1.0)
+    annealer.tidied(["a", "b"], 2)
+
+
+def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
+    """A sequence (with the virtual end) seated evenly over half as many slots again."""
+    ops, length = problem.cost.size, sequence.size
+    nodes = 2 * length + max(2 * ops, 256)
+    slots = 3 * length // 2 + max(ops // 2, 128)
+
+    def ints(n: int, fill: int = -1) -> Ints:
+        return np.full(n, fill, dtype=np.int64)
+
+    state = State(
+        links=Links(
+            slot=ints(nodes), prev=ints(nodes), next=ints(nodes), first=ints(ops), last=ints(ops)
+        ),
+        op=ints(nodes), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
+        at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),
+        free=np.arange(nodes - 1, -1, -1, dtype=np.int64), log=np.zeros((LOG, 3), dtype=np.int64),
+        multi=ints(ops), chain=ints(2 * CHAIN), queue=ints(LOG), best=ints(nodes),
+        number=ints(len(NUMBERS), 0), value=np.zeros(len(VALUES)), random=random,
+    )  # fmt: skip
+    state.value[BUDGET], state.value[[BEST_COST, CEILING, GROWTH]] = budget, np.inf
+    state.number[FREE] = nodes
+    _fill(problem, state, sequence)
+    return state
+
+
+@kernel
+def _fill(P: Problem, S: State, sequence: Ints) -> None:
+    """Seat the runs and count what is alive in each slot."""
+    n, length = S.at.size, sequence.size
+    for k in range(length):
+        op, slot = sequence[k], (k + 1) * (n - 1) // length
+        S.number[FREE] -= 1
+        node = S.free[S.number[FREE]]
+        S.op[node], S.links.slot[node], S.at[slot] = op, slot, node
+        link(P, S, node, op, S.links.last[op])
+    S.number[RUNS] = length
+    _count(P, S)
+    for s in range(n):
+        if S.at[s] >= 0:
+            op = S.op[S.at[s]]
+            S.cap[s] = S.value[BUDGET] - P.workspace[op]
+            S.value[PENALTY] += max(0.0, S.mem[s] - S.cap[s])
+            S.value[COST] += P.cost[op]
+
+
+@kernel
+def _count(P: Problem, S: State) -> None:
+    """``mem`` from scratch: one step up where a copy begins, one down behind its last read."""
+    n = S.at.size
+    change = np.zeros(n + 1)
+    for s in range(n):
+        node = S.at[s]
+        if node >= 0:
+            op = S.op[node]
+            for k in range(P.writes_at[op], P.writes_at[op + 1]):
+                t = P.writes[k]
+                change[s] += P.size[t]
+                change[end_of(P.flow, S.links, t, node, -1) + 1] -= P.size[t]
+    alive = 0.0
+    for s in range(n):
+        alive += change[s]
+        S.mem[s] = alive

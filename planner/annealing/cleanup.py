@@ -1,0 +1,38 @@
+"""A clean-up of an op sequence: repeated runs that the budget does not need go."""
+
+from __future__ import annotations
+
+from rematplan.planner.annealing.dead_runs import is_spare, queue_servers, sweep
+from rematplan.planner.annealing.edits import commit, do_remove, undo
+from rematplan.planner.annealing.state import HALF, PENALTY, Ints, Problem, State
+from rematplan.planner.caches.numba_kernels import kernel
+
+
+@kernel
+def tidy(P: Problem, S: State, order: Ints) -> None:
+    """Remove every repeated run whose removal, with what only it read, leaves the sequence within its budget.
+
+    Ops are tried in the given order, again and again until nothing more goes. Deterministic; the cost never
+    rises. A sequence over its budget is left as it is.
+    """
+    if S.value[PENALTY] >= HALF:
+        return
+    gone = True
+    while gone:
+        gone = False
+        for op in order:
+            node = S.links.last[op]
+            while node >= 0:
+                if not is_spare(P, S, node):
+                    node = S.links.prev[node]
+                    continue
+                slot = S.links.slot[node]
+                do_remove(P, S, node)
+                sweep(P, S, queue_servers(P, S, op, slot, 0))
+                if S.value[PENALTY] < HALF:
+                    commit(S)
+                    gone = True
+                    node = S.links.last[op]  # the chain of runs has changed
+                else:
+                    undo(P, S)
+                    node = S.links.prev[node]

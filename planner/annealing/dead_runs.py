@@ -1,0 +1,79 @@
+"""Runs of no use: which of the annealer's runs may go, and the removal of those that nothing reads."""
+
+from __future__ import annotations
+
+from rematplan.planner.annealing.edits import do_remove
+from rematplan.planner.annealing.splitmix64 import below
+from rematplan.planner.annealing.state import LOGGED, MULTI, Problem, State, copy_before, end_of, is_unread
+from rematplan.planner.caches.numba_kernels import inner
+
+
+@inner
+def keeps_order(P: Problem, S: State, node: int) -> bool:
+    """Whether the first runs stay in order when this run goes (its op's next run may become the first)."""
+    op = S.op[node]
+    if S.links.prev[node] >= 0 or P.after[op] < 0:
+        return True
+    return S.links.next[node] < 0 or bool(
+        S.links.slot[S.links.next[node]] < S.links.slot[S.links.first[P.after[op]]]
+    )
+
+
+@inner
+def is_spare(P: Problem, S: State, node: int) -> bool:
+    """Whether earlier copies can serve the reads that a run serves, and its op keeps the runs that it must."""
+    op, slot = S.op[node], S.links.slot[node]
+    if P.least[op] > 0:
+        return bool(S.links.prev[node] >= 0)
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        t = P.writes[k]
+        if copy_before(P.flow, S.links, t, slot) < 0 and end_of(P.flow, S.links, t, node, -1) > slot:
+            return False
+    return keeps_order(P, S, node)
+
+
+@inner
+def sweep(P: Problem, S: State, waiting: int) -> None:
+    """Remove the first ``waiting`` queued nodes as far as nothing reads them, and what only they read, and so
+    on."""
+    while waiting > 0:
+        waiting -= 1
+        node = S.queue[waiting]
+        slot = S.links.slot[node]
+        if slot < 0 or S.number[LOGGED] >= S.log.shape[0]:
+            continue
+        op = S.op[node]
+        if S.runs[op] <= P.least[op] or not is_unread(P, S, node) or not keeps_order(P, S, node):
+            continue
+        do_remove(P, S, node)
+        waiting = queue_servers(P, S, op, slot, waiting)
+
+
+@inner
+def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
+    """Queue the runs that served an op at a slot; returns the queue's length."""
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        if waiting < S.queue.size:
+            S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
+            waiting += 1
+    return waiting
+
+
+@inner
+def random_spare(P: Problem, S: State) -> int:
+    """A random repeated run that can go; -1 if none is met at once."""
+    if S.number[MULTI] == 0:
+        return -1
+    op = S.multi[below(S.random, S.number[MULTI])]
+    node = S.links.last[op]
+    for _ in range(below(S.random, S.runs[op] - P.least[op])):
+        node = S.links.prev[node]
+    return node if is_spare(P, S, node) else -1
+
+
+@inner
+def take_out(P: Problem, S: State, node: int) -> None:
+    """Remove a run, and then what only it read."""
+    op, slot = S.op[node], S.links.slot[node]
+    do_remove(P, S, node)
+    sweep(P, S, queue_servers(P, S, op, slot, 0))

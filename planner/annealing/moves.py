@@ -1,0 +1,287 @@
+"""The moves of the sequence annealer and its inner loop.
+
+Source: FastSA (NeurIPS 2023) anneals the op sequence with single additions, removals and rotations; here an
+addition brings a whole chain of recomputations, and deletes the runs that it leaves without readers, so that
+recomputation can turn into delay.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rematplan.planner.annealing.dead_runs import random_spare, take_out
+from rematplan.planner.annealing.edits import commit, do_shift, undo
+from rematplan.planner.annealing.plain_dag_moves import drop_with_siblings, remove_run
+from rematplan.planner.annealing.recompute_chains import (
+    a_maker,
+    arrange,
+    collect,
+    early_place,
+    has_room,
+    is_spent,
+    place_chain,
+    supply,
+)
+from rematplan.planner.annealing.splitmix64 import below, uniform
+from rematplan.planner.annealing.state import (
+    BEST,
+    BEST_COST,
+    CEILING,
+    COST,
+    FREE,
+    GROWTH,
+    HALF,
+    PENALTY,
+    PRICE,
+    RUNS,
+    Problem,
+    State,
+    copy_before,
+    copy_stop,
+    first_over,
+    free_kernel,
+    last_read,
+    node_after,
+    price,
+)
+from rematplan.planner.caches.numba_kernels import inner
+
+SEARCH = 16  # tries to find a candidate
+EARLY = 0.4
+"""Share of the candidates that would run again while their inputs are there. Where skips make that pay, no shifts lead
+there from runs before the next read: each holds both what it reads and what it writes."""
+ADAPT = 500  # most moves between two changes of the penalty's price
+STEEP = 1.15  # most by which it rises then, where hardly anything fits
+DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
+PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
+
+
+@inner
+def remove_one(P: Problem, S: State) -> bool:
+    """Remove a random repeated run; the run before it serves instead. Cascades to what only it read."""
+    node = random_spare(P, S)
+    if node < 0:
+        return False
+    take_out(P, S, node)
+    return True
+
+
+@inner
+def shift_one(P: Problem, S: State) -> bool:
+    """Move a random run within its window: after what serves it, before what it serves, first runs in order."""
+    node = random_node(S, 0)
+    op, slot = S.op[node], S.links.slot[node]
+    if op == P.cost.size - 1:
+        return False
+    low, high = window(P, S, node)
+    if high - low <= 2:
+        return False
+    how = uniform(S.random)
+    if how < 0.15:
+        target = high - 1
+    elif how < 0.3:
+        target = low + 1
+    elif how < 0.6:
+        target = min(max(slot - 8 + below(S.random, 17), low + 1), high - 1)
+    else:
+        target = low + 1 + below(S.random, high - low - 1)
+    right = node_after(S.at, target - 1) if target < slot else node_after(S.at, target)
+    if right == node or right == node_after(S.at, slot):
+        return False
+    do_shift(P, S, node, right)
+    return True
+
+
+@inner
+def window(P: Problem, S: State, node: int) -> tuple[int, int]:
+    """The slots strictly between which a run may move without changing who serves whom."""
+    op, slot = S.op[node], S.links.slot[node]
+    low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
+    high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1
+    if S.links.prev[node] < 0:
+        if P.before[op] >= 0:
+            low = max(low, S.links.slot[S.links.first[P.before[op]]])
+        if P.after[op] >= 0:
+            high = min(high, S.links.slot[S.links.first[P.after[op]]])
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        server = copy_before(P.flow, S.links, P.reads[k], slot)
+        low = max(low, S.links.slot[server])
+        # The next copy may not be passed either: the read would move to it.
+        high = min(high, copy_stop(P.flow, S.links, P.reads[k], server))
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        t = P.writes[k]
+        if P.flow.producer[t] < 0:
+            before = copy_before(P.flow, S.links, t, slot)
+            low = max(low, S.links.slot[before] if before >= 0 else 0)
+            high = min(high, copy_stop(P.flow, S.links, t, node))
+        for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
+            reader = S.links.last[P.flow.readers[j]]
+            while reader >= 0 and S.links.slot[reader] > slot:
+                high = min(high, S.links.slot[reader])
+                reader = S.links.prev[reader]
+            # The run before serves readers between; passing them would change who serves them.
+            if reader >= 0:
+                low = max(low, S.links.slot[reader])
+    return low, high
+
+
+@inner
+def random_node(S: State, start: int) -> int:
+    """A random node that stands at or beyond a slot."""
+    return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
+
+
+@inner
+def choose_slot(S: State, over: bool) -> int:
+    """A random slot; with ``over`` and a penalty, one whose cap is exceeded."""
+    slot = below(S.random, S.at.size)
+    if not over or S.value[PENALTY] <= HALF:
+        return slot
+    found = first_over(S.mem, S.cap, slot)
+    return found if found >= 0 else max(0, first_over(S.mem, S.cap, 0))
+
+
+@inner
+def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
+    """A random (reader, tensor, last use before it) where the tensor is idle across the slot; reader -1: none
+    found."""
+    for _ in range(SEARCH):
+        reader = random_node(S, slot + 1)
+        op, place = S.op[reader], S.links.slot[reader]
+        reads = P.reads_at[op + 1] - P.reads_at[op]
+        if reads == 0:
+            continue
+        t = P.reads[P.reads_at[op] + below(S.random, reads)]
+        server = copy_before(P.flow, S.links, t, place)
+        if S.links.slot[server] >= slot:
+            continue
+        end = last_read(P.flow, S.links, t, S.links.slot[server], place, -1)
+        if end < slot:
+            return reader, t, end
+    return -1, -1, -1
+
+
+@inner
+def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
+    """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
+    read, or earlier, while its inputs are there.
+
+    ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
+    """
+    slot = choose_slot(S, over)
+    if slot + 1 >= S.at.size:
+        return False
+    best, best_at, best_op = -np.inf, -1, -1
+    for _ in range(1 + below(S.random, 4)):
+        reader, t, end = candidate(P, S, slot)
+        if reader < 0:
+            break
+        op = a_maker(P, S, t)
+        if is_spent(P, S, op):
+            continue
+        early = uniform(S.random) < EARLY
+        place = early_place(P, S, op, slot, reader) if early else reader
+        stop = S.links.slot[place]
+        gain = -S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t]) - P.cost[op]
+        if P.plain or early:
+            gain -= supply(P, S, op, stop)
+        if gain > best:
+            best, best_at, best_op = gain, place, op
+    if best_at < 0:
+        return False
+    limit = allowed + S.value[PRICE] * S.value[PENALTY]
+    length = collect(P, S, best_op, S.links.slot[best_at], limit)
+    if P.several:
+        length = arrange(P, S, length)
+    if length == 0 or not has_room(S, length):
+        return False
+    place_chain(P, S, best_at, length)
+    return True
+
+
+@inner
+def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
+    """Make one random move; False if it came to nothing (edits may be logged all the same)."""
+    kind = uniform(S.random)
+    if orders_only:
+        return shift_one(P, S)
+    if P.plain and not P.several:
+        return propose_plain(P, S, allowed, kind)
+    if REMOVE <= kind < SHIFT:
+        return shift_one(P, S)
+    if kind < DROP_ANY:
+        return drop_one(P, S, kind < DROP_OVER, allowed)
+    if kind < REMOVE:
+        return remove_one(P, S)
+    before = S.value[COST]
+    if not remove_one(P, S):
+        return False
+    return drop_one(P, S, True, allowed + before - S.value[COST])
+
+
+@inner
+def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
+    """`propose` for problems without phases; ``kind``: a random number that chooses the move."""
+    if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
+        return shift_one(P, S)
+    if kind < PLAIN_ANY:
+        return drop_with_siblings(P, S, choose_slot(S, kind < PLAIN_OVER), allowed)
+    if kind < PLAIN_REMOVE:
+        return remove_run(P, S, allowed)
+    before = S.value[COST] + S.value[PRICE] * S.value[PENALTY]
+    if not remove_one(P, S):
+        return False
+    gain = before - S.value[COST] - S.value[PRICE] * S.value[PENALTY]
+    return drop_with_siblings(P, S, choose_slot(S, True), allowed + gain) or gain >= -allowed
+
+
+@inner
+def keep_best(S: State) -> None:
+    """Copy the sequence as the best feasible one."""
+    length = 0
+    for s in range(S.at.size):
+        if S.at[s] >= 0:
+            S.best[length] = S.op[S.at[s]]
+            length += 1
+    S.number[BEST] = length
+    S.value[BEST_COST] = S.value[COST]
+
+
+@free_kernel
+def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
+    """Make some moves while the temperature falls geometrically from ``hot`` to ``cold``.
+
+    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the
+    number of moves made.
+    """
+    feasible, temperature = 0, hot
+    adapt = min(ADAPT, max(40, P.cost.size))
+    rise = min(STEEP, S.value[GROWTH] ** adapt)
+    ratio = (cold / hot) ** (1.0 / moves)
+    S.value[PRICE] = min(S.value[PRICE], S.value[CEILING])
+    for k in range(moves):
+        temperature *= ratio
+        allowed = -temperature * math.log(1.0 - uniform(S.random))
+        was = S.value[COST] + S.value[PRICE] * S.value[PENALTY]
+        done = propose(P, S, allowed, mode == 1)
+        if done and S.value[COST] + S.value[PRICE] * S.value[PENALTY] - was <= allowed:
+            commit(S)
+        else:
+            undo(P, S)
+        if S.value[PENALTY] < HALF:
+            feasible += 1
+            if S.value[COST] < S.value[BEST_COST] - 1e-10:
+                keep_best(S)
+            if mode == 2:
+                return k + 1
+        if k % adapt == adapt - 1:
+            if feasible < adapt // 10:
+                S.value[PRICE] = min(S.value[PRICE] * rise, S.value[CEILING])
+            elif feasible > adapt // 2:
+                S.value[PRICE] /= 1.08
+            feasible = 0
+            if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:
+                return k + 1
+    return moves

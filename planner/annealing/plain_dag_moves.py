@@ -1,0 +1,215 @@
+"""The annealer's moves for problems without phases, where ops read much and much reads them.
+
+There a tensor can be dropped cheaply only while its op's inputs are resident, so that drops help or hinder each other
+as members of an independent set do: an input held for one drop serves its other readers too, and cannot be dropped
+itself. A drop therefore brings along the other drops that the held inputs allow (`drop_siblings`) and takes back
+those that it makes needless (`hold_inputs`); the move is accepted or rejected as a whole. Tensors are drawn
+from all that are idle across a slot, and what cannot be accepted is refused by its price before it is made.
+
+Source: the pair of moves is that of local search for independent sets (Andrade, Resende, Werneck 2012: a vertex in,
+what conflicts with it out, what has become free in).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rematplan.planner.annealing.dead_runs import is_spare, random_spare, sweep, take_out
+from rematplan.planner.annealing.edits import do_insert
+from rematplan.planner.annealing.recompute_chains import (
+    collect,
+    early_place,
+    has_room,
+    is_spent,
+    keeps_order_at,
+    place_chain,
+    supply,
+)
+from rematplan.planner.annealing.splitmix64 import below, uniform
+from rematplan.planner.annealing.state import (
+    LOGGED,
+    NO_SLOT,
+    PENALTY,
+    PRICE,
+    Problem,
+    State,
+    copy_before,
+    end_of,
+    last_read,
+    price,
+)
+from rematplan.planner.caches.numba_kernels import inner
+
+TRIES = 24  # to find a tensor that is idle across a slot
+EARLY = 0.5  # share of the drops that run again while their inputs are there
+MOST = 2  # tensors drawn of which the best is dropped
+TOGETHER = 0.5  # share of the drops that bring siblings along, and of those that hold inputs again
+ROOM = 64  # lines of the log that are kept free
+
+
+@inner
+def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
+    """A random (next reader, tensor, last use) of a tensor that is resident and idle across a slot; reader -1: none
+    found."""
+    for _ in range(TRIES):
+        t = below(S.random, P.size.size)
+        server = copy_before(P.flow, S.links, t, slot)
+        if server < 0:
+            continue
+        end, first = uses_around(P, S, t, server, slot)
+        if first < NO_SLOT:
+            return int(S.at[first]), t, end
+    return -1, -1, -1
+
+
+@inner
+def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
+    """The slots of the copy's last use before a slot and of its first beyond; the second `NO_SLOT` if it is used at
+    the slot, or never beyond."""
+    links, end, first = S.links, S.links.slot[server], NO_SLOT
+    later = links.next[server]
+    stop = links.slot[later] if later >= 0 else NO_SLOT
+    for k in range(P.flow.readers_at[tensor], P.flow.readers_at[tensor + 1]):
+        node = links.last[P.flow.readers[k]]
+        while node >= 0 and links.slot[node] > end:
+            place = links.slot[node]
+            if place == slot:
+                return end, NO_SLOT
+            if place < slot:
+                end = place
+            elif place < first and place <= stop:
+                first = place
+            node = links.prev[node]
+    return end, first
+
+
+@inner
+def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
+    """What running an op again just before ``stop`` saves at least, its own cost off but not its inputs', and the run
+    that made before what it makes; only tensors that are idle across ``slot`` and read later count."""
+    saved, server, unread = 0.0, -1, True
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        t = P.writes[k]
+        before = copy_before(P.flow, S.links, t, stop)
+        if before < 0 or S.links.slot[before] >= slot:
+            return 0.0, -1
+        end = last_read(P.flow, S.links, t, S.links.slot[before], stop, -1)
+        unread = unread and end == S.links.slot[before]
+        if end < slot and end_of(P.flow, S.links, t, before, -1) >= stop:
+            saved -= S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t])
+            server = before
+    if not unread or server < 0 or (S.links.prev[server] < 0 and not keeps_order_at(P, S, op, stop)):
+        saved -= P.cost[op]
+    return saved, server
+
+
+@inner
+def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
+    """Run again, just before a node, other ops that read what ``op`` reads there, where that saves more than it costs
+    and takes a load off the slot."""
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        t = P.reads[k]
+        for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
+            sibling = P.flow.readers[j]
+            if sibling == op or sibling == P.cost.size - 1 or is_spent(P, S, sibling):
+                continue
+            stop = S.links.slot[node]
+            saved, server = relief(P, S, sibling, slot, stop)
+            if server < 0 or saved <= supply(P, S, sibling, stop):
+                continue
+            if not has_room(S, 1) or S.number[LOGGED] + ROOM > S.log.shape[0]:
+                return
+            do_insert(P, S, sibling, node)
+            S.queue[0] = server
+            sweep(P, S, 1)
+
+
+@inner
+def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
+    """Remove later runs of the ops whose tensors ``op`` reads at a slot, where holding those on is cheaper now."""
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        t = P.reads[k]
+        again = S.links.next[copy_before(P.flow, S.links, t, slot)]
+        if again < 0 or not is_spare(P, S, again) or S.number[LOGGED] + ROOM > S.log.shape[0]:
+            continue
+        if -np.inf < removal(P, S, again) < 0.0:
+            take_out(P, S, again)
+
+
+@inner
+def removal(P: Problem, S: State, node: int) -> float:
+    """By about how much the energy rises if a run goes and earlier copies serve (exactly, if it reads
+    nothing and writes one tensor); -inf if others may go with it."""
+    op, slot, links = S.op[node], S.links.slot[node], S.links
+    rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        t = P.writes[k]
+        if end_of(P.flow, links, t, node, -1) > slot:
+            end = end_of(P.flow, links, t, copy_before(P.flow, links, t, slot), -1)
+            rise += S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
+    if rise <= 0.0:
+        return float(rise)
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        t = P.reads[k]
+        server = copy_before(P.flow, links, t, slot)
+        end = end_of(P.flow, links, t, server, node)
+        if end < slot:
+            maker = S.op[server]
+            if end == links.slot[server] and S.runs[maker] > P.least[maker]:
+                return -np.inf
+            rise += S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, -P.size[t])
+    return float(rise)
+
+
+@inner
+def remove_run(P: Problem, S: State, allowed: float) -> bool:
+    """Remove a random repeated run, unless the energy would rise by more than is allowed."""
+    node = random_spare(P, S)
+    if node < 0 or removal(P, S, node) > allowed:
+        return False
+    take_out(P, S, node)
+    return True
+
+
+@inner
+def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
+    """Of a few tensors that are idle across a slot the op of the one that it pays most to drop, and the node before
+    which it runs again; op -1 if none is worth a try."""
+    most, place, chosen = -allowed, -1, -1
+    for _ in range(1 + below(S.random, MOST)):
+        reader, t, _ = idle_tensor(P, S, slot)
+        if reader < 0:
+            break
+        op = P.flow.producer[t]
+        if is_spent(P, S, op):
+            continue
+        node = early_place(P, S, op, slot, reader) if uniform(S.random) < EARLY else reader
+        saved, _ = relief(P, S, op, slot, S.links.slot[node])
+        if saved > most:
+            saved -= supply(P, S, op, S.links.slot[node])
+        if saved > most:
+            most, place, chosen = saved, node, op
+    return chosen, place
+
+
+@inner
+def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
+    """Drop a tensor that is idle across a slot, and what goes with it."""
+    if slot + 1 >= S.at.size or P.size.size == 0:
+        return False
+    op, place = best_drop(P, S, slot, allowed)
+    if op < 0:
+        return False
+    length = collect(P, S, op, S.links.slot[place], allowed + S.value[PRICE] * S.value[PENALTY])
+    if length == 0 or not has_room(S, length):
+        return False
+    place_chain(P, S, place, length)
+    if uniform(S.random) < TOGETHER:
+        for k in range(length):
+            if S.links.slot[S.chain[k]] >= 0:
+                drop_siblings(P, S, S.op[S.chain[k]], place, slot)
+    if uniform(S.random) < TOGETHER:
+        for k in range(length):
+            if S.links.slot[S.chain[k]] >= 0:
+                hold_inputs(P, S, S.op[S.chain[k]], S.links.slot[S.chain[k]])
+    return True

@@ -1,0 +1,126 @@
+"""The planning problem as the annealer sees it: which ops take part, and the arrays that its loops read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.annealing.state import Flow, Ints, Problem
+from rematplan.planner.arrays.precedence import must_run, needed_ops
+
+EXACT = 2**52
+"""Sizes are summed in float64; larger problems are counted in coarser units: sizes up, budgets down."""
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What may run: the needed ops, then those that only inverses call for, then the inverses.
+
+    ``least``: for each the runs that every sequence must have, 0 or 1.
+    """
+
+    rows: tuple[Op, ...]
+    least: tuple[int, ...]
+
+
+def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
+    """The recipes that can be of use. With ``keep_order`` no op stands in but those of the base order."""
+    base = needed_ops(graph)
+    inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
+    if not inverses:
+        return Recipes(tuple(base), (1,) * len(base))
+    wanted = {t for op in (*base, *inverses) for t in op.reads}
+    chosen = {op.name for op in base}
+    extra: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.name not in chosen and not wanted.isdisjoint(op.writes):
+            extra.append(op)
+            wanted.update(op.reads)
+    must = chosen if keep_order else must_run(graph)
+    rows = (*base, *reversed(extra), *inverses)
+    return Recipes(rows, tuple(int(op.name in must) for op in rows))
+
+
+def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
+    """The inverses that bring back what something useful reads; they write nothing that they read."""
+    inputs = set(graph.inputs)
+    known = inputs | {t for op in base for t in op.writes}
+    waiting = [
+        replace(i, writes=tuple(t for t in i.writes if t not in i.reads))
+        for i in graph.inverses
+        if inputs.isdisjoint(i.writes) and (not keep_order or known.issuperset(i.reads))
+    ]
+    wanted = {*graph.outputs, *(t for op in base for t in op.reads)}
+    kept: list[Op] = []
+    while new := [i for i in waiting if not wanted.isdisjoint(i.writes)]:
+        kept += new
+        waiting = [i for i in waiting if i not in new]
+        wanted.update(t for i in new for t in i.reads)
+        for op in reversed(graph.ops):
+            if not wanted.isdisjoint(op.writes):
+                wanted.update(op.reads)
+    return kept
+
+
+def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
+    """The recipes and the virtual end, as arrays."""
+    inputs = set(graph.inputs)
+    ops = known.rows
+    names = list(dict.fromkeys(t for op in ops for t in op.writes))
+    tensor = {t: i for i, t in enumerate(names)}
+    reads = [[tensor[t] for t in dict.fromkeys(op.reads) if t not in inputs] for op in ops]
+    reads.append([tensor[t] for t in graph.outputs if t not in inputs])
+    writes = [[tensor[t] for t in op.writes] for op in ops] + [[]]
+    makers = _turned(writes, len(names))
+    size = np.array([-(-graph.size[t] // unit) for t in names], dtype=np.float64)
+    percent = 100.0 / graph.base_cost if graph.base_cost else 0.0
+    base = {op.name for op in graph.ops}
+    ordered = base if keep_order else set(graph.ordered)
+    once = set(graph.never_rerun)
+    return Problem(
+        *_rows(reads),
+        *_rows(writes),
+        Flow(
+            *_rows(_turned(reads, len(names))),
+            *_rows(makers),
+            producer=np.array([row[0] if len(row) == 1 else -1 for row in makers], dtype=np.int64),
+        ),
+        least=np.array([*known.least, 1], dtype=np.int64),
+        once=np.array([int(op.name in once) for op in ops] + [1], dtype=np.int64),
+        several=any(len(row) > 1 for row in makers),
+        plain=not graph.has_phases,
+        size=size,
+        cost=np.array([op.cost * percent for op in ops] + [0.0]),
+        workspace=np.array([float(-(-op.workspace // unit)) for op in ops] + [0.0]),
+        written=np.array([float(size[row].sum()) if row else 0.0 for row in writes]),
+        before=_neighbours(range(len(ops)), ops, ordered),
+        after=_neighbours(reversed(range(len(ops))), ops, ordered),
+    )
+
+
+def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
+    """For each column the rows that hold it, ascending."""
+    turned: list[list[int]] = [[] for _ in range(columns)]
+    for i, row in enumerate(rows):
+        for x in row:
+            turned[x].append(i)
+    return turned
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Rows of different lengths as (starts, items)."""
+    starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
+    return starts, np.array([x for row in rows for x in row], dtype=np.int64)
+
+
+def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
+    """For each ordered op the one met last on the way, or -1."""
+    found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
+    for i in places:
+        if ops[i].name in ordered:
+            found[i], last = last, i
+    return found

@@ -1,0 +1,254 @@
+"""Chains of recomputation: what must run again before a slot so that an op can, and where that is put.
+
+FastSA (NeurIPS 2023) adds single runs; a whole chain at once crosses the states between, which cost without gain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rematplan.planner.annealing.dead_runs import sweep
+from rematplan.planner.annealing.edits import do_insert
+from rematplan.planner.annealing.splitmix64 import below, uniform
+from rematplan.planner.annealing.state import (
+    FREE,
+    LOGGED,
+    PRICE,
+    RUNS,
+    Ints,
+    Problem,
+    State,
+    copy_before,
+    end_of,
+    last_read,
+    price,
+    run_before,
+)
+from rematplan.planner.caches.numba_kernels import inner
+
+CHAIN = 60  # most runs that one drop may insert
+LONGEST = 6.0  # logarithm to base 2 of the longest chain that is chosen; most are short
+
+
+@inner
+def a_maker(P: Problem, S: State, tensor: int) -> int:
+    """The op that makes a tensor; a random one of several."""
+    if P.flow.producer[tensor] >= 0:
+        return int(P.flow.producer[tensor])
+    start = P.flow.makers_at[tensor]
+    return int(P.flow.makers[start + below(S.random, P.flow.makers_at[tensor + 1] - start)])
+
+
+@inner
+def is_spent(P: Problem, S: State, op: int) -> bool:
+    """Whether an op runs already that may run only once."""
+    return bool(P.once[op] > 0 and S.runs[op] > 0)
+
+
+@inner
+def has_room(S: State, length: int) -> bool:
+    """Whether a chain of that length finds node numbers, slots and lines in the log."""
+    if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
+        return False
+    return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
+
+
+@inner
+def a_length(S: State) -> int:
+    """A random length for a chain, most often a short one."""
+    longest = LONGEST * uniform(S.random)
+    return int(2.0 ** (longest * uniform(S.random)))
+
+
+@inner
+def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
+    """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their
+    number.
+
+    For each read that is gone by then: run its producer again if holding it costs more, or by coin, as long as
+    the chain is not too long. 0 if it costs more than ``limit``.
+    """
+    greedy = uniform(S.random) < 0.6
+    most = a_length(S) if P.plain else CHAIN
+    S.chain[0] = op
+    length, at, cost = 1, 0, 0.0
+    S.stamp[op] = 1
+    while at < length:
+        member = S.chain[at]
+        at += 1
+        before = run_before(S.links, member, slot)
+        if before < 0 or not ends_before(P, S, before, slot):
+            cost += P.cost[member]
+        if cost > limit:
+            break
+        reads = P.reads_at[member + 1] - P.reads_at[member]
+        coin = 1.0 / reads if P.plain and reads > 2 else 0.5
+        for k in range(P.reads_at[member], P.reads_at[member + 1]):
+            t = P.reads[k]
+            if is_collected(P, S, t):
+                continue
+            producer = a_maker(P, S, t)
+            server = copy_before(P.flow, S.links, t, slot)
+            if server < 0:
+                length, cost = insist(P, S, producer, length, cost)
+                continue
+            end = end_of(P.flow, S.links, t, server, -1)
+            if end >= slot or is_spent(P, S, producer):
+                continue
+            if greedy:
+                holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
+                again = holding > P.cost[producer] * (0.3 + 2.7 * uniform(S.random))
+            else:
+                again = uniform(S.random) < coin
+            if again and length < most:
+                S.chain[length] = producer
+                S.stamp[producer] = 1
+                length += 1
+    for k in range(length):
+        S.stamp[S.chain[k]] = 0
+    if cost > limit:
+        return 0
+    sort(S.chain, length)
+    return length
+
+
+@inner
+def sort(items: Ints, length: int) -> None:
+    """Bring the first items into ascending order, by insertion: there are few, and numpy's sort allocates."""
+    for k in range(1, length):
+        item, at = items[k], k
+        while at > 0 and items[at - 1] > item:
+            items[at] = items[at - 1]
+            at -= 1
+        items[at] = item
+
+
+@inner
+def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
+    """The node, beyond a slot and up to a reader, before which an op can run again without its inputs living
+    longer: the first at which one of them is read for the last time."""
+    until = S.links.slot[reader]
+    first = until
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        t = P.reads[k]
+        server = copy_before(P.flow, S.links, t, until)
+        if server >= 0:
+            end = end_of(P.flow, S.links, t, server, -1)
+            if slot < end < first:
+                first = end
+    return int(S.at[first])
+
+
+@inner
+def supply(P: Problem, S: State, op: int, slot: int) -> float:
+    """About what it costs to have an op's inputs at a slot: each is held till then or made again."""
+    total = 0.0
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):
+        t = P.reads[k]
+        server = copy_before(P.flow, S.links, t, slot)
+        if server < 0:
+            continue
+        end = end_of(P.flow, S.links, t, server, -1)
+        if end < slot:
+            holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
+            total += min(holding, P.cost[a_maker(P, S, t)])
+    return total
+
+
+@inner
+def is_collected(P: Problem, S: State, tensor: int) -> bool:
+    """Whether an op of ``S.chain`` makes the tensor."""
+    if P.flow.producer[tensor] >= 0:
+        return bool(S.stamp[P.flow.producer[tensor]] == 1)
+    for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
+        if S.stamp[P.flow.makers[k]] == 1:
+            return True
+    return False
+
+
+@inner
+def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
+    """Add an op to ``S.chain`` that it cannot do without: nothing has made the tensor by then."""
+    if length >= CHAIN or is_spent(P, S, op):
+        return length, np.inf
+    S.chain[length] = op
+    S.stamp[op] = 1
+    return length + 1, cost
+
+
+@inner
+def arrange(P: Problem, S: State, length: int) -> int:
+    """Put ``S.chain`` into an order in which each member stands behind those that make what it reads.
+
+    Only inverses need it: all others stand in the base order. Returns the length, 0 if the members wait for
+    each other in a circle.
+    """
+    for k in range(length):
+        S.stamp[S.chain[k]] = 1
+    placed = 0
+    while placed < length:
+        k = placed
+        while k < length and waits(P, S, S.chain[k]):
+            k += 1
+        if k == length:
+            break
+        S.chain[placed], S.chain[k] = S.chain[k], S.chain[placed]
+        S.stamp[S.chain[placed]] = 0
+        placed += 1
+    for k in range(placed, length):
+        S.stamp[S.chain[k]] = 0
+    return length if placed == length else 0
+
+
+@inner
+def waits(P: Problem, S: State, op: int) -> bool:
+    """Whether an op reads what a member of ``S.chain`` that is not placed yet makes."""
+    for k in range(P.reads_at[op], P.reads_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
+        if is_collected(P, S, P.reads[k]):
+            return True
+    return False
+
+
+@inner
+def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
+    """Whether nothing reads the node's copies before a slot: running its op there again lets the node go."""
+    op = S.op[node]
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
+            return False
+    return S.links.prev[node] >= 0 or keeps_order_at(P, S, op, slot)
+
+
+@inner
+def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
+    """Whether an op's first run may stand at a slot, seen from the op that must come after it."""
+    return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
+
+
+@inner
+def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
+    """Run the ops of ``S.chain`` just before a node; earlier runs that nothing reads any more go."""
+    for k in range(length):
+        S.chain[k] = do_insert(P, S, S.chain[k], reader)
+    for k in range(length - 1, -1, -1):
+        node = S.chain[k]
+        before = S.links.prev[node]
+        if before >= 0:
+            S.queue[0] = before
+            sweep(P, S, 1)
+        if P.several:
+            sweep(P, S, queue_replaced(P, S, node))
+
+
+@inner
+def queue_replaced(P: Problem, S: State, node: int) -> int:
+    """Queue the runs whose copies end where the node writes new ones; returns their number."""
+    op, waiting = S.op[node], 0
+    if S.links.slot[node] < 0:  # swept itself
+        return 0
+    for k in range(P.writes_at[op], P.writes_at[op + 1]):
+        before = copy_before(P.flow, S.links, P.writes[k], S.links.slot[node])
+        if before >= 0 and waiting < S.queue.size:
+            S.queue[waiting] = before
+            waiting += 1
+    return waiting

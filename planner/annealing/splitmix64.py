@@ -1,0 +1,30 @@
+"""Random numbers for the annealer's kernels: splitmix64, its state one number of the caller's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rematplan.planner.annealing.state import Randoms
+from rematplan.planner.caches.numba_kernels import inner
+
+STEP = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+S27, S30, S31, S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
+
+
+@inner
+def uniform(random: Randoms) -> float:
+    """The next random number in [0, 1) (splitmix64)."""
+    random[0] += STEP
+    z = random[0]
+    z = (z ^ (z >> S30)) * MIX_1
+    z = (z ^ (z >> S27)) * MIX_2
+    z = z ^ (z >> S31)
+    return float(z >> S11) * 1.1102230246251565e-16
+
+
+@inner
+def below(random: Randoms, n: int) -> int:
+    """A random integer in 0..n-1."""
+    return int(uniform(random) * n)

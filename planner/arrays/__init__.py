@@ -1,0 +1,1 @@
+"""The planning problem as arrays: indices, adjacency, phases."""

@@ -1,0 +1,67 @@
+"""What ops touch, as arrays: the planning problem for loops that walk it thousands of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.caches.graph_cache import remember
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Traffic(NamedTuple):
+    """Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``, and so for its writes; the rest as in `Indexed`.
+
+    Inputs, which are resident anyway, are left out of the reads. ``wanted``: the outputs, to be resident at the end.
+    """
+
+    reads_at: Ints
+    reads: Ints
+    writes_at: Ints
+    writes: Ints
+    producer: Ints
+    after: Ints
+    forward: Flags
+    bytes: Ints
+    workspace: Ints
+    cost: NDArray[np.float64]
+    wanted: Flags
+    input_bytes: int
+
+
+def traffic_of(graph: TrainingGraph) -> Traffic:
+    """The problem's; worked out once a graph."""
+    return remember(graph, "traffic", lambda: _traffic(graph))
+
+
+def _traffic(graph: TrainingGraph) -> Traffic:
+    ix = indexed(graph)
+    producer = np.array(ix.producer, dtype=np.int64)
+    reads_at, reads = _rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])
+    writes_at, writes = _rows(ix.writes)
+    return Traffic(
+        reads_at=reads_at,
+        reads=reads,
+        writes_at=writes_at,
+        writes=writes,
+        producer=producer,
+        after=np.array(ix.after, dtype=np.int64),
+        forward=np.array(ix.forward, dtype=np.bool_),
+        bytes=np.array(ix.bytes, dtype=np.int64),
+        workspace=np.array([o.workspace for o in graph.ops], dtype=np.int64),
+        cost=np.array(ix.cost, dtype=np.float64),
+        wanted=np.array(ix.is_output, dtype=np.bool_) & (producer >= 0),
+        input_bytes=graph.input_bytes,
+    )
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    at = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    return at, np.array([t for row in rows for t in row], dtype=np.int64)

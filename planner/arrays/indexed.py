@@ -1,0 +1,104 @@
+"""The planning problem on integer ids: ops by base position, tensors by position among the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.caches.graph_cache import remember
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Positions instead of names, for the code that walks a problem many times.
+
+    ``producer[t]`` is -1 for an input (and for a tensor that nothing writes). ``readers[t]`` ascends.
+    ``after[o]`` is the op that must have run first because both draw random numbers, or -1. ``forward[o]``:
+    the op is of the forward half: not marked backward, and it depends on no backward op.
+    """
+
+    ops: tuple[str, ...]
+    reads: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, ...], ...]
+    cost: tuple[float, ...]
+    bytes: tuple[int, ...]
+    tensors: tuple[str, ...]
+    is_output: tuple[bool, ...]
+    producer: tuple[int, ...]
+    readers: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
+    forward: tuple[bool, ...]
+
+    @cached_property
+    def backward(self) -> tuple[int, ...]:
+        """The ops that are not of the forward half, ascending."""
+        return tuple(o for o, forward in enumerate(self.forward) if not forward)
+
+    @cached_property
+    def backward_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the backward ops that must have run before it."""
+        return tuple(
+            tuple(
+                p
+                for p in dict.fromkeys((*(self.producer[t] for t in reads), after))
+                if p >= 0 and not self.forward[p]
+            )
+            for reads, after in zip(self.reads, self.after, strict=True)
+        )
+
+
+def indexed(graph: TrainingGraph) -> Indexed:
+    """The problem on integer ids; worked out once a graph."""
+    return remember(graph, "indexed", lambda: _index(graph))
+
+
+def _index(graph: TrainingGraph) -> Indexed:
+    id_of = {t.name: i for i, t in enumerate(graph.tensors)}
+    reads = tuple(tuple(id_of[t] for t in o.reads) for o in graph.ops)
+    writes = tuple(tuple(id_of[t] for t in o.writes) for o in graph.ops)
+    producer = [-1] * len(id_of)
+    readers: list[list[int]] = [[] for _ in id_of]
+    for i in range(len(graph.ops)):
+        for t in writes[i]:
+            producer[t] = i
+        for t in dict.fromkeys(reads[i]):
+            readers[t].append(i)
+    outputs = {id_of[t] for t in graph.outputs}
+    after = _random_order(graph)
+    return Indexed(
+        ops=tuple(o.name for o in graph.ops),
+        reads=reads,
+        writes=writes,
+        cost=tuple(o.cost for o in graph.ops),
+        bytes=tuple(t.bytes for t in graph.tensors),
+        tensors=tuple(t.name for t in graph.tensors),
+        is_output=tuple(i in outputs for i in range(len(id_of))),
+        producer=tuple(producer),
+        readers=tuple(map(tuple, readers)),
+        after=after,
+        forward=_forward_half(graph, reads, producer, after),
+    )
+
+
+def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
+    """For each ordered op the ordered op before it, in the base order, or -1."""
+    ordered = set(graph.ordered)
+    after, last = [-1] * len(graph.ops), -1
+    for i, op in enumerate(graph.ops):
+        if op.name in ordered:
+            after[i], last = last, i
+    return tuple(after)
+
+
+def _forward_half(
+    graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
+) -> tuple[bool, ...]:
+    """Which ops can run before the turn: what must come after a backward op cannot, however marked."""
+    forward: list[bool] = []
+    for i, op in enumerate(graph.ops):
+        before = [producer[t] for t in reads[i] if producer[t] >= 0]
+        if after[i] >= 0:
+            before.append(after[i])
+        forward.append(op.phase != "backward" and all(forward[j] for j in before))
+    return tuple(forward)

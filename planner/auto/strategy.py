@@ -1,0 +1,342 @@
+"""Auto: the best plan that rematplan knows to find, with a proven bound of what any plan could be."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir.errors import Known
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.auto.block_starts import VAST, leanest_plans, members_plans, nested_plans
+from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.bounds.search import CLOSED, Bound, BoundSearch, min_peak_bound
+from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.plan_cache import keep_plan, kept_plans
+from rematplan.planner.caches.warm_starts import begun_with
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.strategies.anneal import annealed
+from rematplan.planner.strategies.reversible import Reversible
+
+CUT = 0.3  # share of the time after which the loss cut is asked no more
+MEMBERS = 0.4  # share of the time that the members may take
+MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is (from when on: `members_until`)
+MARKED = 0.6  # share of the search's time for a plain problem as the training step that it looks like
+PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
+REFUSAL = 0.15
+"""Share of the time for finding what peak could be had, where the budget's is proven impossible; as much again may go
+into block plans to start from."""
+CORES = 2  # from which on a second search runs where the bound's has ended
+PROVING = 0.75  # share of the time for the bound's search where a second search takes its core over
+FIRST = 0.3  # share of the time for a first annealing, which makes the members unnecessary where it closes the gap
+SMALL = 200  # ops below which the members take no time worth mentioning, and go first
+NEAR = 0.005
+"""A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
+
+
+@dataclass(frozen=True)
+class Auto(Strategy):
+    """Never worse than any of the members that it asks; a plan carries the name of the member that found it.
+
+    It asks all of them up to 3000 ops; above, where they would take longer than the annealing, only a thinned
+    `approx_dp`; and as many as two fifths of the time (a second at least) allow. Where nothing fits yet, whatever the
+    size, it asks `nested_dp` about its budget first.
+
+    The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
+    of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
+    cores the bound has three quarters of the time, if it needs them, and a second annealing the rest; a first annealing
+    of larger problems goes before the members, which would compete with the bound's search. The search ends when the
+    gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively.
+    Ctrl-C returns the best plan so far.
+
+    A problem without phases that looks like a training step (`turn`) is searched as one first, then with reordering.
+
+    Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
+    with), which the rest improves.
+
+    What was found for a problem is remembered as long as the problem lives and, with ``reuse``, on disk for later
+    processes (`kept_plans`): a plan for a smaller budget serves a larger one. Other options as for `Anneal`;
+    ``time_limit`` counts from the start of planning, members included.
+    """
+
+    time_limit: float = 30.0
+    seed: int = 0
+    keep_order: bool = False
+    reuse: bool = True
+
+    name: ClassVar[str] = "auto"
+    summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
+
+    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+        """See `Strategy.plan`."""
+        compile_kernels(progress)
+        return _Session(self, graph, budget, progress).plan()
+
+    def curve(
+        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+    ) -> tuple[Plan, ...]:
+        """See `Strategy.curve`. From the largest budget down; the time limit holds for the whole curve."""
+        steps = sorted(set(budgets), reverse=True)
+        found: list[Plan] = []
+        left = self.time_limit
+        compile_kernels(progress)  # before any clock starts
+        for k, budget in enumerate(steps):
+            # The k-th of n gets k shares: small budgets are the hard ones. What one leaves, the others get.
+            share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
+
+            def report(fraction: float, text: str, k: int = k) -> None:
+                progress((k + fraction) / len(steps), text)
+
+            began = time.monotonic()
+            try:
+                found.append(share.plan(graph, budget, report))
+            except InfeasibleBudget:
+                break
+            left = max(0.0, left - (time.monotonic() - began))
+        return pareto([*found, *(p for p in _known(graph, self.keep_order) if p not in found)])
+
+
+def _known(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
+    """What was found for the problem before."""
+    return remember(graph, ("auto", keep_order), list)
+
+
+class _Session:
+    """The planning of one problem at one budget."""
+
+    def __init__(self, auto: Auto, graph: TrainingGraph, budget: int, progress: Progress) -> None:
+        self.auto, self.given, self.budget, self.progress = auto, graph, budget, progress
+        self.began = time.monotonic()
+        self.graph = graph = with_turn(graph)
+        self.plain = without_inverses(graph) if graph.inverses else graph
+        self.known = _known(self.given, auto.keep_order)
+        self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
+        self.bound = BoundSearch(graph, budget)
+        cores = (os.cpu_count() or 1) >= CORES
+        self.two = graph.has_phases and cores  # without phases one search has two threads
+        self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit)
+
+    def plan(self) -> Plan:
+        """The best plan found, with its bound.
+
+        Raises:
+            InfeasibleBudget: none was found; carries the smallest peak met.
+        """
+        self.take(kept_plans(self.given) if self.auto.reuse else ())
+        annealed_ = annealed(self.given, self.auto.keep_order)
+        self.take((*begun_with(self.given), *annealed_, *self.known_without_inverses()))
+        with self.proof:
+            try:
+                if not self.bound.closed(self.best) and not self.solved_exhaustively():
+                    self.gather()
+                    self.search()
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+        plan = self.best or self.least()
+        if self.auto.reuse:
+            keep_plan(self.given, plan)
+        if self.best is None:
+            known: Known = "proven" if self.bound.best.unreachable else "searched"
+            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak, known)
+        return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
+
+    def known_without_inverses(self) -> Sequence[Plan]:
+        if self.plain is self.graph:
+            return ()
+        kept = kept_plans(self.plain) if self.auto.reuse else ()
+        return (*kept, *_known(self.plain, self.auto.keep_order), *annealed(self.plain, self.auto.keep_order))
+
+    def take(self, plans: Sequence[Plan]) -> None:
+        """Take plans in, except those that break the order that must be kept."""
+        for plan in plans:
+            if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
+                self.known.append(plan)
+        self.proof.overhead = math.inf if self.best is None else self.best.estimate.overhead
+
+    @property
+    def best(self) -> Plan | None:
+        """The best plan so far that fits."""
+        fitting = (p for p in self.known if p.estimate.peak <= self.budget)
+        return min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
+
+    @property
+    def smallest(self) -> Plan | None:
+        """The plan of the smallest peak so far."""
+        return min(self.known, key=lambda p: p.estimate.peak, default=None)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.began + self.auto.time_limit - time.monotonic())
+
+    @property
+    def members_until(self) -> float:
+        """When the members' time ends; they are the more urgent where nothing fits yet."""
+        now = time.monotonic()
+        begun = self.began if self.best else now
+        until = min(now + self.left, begun + MEMBERS * self.auto.time_limit)
+        return max(until, begun + MEMBERS_LEAST)
+
+    def gather(self) -> None:
+        """Take in what the loss cut suggests, what a first annealing finds, and the members' plans."""
+        near = self.take_cut_plan()
+        if len(self.graph.ops) > VAST and near:
+            return
+        if self.best is None:  # from what fits, however dear, all else finds its way sooner
+            self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
+        if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
+            self.anneal(self.graph, FIRST * self.left, alone=True)
+            if self.bound.closed(self.best):
+                return
+        self.take(members_plans(self.plain, self.budget, self.members_until, self.report))
+        if self.graph.inverses:
+            self.take(Reversible().curve(self.graph, ()))
+
+    def take_cut_plan(self) -> bool:
+        """Take in the loss cut's plan for the budget; whether it is near the bound."""
+        graph, bound = self.plain, self.bound
+        if graph is not self.graph:
+            bound = BoundSearch(graph, self.budget)
+        if not graph.has_phases or not graph.base_cost or bound.turn < 0 or self.bound.best.unreachable:
+            return False
+        floor = max(bound.price(bound.turn) if graph is self.graph else -1.0, self.bound.best.overhead)
+        until = self.began + CUT * self.auto.time_limit
+        runs = cut_start(graph, bound.order, bound.turn, self.budget, until)
+        if runs is None:
+            return False
+        plan = plan_from_runs(self.graph, runs, "loss_cut")
+        self.take((plan,))
+        return plan.estimate.overhead <= floor + NEAR
+
+    def solved_exhaustively(self) -> bool:
+        """Whether the problem is so small that all schedules have been looked at."""
+        ordered = self.graph.ordered or self.auto.keep_order
+        exact = None if ordered else exhaustive(self.graph, self.budget)
+        if exact is None:
+            return False
+        floor = math.inf
+        if exact.cost < math.inf:
+            plan = plan_from_runs(self.graph, exact.runs, "exhaustive")
+            self.take((plan,))
+            floor = plan.estimate.overhead
+        if all(
+            op.writes for op in self.graph.ops
+        ):  # all our plans run the others, but a problem does not ask for it
+            self.bound.best = Bound(floor)
+        return True
+
+    def search(self) -> None:
+        """Anneal, without the inverses first; then wait for the bound."""
+        begun = any(p.estimate.peak <= self.budget for p in begun_with(self.given))
+        if self.graph.inverses and not begun and not self.bound.closed(self.best):
+            self.anneal(self.plain, PLAIN * self.left)
+        if self.graph is not self.given and not self.bound.closed(self.best):
+            self.anneal(self.graph, (1.0 if self.auto.keep_order else MARKED) * self.left)
+        if self.bound.closed(self.best):
+            return
+        if self.anneal(self.given, self.left) and not self.bound.closed(self.best):
+            self.proof.finish(self.left)
+
+    def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
+        """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with
+        a seed of its own, and no second search beside it."""
+
+        def report(_fraction: float, overhead: float | None) -> None:
+            if overhead is not None:
+                self.proof.overhead = min(self.proof.overhead, overhead)
+            self.report(_text(overhead, self.bound.best.overhead))
+
+        seed = self.auto.seed + (2 if alone else 0)
+        search = Search(graph, self.budget, seed, self.auto.keep_order, self.bound.reached, report)
+        inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
+        starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
+        usable = [runs for runs in starts if inverses.isdisjoint(runs)]
+        other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
+        search.suggest = other.suggest = lambda: self.bound.nearest
+        other.suggested_to = (0,)
+        effort = Effort(seconds)
+        try:
+            with nullcontext() if alone else self.beside(other, usable, time.monotonic() + seconds):
+                search.run(usable, effort)
+        finally:
+            found = (search.best, search.smallest, other.best, other.smallest)
+            self.take([p for p in found if p is not None])
+        if effort.spent() < seconds and not search.ended_early and not self.bound.closed(search.best):
+            raise KeyboardInterrupt  # nothing else ends it so, and it says no word of it where it has a plan
+        return search.ended_early
+
+    def beside(
+        self, other: Search, starts: Sequence[Sequence[str]], until: float
+    ) -> AbstractContextManager[object]:
+        """The second search, where the first is not one in two threads already and there is a core for it."""
+        if not self.two or not other.graph.has_phases:
+            return nullcontext()
+        return SecondSearch(other, self.proof, until, starts)
+
+    def least(self) -> Plan:
+        """The plan of the smallest peak that a short descent finds; looked for once."""
+        if self.smallest is not None and not self.bound.best.unreachable:
+            return self.smallest  # of a search that has tried for less
+
+        def look() -> Plan:
+            search = Search(
+                self.given,
+                min_peak_bound(self.graph).bytes,
+                self.auto.seed,
+                self.auto.keep_order,
+                report=partial(_looking, self.progress),
+            )
+            seconds = REFUSAL * self.auto.time_limit
+            known = [self.smallest] if self.smallest else []
+            blocks = leanest_plans(self.graph, time.monotonic() + seconds)
+            search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
+            effort = Effort(seconds)
+            search.descend(effort, effort.total)
+            return search.least
+
+        self.take((remember(self.given, ("auto, least", self.auto.keep_order), look),))
+        assert self.smallest is not None
+        return self.smallest
+
+    def report(self, text: str) -> None:
+        """Tell how far the time is."""
+        spent = (time.monotonic() - self.began) / max(self.auto.time_limit, 1e-9)
+        self.progress(min(1.0, spent), text)
+
+
+def _with_bound(plan: Plan, bound: Bound) -> Plan:
+    """The plan with its floor; optimal if the gap is closed."""
+    overhead = plan.estimate.overhead
+    if bound.overhead > overhead + CLOSED:  # a solver's error: no schedule can undercut a true bound
+        return plan
+    closed = overhead <= bound.overhead + CLOSED
+    return replace(
+        plan, lower_bound=min(bound.overhead, overhead), status="optimal" if closed else "feasible"
+    )
+
+
+def _looking(progress: Progress, fraction: float, _overhead: float | None) -> None:
+    progress(fraction, "proven unreachable; looking for the smallest peak")
+
+
+def _text(overhead: float | None, bound: float) -> str:
+    floor = "proven unreachable" if bound == math.inf else f"bound {100 * bound:.2f} %"
+    if overhead is None:
+        return f"nothing fits yet, {floor}"
+    return f"overhead {100 * overhead:.2f} %, {floor}, gap {100 * max(0.0, overhead - bound):.2f} points"

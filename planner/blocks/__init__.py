@@ -1,0 +1,1 @@
+"""Block partitions of the forward graph, their dynamic programs, and their lowering to schedules."""

@@ -1,0 +1,247 @@
+"""The dynamic program over intervals of blocks behind `nested_dp`.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for heterogeneous chains», 2019,
+arXiv:1911.13214; for a chain of equal layers the plans are Revolve's (Griewank and Walther 2000). Here a boundary may
+be several tensors, some of which earlier boundaries hold already (skip connections).
+
+C[i, j, m] is the least cost of what runs again on the way from «what the blocks before i leave is held, and the
+gradients that enter stage j - 1» to «stages j - 1 .. i are done», with m bytes for all else. One of two things is done
+first (n is `BlockChain`'s):
+
+- *save* block i: run it and hold all that its stage reads, then blocks i + 1 .. j - 1, then stage i::
+
+      m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
+      C[i + 1, j, m - saved[i]]
+
+- *pass* on to block s: run blocks i .. s - 1 and hold only what later ones read of them::
+
+      m >= entering[j] + max over k in i .. s - 1 of held[i, k] + passing[k]
+      cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - held[i, s]] + C[i, s, m - left[s .. j - 1]]
+
+Bytes count in units, each figure rounded to the nearest: errors level out, and the simulator has the last word. Long
+passes end at given places only. Intervals of blocks that look the same are solved once: O(I p K) time and O(I K) memory
+for I different intervals (n p, for n blocks and p places, if no two are alike) and K units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.planner.arrays.csr import Flags, Ints
+from rematplan.planner.blocks.block_chain import BlockChain
+from rematplan.planner.caches.numba_kernels import kernel
+
+Floats = NDArray[np.float32]
+Costs = NDArray[np.float64]
+
+NEAR = 16
+"""Blocks that a pass may end behind wherever that is."""
+
+
+class Intervals(NamedTuple):
+    """The intervals that passes and saves lead to, and which of them are alike.
+
+    ``place[s]``: a pass from anywhere may end before block s; other passes are of at most `NEAR` blocks. ``row[i, j]``:
+    the number of the interval of blocks i .. j - 1, or -1. ``first``: for each number the i and j of one that has it,
+    by rising length.
+    """
+
+    place: Flags
+    row: Ints
+    first: Ints
+
+    @property
+    def splits(self) -> int:
+        """In how many ways those that are told apart can be split in two, about."""
+        before = np.cumsum(self.place)
+        i, j = self.first.T
+        return int((before[j] - before[i] + np.minimum(j - i, NEAR)).sum())
+
+
+def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
+    """With ``places`` for long passes to end, the chain's end among them. Intervals are alike where their blocks' kinds
+    and places are. O(n^2 log n)."""
+    n = len(chain)
+    place = np.zeros(n + 1, dtype=np.bool_)
+    place[places] = True
+    kinds = 2 * chain.kinds + place[1:]
+    row = np.full((n + 1, n + 1), -1, dtype=np.int64)
+    first, known = [], 0
+    looks = np.zeros(n + 1, dtype=np.int64)  # of the intervals one shorter
+    for length in range(1, n + 1):
+        starts = np.arange(n - length + 1)
+        pairs = looks[: len(starts)] * (kinds.max() + 1) + kinds[starts + length - 1]
+        _, where, looks = np.unique(pairs, return_index=True, return_inverse=True)
+        met = np.ones(len(where), dtype=np.bool_) if length <= NEAR else place[where + length]
+        number = np.where(met, known + np.cumsum(met) - 1, -1)
+        row[starts, starts + length] = number[looks]
+        first.append(np.stack([where[met], where[met] + length], axis=1))
+        known += int(met.sum())
+    return Intervals(place, row, np.concatenate(first))
+
+
+class Units(NamedTuple):
+    """A chain's figures in units, costs in shares of their sum. ``cost`` and ``left`` as sums over the blocks before
+    each; ``pass_peak[i, s]``: of a pass from block i to block s; ``room``: K."""
+
+    cost: Costs
+    closing_cost: Costs
+    left: Ints
+    saved: Ints
+    saving: Ints
+    closing: Ints
+    stage: Ints
+    entering: Ints
+    held: Ints
+    pass_peak: Ints
+    room: int
+
+
+def in_units(chain: BlockChain, most: float, room: int) -> Units:
+    """With ``room`` units for ``most`` bytes."""
+    unit = max(1.0, most / room)
+
+    def rounded(figures: NDArray[Any]) -> Ints:
+        return np.rint(figures / unit).astype(np.int64)
+
+    n = len(chain)
+    whole = float(chain.cost.sum() + chain.closing_cost.sum()) or 1.0  # shares of it fit into 32 bits
+    # Of block k in a pass from block i; in floats, since a sum of two sizes may be more than 64 bits hold.
+    running = np.triu(chain.held[:, :-1].astype(np.float64) + chain.passing)
+    pass_peak = np.concatenate([np.zeros((n + 1, 1)), np.maximum.accumulate(running, axis=1)], axis=1)
+    return Units(
+        cost=np.concatenate([[0.0], np.cumsum(chain.cost / whole)]),
+        closing_cost=chain.closing_cost / whole,
+        left=np.concatenate([[0], np.cumsum(rounded(chain.left))]),
+        saved=rounded(chain.saved),
+        saving=rounded(chain.saving),
+        closing=rounded(chain.closing),
+        stage=rounded(chain.stage),
+        entering=rounded(chain.entering),
+        held=rounded(chain.held),
+        pass_peak=rounded(pass_peak),
+        room=room,
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """C for every interval and every number of units. ``cost``: float32, infinite where nothing fits."""
+
+    units: Units
+    alike: Intervals
+    cost: Floats
+
+    @property
+    def whole(self) -> Floats:
+        """C[0, n, m] for m = 0 .. K."""
+        row: Floats = self.cost[self.alike.row[0, -1]]
+        return row
+
+    def steps(self, room: int, most: int) -> Ints:
+        """What is done with so many units: k for a run of block k, -1 - k for stage k; empty if it is more than
+        ``most``."""
+        return _trace(self.units, self.alike, self.cost, room, most)
+
+
+def solve(units: Units, alike: Intervals) -> Table:
+    """The whole table."""
+    return Table(units, alike, _fill(units, alike))
+
+
+@kernel
+def _fill(u: Units, alike: Intervals) -> Floats:
+    table = np.full((len(alike.first), u.room + 1), np.inf, dtype=np.float32)
+    for row in range(len(table)):
+        i, j = alike.first[row]
+        out = table[row]
+        need = _saving_needs(u, i, j)
+        if j == i + 1:
+            out[need:] = 0.0
+            continue
+        rest = table[alike.row[i + 1, j]]
+        for m in range(need, u.room + 1):
+            out[m] = rest[m - u.saved[i]]
+        for s in range(i + 1, j):
+            if s > i + NEAR and not alike.place[s]:
+                continue
+            low, held, left = _pass_needs(u, i, s, j)
+            cost = np.float32(_pass_cost(u, i, s))
+            later = table[alike.row[s, j]][low - held : u.room + 1 - held]
+            sooner = table[alike.row[i, s]][low - left : u.room + 1 - left]
+            into = out[low:]
+            for m in range(len(into)):  # from 0 on, so that it is done several at a time
+                into[m] = min(into[m], cost + later[m] + sooner[m])
+    return table
+
+
+@kernel
+def _saving_needs(u: Units, i: int, j: int) -> int:
+    """The least m with which block i can be saved."""
+    runs = u.closing[i] if i + 1 == j < len(u.stage) else u.saving[i]
+    rest = u.saved[i] if i + 1 < j else 0
+    return int(max(u.entering[j] + runs, u.stage[i] + u.left[j] - u.left[i + 1], rest))
+
+
+@kernel
+def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
+    """The least m with which a pass to block s can be tried, and what it leaves to the later and the sooner blocks
+    the less."""
+    held, left = u.held[i, s], u.left[j] - u.left[s]
+    return int(max(u.entering[j] + u.pass_peak[i, s], held, left)), int(held), int(left)
+
+
+@kernel
+def _pass_cost(u: Units, i: int, s: int) -> float:
+    return float(u.cost[s - 1] - u.cost[i] + u.closing_cost[s - 1])
+
+
+@kernel
+def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> Ints:
+    steps = np.empty(most, dtype=np.int64)
+    done = 0
+    todo = [(0, len(u.cost) - 1, room)]  # intervals to come, the next one last; of stage k, (k, k, 0)
+    while todo:
+        i, j, m = todo.pop()
+        count = 1 if i == j else _pass_to(u, alike, table, i, j, m) - i
+        if done + max(1, count) > most:
+            return steps[:0]
+        if i == j:
+            steps[done] = -1 - i
+            done += 1
+            continue
+        for k in range(i, i + max(1, count)):
+            steps[done] = k
+            done += 1
+        if count == 0:
+            todo.append((i, i, 0))
+            if j > i + 1:
+                todo.append((i + 1, j, m - u.saved[i]))
+        else:
+            _, held, left = _pass_needs(u, i, i + count, j)
+            todo.append((i, i + count, m - left))
+            todo.append((i + count, j, m - held))
+    return steps[:done].copy()
+
+
+@kernel
+def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
+    """Which block to pass on to with m units; i itself if it is to be saved."""
+    best, to = np.float32(np.inf), i
+    if j == i + 1:
+        return to
+    if m >= _saving_needs(u, i, j):
+        best = table[alike.row[i + 1, j], m - u.saved[i]]
+    for s in range(i + 1, j):
+        low, held, left = _pass_needs(u, i, s, j)
+        if m >= low and (s <= i + NEAR or alike.place[s]):
+            cost = np.float32(_pass_cost(u, i, s))
+            cost += table[alike.row[s, j], m - held] + table[alike.row[i, s], m - left]
+            if cost < best:
+                best, to = cost, s
+    return to

@@ -1,0 +1,309 @@
+"""The dynamic program over a family of lower sets that `exact_dp` and `approx_dp` share.
+
+Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
+memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a
+chain that ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and B
+the budget::
+
+    feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
+    time       t′ = t + T(V′ ∖ ∂(L′))
+    cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
+
+Time-centric plans take the least feasible t at V; memory-centric plans the largest, whose coarser blocks
+leave more to free early. The table is dense in t, in ticks. Costs that are integers with a sum of at most
+``ticks`` are exact; otherwise each block's time is rounded up to ticks of total/``ticks``, so that a chain of
+k blocks is overcharged by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
+from rematplan.planner.blocks.lower_sets import blocks_of, boundary
+from rematplan.planner.caches.numba_kernels import kernel
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Words = NDArray[np.uint64]
+
+NEVER = np.int64(2**62)  # no chain reaches this entry
+
+
+def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
+    """The paper's peak (bytes) and recomputation time of a chain, with the last block's time or without."""
+    peak, time, cached = 0, 0.0, 0
+    for block, mask in zip(blocks_of(chain), chain, strict=True):
+        peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
+        edge = boundary(view, mask)
+        if charge_last or mask != view.everything:
+            time += sum(view.cost[v] for v in bits(block & ~edge))
+        cached |= edge
+    return peak, time
+
+
+class Family(NamedTuple):
+    """A family of lower sets as arrays, by size, from ∅ to V.
+
+    ``words``: the masks, 64 nodes a word. ``bytes``: M(L). ``time``: T(L). ``transient``: M(δ⁺(L) ∖ L) +
+    M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost
+    units. ``copies``: how often M(V′) counts.
+    """
+
+    words: Words
+    bytes: Ints
+    time: Ints
+    transient: Ints
+    edge_start: Ints
+    edge: Ints
+    node_bytes: Ints
+    node_time: Ints
+    copies: int
+
+
+@dataclass(frozen=True)
+class LowerSetDP:
+    """A family of lower sets, prepared.
+
+    ``masks``: the family by size, from ∅ to V. ``unit``: the fine cost units of one tick; ``width``: ticks in
+    a row. ``charge_last``: as the paper has it; a schedule need not recompute the last block.
+    """
+
+    masks: tuple[int, ...]
+    family: Family
+    unit: int
+    width: int
+    charge_last: bool
+
+    def least_budget(self) -> int:
+        """The least formula budget that some chain of the family meets, bytes; by bisection, of budgets at which
+        anything changes only."""
+        low, high = 0, self.most_budget()
+        while low < high:
+            met, further = _asked(self.family, (low + high) // 2)
+            low, high = (low, met) if met < NEVER else (further, high)
+        return low
+
+    def most_budget(self) -> int:
+        """A formula budget that every chain of the family meets."""
+        return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
+
+    def solve(self, budget: int) -> Table:
+        """The whole table for a formula budget."""
+        return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
+
+
+@dataclass(frozen=True)
+class Table:
+    """opt[L, t] for one budget."""
+
+    dp: LowerSetDP
+    budget: int
+    opt: Ints
+
+    def times(self) -> list[int]:
+        """The ticks at which some chain reaches V, ascending; empty if the budget is too small."""
+        return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
+
+    def chain(self, time: int) -> tuple[int, ...]:
+        """The chain of least cached memory that reaches V in ``time`` ticks, L₁ ⊂ … ⊂ L_k = V."""
+        dp = self.dp
+        found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
+        return tuple(dp.masks[i] for i in found[::-1])
+
+
+def prepare(
+    view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
+) -> LowerSetDP:
+    """The arrays of a family of lower sets (by size, from ∅ to V).
+
+    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block
+    costs M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it
+    is made from.
+    """
+    fine, sizes = _fine_costs(view), _short_sizes(view)
+    total = sum(fine)
+    unit = max(1, -(-total // ticks))
+    count = -(-total // unit)
+    words = _words(masks, len(view))
+    member = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : len(view)].T.astype(bool)
+    edges = _boundaries(view, member)
+    family = Family(
+        words=words,
+        bytes=_weigh(member, sizes),
+        time=_weigh(member, fine),
+        transient=_weigh(_gradients(view, member), sizes) if gradients else np.zeros(len(masks), np.int64),
+        edge_start=np.concatenate([[0], np.cumsum(edges.sum(axis=0))]).astype(np.int64),
+        edge=np.nonzero(edges.T)[1].astype(np.int64),
+        node_bytes=np.array(sizes, dtype=np.int64),
+        node_time=np.array(fine, dtype=np.int64),
+        copies=2 if gradients else 1,
+    )
+    # Rounding each block up may pass the total; what lies far beyond it is of no use.
+    width = count + 1 if unit == 1 else count + count // 4 + 2
+    return LowerSetDP(tuple(masks), family, unit, width, charge_last)
+
+
+def _sum(values: Sequence[int], mask: int) -> int:
+    return sum(values[v] for v in bits(mask))
+
+
+def _transient(view: ForwardGraph, mask: int) -> int:
+    """M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the gradients that leave L wait for."""
+    after = 0
+    for v in bits(mask):
+        after |= view.succs[v]
+    before = 0
+    for v in bits(after):
+        before |= view.preds[v]
+    return _sum(view.bytes, after & ~mask) + _sum(view.bytes, before & ~mask)
+
+
+def _fine_costs(view: ForwardGraph) -> list[int]:
+    """The costs as integers: themselves if they are integers, else in units of total · 2⁻⁴⁰."""
+    total = sum(view.cost)
+    if all(c == int(c) for c in view.cost) and total < 2**53:
+        return [int(c) for c in view.cost]
+    return [round(c / total * 2**40) for c in view.cost]
+
+
+def _short_sizes(view: ForwardGraph) -> list[int]:
+    """The sizes in bytes, or, where their sums might leave 64 bits, in larger units, rounded up."""
+    shift = max(0, (8 * sum(view.bytes)).bit_length() - 62)
+    return [-(-b >> shift) for b in view.bytes]
+
+
+def _words(masks: Sequence[int], nodes: int) -> Words:
+    width = max(1, -(-nodes // 64))
+    data = b"".join(mask.to_bytes(8 * width, "little") for mask in masks)
+    return np.frombuffer(data, dtype="<u8").reshape(len(masks), width).astype(np.uint64)
+
+
+def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
+    """For each set the sum of its nodes' weights; ``chosen`` is (nodes, sets), 0 and 1 or counts."""
+    total = np.zeros(chosen.shape[1], dtype=np.int64)
+    for row, w in zip(chosen, weight, strict=True):
+        total += row * np.int64(w)
+    return total
+
+
+def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
+    """∂(L) for each set: (nodes, sets)."""
+    edges = np.zeros_like(member)
+    for v, succs in enumerate(view.succs):
+        for w in bits(succs):
+            edges[v] |= member[v] & ~member[w]
+    return edges
+
+
+def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
+    """`_transient` for each set: (nodes, sets), how often a node counts."""
+    after, before = np.zeros_like(member), np.zeros_like(member)
+    for w, preds in enumerate(view.preds):
+        for u in bits(preds):
+            after[w] |= member[u]
+        for u in bits(preds):
+            before[u] |= after[w] & ~member[u]
+    return (after & ~member).astype(np.int8) + before.astype(np.int8)
+
+
+@kernel
+def _subset(words: Words, i: int, j: int) -> bool:
+    beyond = np.uint64(0)
+    for w in range(words.shape[1]):
+        beyond |= words[i, w] & ~words[j, w]
+    return bool(beyond == np.uint64(0))
+
+
+@kernel
+def _need(family: Family, i: int, j: int) -> int:
+    """From L_i to L_j: bytes needed beside the cache."""
+    return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
+
+
+@kernel
+def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
+    """From L_i to L_j: bytes added to the cache, ticks of recomputation."""
+    more, work = np.int64(0), family.time[j] - family.time[i]
+    for e in range(family.edge_start[j], family.edge_start[j + 1]):
+        v = family.edge[e]
+        if not (family.words[i, v >> 6] >> np.uint64(v & 63)) & np.uint64(1):
+            more += family.node_bytes[v]
+            work -= family.node_time[v]
+    if last_free and j == len(family.bytes) - 1:
+        work = np.int64(0)
+    return int(more), int(-(-work // unit))
+
+
+@kernel
+def _asked(family: Family, budget: int) -> tuple[int, int]:
+    """What a chain that meets a budget asks for, and the least that any step beyond the budget asks for; NEVER if there
+    is none. As `_fill`, time not counted."""
+    count = len(family.bytes)
+    cached, asked = np.full(count, NEVER), np.full(count, NEVER)
+    cached[0] = asked[0] = 0
+    further = NEVER
+    for j in range(1, count):
+        for i in range(j):
+            if cached[i] == NEVER or not _subset(family.words, i, j):
+                continue
+            asks = cached[i] + _need(family, i, j)
+            if asks > budget:
+                further = min(further, asks)
+                continue
+            more, _ticks = _step(family, 1, i, j, True)
+            if cached[i] + more < cached[j]:
+                cached[j], asked[j] = cached[i] + more, max(asked[i], asks)
+    return int(asked[-1]), int(further)
+
+
+@kernel
+def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
+    """opt, by a sweep over pairs L_i ⊂ L_j in the order of j, then i."""
+    count = len(family.bytes)
+    opt = np.full((count, width), NEVER)
+    opt[0, 0] = 0
+    first = np.full(count, width)  # a row's entries lie at first <= t < end
+    end = np.zeros(count, np.int64)
+    first[0], end[0] = 0, 1
+    for j in range(1, count):
+        for i in range(j):
+            if first[i] >= end[i] or not _subset(family.words, i, j):
+                continue
+            most = budget - _need(family, i, j)
+            if most < 0:
+                continue
+            more, ticks = _step(family, unit, i, j, not charge_last)
+            before, after = opt[i], opt[j]
+            for t in range(first[i], min(end[i], width - ticks)):
+                if before[t] <= most:
+                    after[t + ticks] = min(after[t + ticks], before[t] + more)
+        for t in range(width):
+            if opt[j, t] < NEVER:
+                first[j] = min(first[j], t)
+                end[j] = t + 1
+    return opt
+
+
+@kernel
+def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
+    """The chain behind opt[V, t], from V down, ∅ left out: any predecessor that explains an entry is one."""
+    j = len(family.bytes) - 1
+    found = [j]
+    while True:
+        for i in range(j):
+            if not _subset(family.words, i, j):
+                continue
+            more, ticks = _step(family, unit, i, j, not charge_last)
+            at = t - ticks
+            if at >= 0 and opt[i, at] <= budget - _need(family, i, j) and opt[i, at] + more == opt[j, t]:
+                j, t = i, at
+                break
+        if j == 0:
+            return np.array(found)
+        found.append(j)

@@ -1,0 +1,123 @@
+"""The one lowering: from a partition of the forward half to a run sequence, and so to a schedule.
+
+Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward:
+the ops are ordered by (−stage, base position), where an op's stage is the earliest block it must wait for:
+the least block of the tensors it reads that were dropped, or of the backward ops it depends on. That is a
+topological order, and it does each block's backward together. Just before an op, exactly those ops run again
+that bring back what it reads; what they need in turn is found by demand, so the result is valid for any
+blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
+waits until it is needed, and no curve of the networks measured got worse by it.)
+
+What ops write that may never run again is kept, whatever the partition says.
+
+Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
+dropped in name but is read before its next run simply stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.csr import Flags, Ints, traffic_of
+from rematplan.planner.arrays.indexed import Indexed, indexed
+from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_graph
+from rematplan.planner.blocks.lower_sets import blocks_of
+from rematplan.planner.blocks.lowering_kernel import lowered
+from rematplan.planner.caches.graph_cache import remember
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What the block strategies choose.
+
+    ``blocks``: V_1..V_k, each the names of its forward ops; together all forward ops, no op before its
+    producers' block. ``kept``: the tensors that stay resident at the turn from forward to backward.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    kept: tuple[str, ...]
+
+
+def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
+    """The canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪
+    ∂(L_j).
+
+    Kept are the boundary's tensors that a later block reads and, as in the formula that charges no
+    recomputation of a boundary node, its others that anything outside it reads (batch norm's saved
+    statistics, max-pool's indices). ``lean`` keeps of these others only what is small beside the tensors that
+    cross.
+    """
+    ix, view = indexed(graph), forward_graph(graph)
+    outer = remember(graph, "outer", lambda: _outer(ix, view))
+    blocks, kept = [], []
+    for nodes, mask in zip(blocks_of(chain), chain, strict=True):
+        ops: list[int] = []
+        for v in bits(nodes):
+            ops += view.members[v]
+            if view.succs[v] & ~mask:
+                kept += _kept_of_node(ix, outer[v], mask, lean)
+        blocks.append(tuple(ix.ops[o] for o in sorted(ops)))
+    return Partition(tuple(blocks), tuple(ix.tensors[t] for t in sorted(kept)))
+
+
+SMALL = 8
+"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the
+rest."""
+
+
+def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
+    """For each node the tensors that ops outside it read, each with the mask of the nodes that read it."""
+    node = {o: v for v, members in enumerate(view.members) for o in members}
+    outer: list[list[tuple[int, int]]] = []
+    for v, members in enumerate(view.members):
+        tensors = [t for o in members for t in ix.writes[o] if any(node.get(r) != v for r in ix.readers[t])]
+        readers = [{node[r] for r in ix.readers[t] if r in node} for t in tensors]
+        outer.append([(t, sum(1 << u for u in nodes)) for t, nodes in zip(tensors, readers, strict=True)])
+    return outer
+
+
+def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bool) -> list[int]:
+    crossing = [t for t, readers in outer if readers & ~mask]
+    further = [t for t, readers in outer if not readers & ~mask]
+    most = sum(ix.bytes[t] for t in crossing) // SMALL
+    return crossing + [t for t in further if not lean or ix.bytes[t] <= most]
+
+
+def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
+    """The run sequence of a partition. Linear in the reads and writes of what runs, but for sorting."""
+    ix = indexed(graph)
+    return [ix.ops[o] for o in lower_to_positions(graph, partition)]
+
+
+def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
+    """`lower`, as positions in the base order."""
+    number = remember(graph, "numbers", lambda: _numbers(indexed(graph)))
+    block = np.full(len(graph.ops), -1, dtype=np.int64)
+    for i, names in enumerate(partition.blocks):
+        block[[number.op[name] for name in names]] = i
+    kept = kept_always(graph)
+    kept[[number.tensor[name] for name in partition.kept]] = True
+    return lowered(traffic_of(graph), block, len(partition.blocks), kept)
+
+
+def kept_always(graph: TrainingGraph) -> Flags:
+    """Of each tensor, whether it stays at the turn whatever is chosen: what may never run again has written it."""
+    once = set(graph.never_rerun)
+    kept = {t for op in graph.ops if op.name in once for t in op.writes} if once else ()
+    return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)
+
+
+class _Numbers(NamedTuple):
+    """Positions by name."""
+
+    op: dict[str, int]
+    tensor: dict[str, int]
+
+
+def _numbers(ix: Indexed) -> _Numbers:
+    return _Numbers({n: o for o, n in enumerate(ix.ops)}, {n: t for t, n in enumerate(ix.tensors)})

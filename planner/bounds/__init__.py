@@ -1,0 +1,1 @@
+"""Proven lower bounds of the overhead, by cuts through the backward pass."""

@@ -1,0 +1,191 @@
+"""Where to cut: the growth of a set of cuts, for the bound to rise as much as it can within a time.
+
+From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
+sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
+lifts the linear relaxation most is tried, or the likeliest where none does so clearly, and then where the sequence is
+furthest over. A cut stays if it lifts the integer program. If none of a few does, one of them stays all the same: often
+only two cuts together lift it. docs/lower-bound.md has figures.
+
+A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
+it begins again then, with cuts along the chain only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from rematplan.planner.bounds.cut_places import in_line, prominence
+from rematplan.planner.bounds.rounding import first_held
+
+if TYPE_CHECKING:
+    from rematplan.planner.bounds.search import BoundSearch
+
+Cuts = tuple[int, ...]
+
+ALONE = 4
+"""The likeliest places, of which the growth begins with the best where they cannot be priced."""
+
+FEW = 4
+"""Places whose relaxations are compared for the next cut, beside the likeliest one."""
+
+FIRST = 1.0
+"""Seconds that any integer program may take; later ones may take as long as has been spent before."""
+
+GAIN = 1e-5
+"""What a cut must add, in overhead, to be chosen by it."""
+
+SIBLINGS = 3
+"""Cuts that are tried beside the same others before one that lifts nothing stays."""
+
+CLEARLY = 0.005
+"""By which share another place's relaxation must prove more than the likeliest one's to go first: small differences
+of relaxations say nothing of the integers."""
+
+
+class Growth:
+    """The growth of a set of cuts for a search, within a time in seconds.
+
+    ``enough``: asked between programs with the bound so far; True ends it.
+    """
+
+    def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
+        self.search, self.enough = search, enough
+        self.began, self.time_limit = time.monotonic(), time_limit
+        self._relaxed: dict[Cuts, float] = {}
+        self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
+        self._held: Mapping[int, int] = {op: held for op, held in search.chain if op in search.places}
+
+    def run(self) -> None:
+        """Until the time is up or there is nothing left to try."""
+        search = self.search
+        alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
+        if self.over() or not search.graph.base_cost or (search.vast and not search.graph.inverses):
+            return
+        if search.graph.inverses:
+            few = (*search.places[:ALONE], *search.waist)
+            alone = {cut: self.relaxed((cut,)) for cut in few if not self.over()}
+        if alone:
+            start = max(alone, key=lambda cut: alone[cut])
+            everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
+            unsolved = [*self.grow((start,), everywhere), *self.grow((start,), along_the_chain)]
+            for cuts in dict.fromkeys(reversed(unsolved)):
+                if not self.over():
+                    self.solve(cuts)
+
+    def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
+        """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short.
+
+        A program that was cut short is solved in more time before a cut is added whose relaxation does not prove more:
+        the larger program would take longer still. Where none of a few cuts lifts the bound by itself, the first of
+        them stays.
+        """
+        if self.over():
+            return []
+        proven, solved = self.solve(cuts)
+        unsolved = [] if solved else [cuts]
+        held, tried = self.held(cuts, among), set(cuts)
+        idle: Cuts = ()
+        again: set[Cuts] = set()
+        failed = 0
+        while not self.over():
+            likely = self.likely(held, tried, failed)
+            if idle and (failed == SIBLINGS or not likely):
+                self.solve(idle)  # known
+                cuts, solved, held = idle, True, self.held(idle, among)
+                tried, idle, failed = tried | set(idle), (), 0
+                continue
+            if not likely:
+                if cuts in again or tried == set(cuts):
+                    break
+                again.add(cuts)  # what lifted nothing beside fewer cuts may lift it beside these
+                tried = set(cuts)
+                continue
+            cut = self.most_lifting(cuts, likely)
+            wider = self.wider(cuts, cut)
+            if not solved and self.relaxed(wider) <= proven:
+                more, solved = self.solve(cuts)
+                proven, held = max(proven, more), self.held(cuts, among)
+                continue
+            tried.add(cut)
+            lifted, done = self.solve(wider)
+            if not done:
+                unsolved.append(wider)
+            if lifted > proven + GAIN:
+                cuts, proven, solved, held = wider, lifted, done, self.held(wider, among)
+                tried, idle, failed = set(wider), (), 0
+            else:
+                idle, failed = idle or (wider if done else ()), failed + 1
+        return unsolved
+
+    def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
+        """What the last program's solution holds at those of these ops that can be cut at beside these cuts."""
+        return {
+            op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
+        }
+
+    def likely(self, held: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
+        """Of those over the budget the few that stand out most, and the one that the network's shape makes likeliest;
+        that one first, unless ``failed`` others have lifted nothing."""
+        over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
+        prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
+        left = [op for op in held if op not in tried and held[op] > self.search.budget]
+        peaks = sorted((op for op in left if prominent[op] > 0), key=lambda op: -prominent[op])
+        likeliest = [op for op in self.search.places if op in left][:1]
+        ranked = (*peaks[:FEW], *likeliest) if failed else (*likeliest, *peaks[:FEW])
+        return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -held[op])[:1]
+
+    def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
+        """The one that lifts the relaxation most, if it does so clearly; else the first."""
+        value = self.relaxed(cuts)
+        lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
+        best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
+        least = max(value + GAIN, (1 + CLEARLY) * lifted.get(likely[0], value))
+        return best if lifted and lifted[best] > least else likely[0]
+
+    def wider(self, cuts: Cuts, cut: int) -> Cuts:
+        """The cuts and one more, in the base order."""
+        return tuple(sorted((*cuts, cut)))
+
+    def relaxed(self, cuts: Cuts) -> float:
+        """What the linear relaxation proves."""
+        if cuts not in self._relaxed:
+            self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
+        return self._relaxed[cuts]
+
+    def solve(self, cuts: Cuts) -> tuple[float, bool]:
+        """Solve the integer program, within a share of the time; what it proves, and whether more time is of no use."""
+        if self.search.vast:
+            return -math.inf, True
+        if cuts in self._solved:
+            proven, self._held = self._solved[cuts]
+            return proven, True
+        until = self.spent + min(self.left, max(FIRST, self.spent))
+        proven, solved, known = -math.inf, False, -1
+        while known < len(self.search.loops) and self.spent < until and not self.over():
+            known = len(self.search.loops)  # those that this solution has are ruled out in the next
+            floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
+            proven = max(proven, floor)
+        if self.search.rounded:
+            held = first_held(self.search.graph, self.search.rounded)
+            self._held = {i: held[op.name] for i, op in enumerate(self.search.graph.ops) if op.name in held}
+        if solved:
+            self._solved[cuts] = proven, self._held
+        return proven, solved
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.time_limit - self.spent)
+
+    def over(self) -> bool:
+        """Whether to go on is of no use."""
+        best = self.search.best
+        return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)

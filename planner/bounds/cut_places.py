@@ -1,0 +1,120 @@
+"""Where the lower bound looks: which ops must precede which, and a chain of ops to cut at.
+
+An op u *must precede* v if every valid schedule that runs v has run u before. Sets of ops are bit masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import Precedence, working_sets
+from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.core.schedule import Run, with_frees
+from rematplan.planner.core.simulator import resident_bytes
+
+LEVELS = 50
+"""Heights are told apart by this share of the highest, so that small tensors beside large ones make no peaks."""
+
+
+def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
+    """A chain of ops, each of which must precede the next, with the bytes that the base order holds while
+    each runs.
+
+    It is the path through tensors with a single recipe whose bytes sum highest: it follows the backbone of
+    the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
+    """
+    held = _base_heights(graph)
+    inputs = set(graph.inputs)
+    total, previous = [0] * len(graph.ops), [-1] * len(graph.ops)
+    for i, op in enumerate(graph.ops):
+        sources = [order.makers[t][0] for t in op.reads if t not in inputs and len(order.makers[t]) == 1]
+        best = max(sources, key=lambda u: total[u], default=-1)
+        total[i] = held[i] + (total[best] if best >= 0 else 0)
+        previous[i] = best
+    needed = [i for i in range(len(graph.ops)) if order.needed >> i & 1]
+    chain = []
+    at = max(needed, key=lambda i: total[i], default=-1)
+    while at >= 0:
+        chain.append((at, held[at]))
+        at = previous[at]
+    return chain[::-1]
+
+
+def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
+    """The ops that every schedule must run, in the base order, as `heaviest_chain` gives those of a chain."""
+    return [(i, held) for i, held in enumerate(_base_heights(graph)) if order.needed >> i & 1]
+
+
+def _base_heights(graph: TrainingGraph) -> list[int]:
+    """Bytes that the base order holds while each op runs."""
+
+    def heights() -> list[int]:
+        schedule = with_frees(graph, [op.name for op in graph.ops])
+        series = resident_bytes(graph, schedule)
+        return [b for b, step in zip(series, schedule, strict=True) if isinstance(step, Run)]
+
+    return remember(graph, "base heights", heights)
+
+
+def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
+    """The needed recipes, in their order, that must precede, or be preceded by, each of these."""
+    return [
+        v
+        for v, before in enumerate(order.before)
+        if order.needed >> v & 1 and all(before >> b & 1 or order.before[b] >> v & 1 for b in cuts)
+    ]
+
+
+def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
+    """Ops of a line (a chain, say, and what is held there) to cut at, the likeliest to matter first: the one that holds
+    most in the base order, and of those in the backward half (of all, where there is none) where what is held, or the
+    op's own working set, stands out from its neighbours.
+
+    Standing out is a peak's *prominence*, as of mountains: its height above the highest saddle towards a higher one.
+    Most of all are the places where the network's tensors change their size. Of equals the later one comes first; of
+    two ops next to each other one is left out.
+    """
+    if not line:
+        return []
+    peak = max(range(len(line)), key=lambda k: line[k][1])
+    turn = next((k for k, (i, _) in enumerate(line) if graph.ops[i].phase == "backward"), 0)
+    first = min(peak, turn)
+    ops = [i for i, _ in line[first:]]
+    held = [bytes_ for _, bytes_ in line[first:]]
+    sets = working_sets(graph)
+    own = [sets[i] for i in ops]
+    ranks = [
+        sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
+        for prominent in (prominence(own, held), prominence(held, own))
+    ]
+    picked = [peak - first]
+    for k in (k for pair in zip_longest(*ranks) for k in pair if k is not None):
+        if len(picked) < most and all(abs(k - other) > 1 for other in picked):
+            picked.append(k)
+    return [ops[k] for k in picked]
+
+
+def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
+    """How far each entry stands out from the saddle towards a higher one; among equal neighbours the one that is higher
+    in ``second``, then the first.
+    """
+    unit = 1 + max(height) // LEVELS
+    height = [h // unit for h in height]
+    keys = [(h, s, -k) for k, (h, s) in enumerate(zip(height, second, strict=True))]
+    sides = (_saddles(height, keys), _saddles(height[::-1], keys[::-1])[::-1])
+    return [h - max(left, right) for h, left, right in zip(height, *sides, strict=True)]
+
+
+def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> list[int]:
+    """For each entry the lowest height on the way left to the nearest higher one, 0 if there is none."""
+    saddles: list[int] = []
+    open_: list[tuple[int, int]] = []  # higher entries so far, and the lowest height since the one before
+    for k, h in enumerate(height):
+        low = h
+        while open_ and keys[open_[-1][0]] < keys[k]:
+            low = min(low, open_.pop()[1])
+        saddles.append(low if open_ else 0)
+        open_.append((k, low))
+    return saddles

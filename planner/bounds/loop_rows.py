@@ -1,0 +1,60 @@
+"""Loops of the multi-cut program: tensors that it would make of each other, with none of them there to begin with.
+
+An inverse makes an op's input from its output, and the op the output from its input: in one interval both rows (read)
+of the program would hold although neither tensor is resident nor made from anything else. For any set L of tensors, one
+of them is resident at the interval's start, or the first that is made there is made by a recipe that reads none of L.
+
+Source: loop formulas of logic programs (Lin, Zhao 2004), found where a solution violates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import networkx as nx
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import Precedence
+from rematplan.planner.bounds.multi_cut_program import CutProgram, Loop
+from rematplan.planner.ilp.rows import is_set
+
+
+def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
+    """Tensors of which each is made from the other: the loops there are wherever there are inverses."""
+    found = {
+        (min(t, source), max(t, source))
+        for inverse in graph.inverses
+        for t in inverse.writes
+        for source in inverse.reads
+        if any(t in order.recipes[u].reads for u in order.makers.get(source, ()))
+    }
+    return sorted(found)
+
+
+def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
+    """Loops whose tensors a solution makes of each other alone, in any interval; the smallest there are."""
+    return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
+
+
+def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
+    """Those of one interval."""
+    recipes = program.order.recipes
+    there = {t for t in program.tracked if is_set(values, program.h[t, i])}
+    tracked = set(program.tracked)
+    waiting = [v for v in range(len(recipes)) if is_set(values, program.x[v, i])]
+    while True:
+        missing = {v: [t for t in recipes[v].reads if t in tracked and t not in there] for v in waiting}
+        ready = [v for v in waiting if not missing[v]]
+        if not ready:
+            break
+        there.update(t for v in ready for t in recipes[v].writes)
+        waiting = [v for v in waiting if missing[v]]
+    made = nx.DiGraph()
+    for v in waiting:
+        made.add_edges_from(
+            (source, t) for source in missing[v] for t in recipes[v].writes if t in tracked - there
+        )
+    for loop in nx.strongly_connected_components(made):
+        if len(loop) > 1 and all(source in loop for t in loop for source in made.predecessors(t)):
+            yield tuple(sorted(loop))

@@ -1,0 +1,71 @@
+"""A start for the annealer from the loss cut: what to hold at the turn and what to run again, all at once.
+
+The minimum cut of `bounds_flow` at a price for a held byte says which forward ops run again. The backward half in the
+base order, each op with what it needs run again just before it, is a schedule; the price rises until it fits the
+budget. On chains of blocks (a transformer, say) it is within hundredths of a percent of the bound; where one demand
+brings everything back early it needs a high price, and block plans or annealing do better.
+
+Complexity: a few dozen maximum flows and lowerings.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.csr import Ints, traffic_of
+from rematplan.planner.arrays.precedence import Precedence
+from rematplan.planner.blocks.lowering import kept_always
+from rematplan.planner.blocks.lowering_kernel import lowered
+from rematplan.planner.blocks.price_runs import price_runs
+from rematplan.planner.bounds.max_flow import CutNetwork
+
+SLOPE = 0.05
+PRICES = 28  # most prices tried
+FIRST_PRICE = 0.05  # of the base cost for all the room that the budget leaves
+CLOSE = 1.00002  # prices this near to each other are not told apart
+
+
+def cut_start(
+    graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
+) -> list[str] | None:
+    """The cheapest run sequence of this kind found within the budget and before a time of the monotonic clock, or None.
+
+    For problems with a backward half and without inverses. ``cut``: a needed op, at the turn or soon after.
+    """
+    network = CutNetwork(graph, order, cut, SLOPE)
+    unit = graph.base_cost / max(1, budget - graph.input_bytes)
+    low, high, price = 0.0, 0.0, FIRST_PRICE * unit
+    best: tuple[float, Ints] | None = None
+    for _ in range(PRICES):
+        if time.monotonic() > until:
+            break
+        found = network.minimum(price)
+        if found is None:
+            break
+        runs = _lower(graph, cut, found.again)
+        peak, cost = price_runs(graph, runs)
+        if peak <= budget:
+            high = price
+            best = (cost, runs) if best is None or cost < best[0] else best
+        else:
+            low = price
+        if low and high and high < CLOSE * low:
+            break
+        price = 2 * price if not high else (low * high) ** 0.5 if low else high / 2
+    return None if best is None else [graph.ops[o].name for o in best[1]]
+
+
+def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
+    """The schedule that drops at the turn what the ops ``again`` have written, but for what the cut's op reads."""
+    traffic = traffic_of(graph)
+    kept = np.ones(len(graph.tensors), dtype=np.bool_)
+    for o in again:
+        kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
+    kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
+    one_block = np.where(traffic.forward, 0, -1)  # of two, so that it is not the last
+    return lowered(traffic, one_block, 2, kept | kept_always(graph))

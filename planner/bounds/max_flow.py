@@ -1,0 +1,159 @@
+"""A quick floor of the overhead: one cut, its memory row priced; docs/lower-bound.md has the proof.
+
+Take the program of `bounds_model` with one cut b, and a price λ ≥ 0 for a byte held just before b's first run:
+
+    L(λ) = Σ c_v − λ·room + min over y of Σ c_v y_v + λ Σ m_t h_t,   h_t = 1 if a reader of t has y = 1, its maker not
+
+y_v: v runs after the cut too (1 for what cannot run before it; free of cost for what need not have). For each λ the
+minimum is a minimum cut, found by a maximum flow in milliseconds for ten thousand ops; L is concave and piecewise
+linear, and its greatest value is that of the program's linear relaxation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import Precedence, working_sets
+
+SCALE = 2.0**40
+"""The base cost in units of a capacity; capacities are whole numbers, rounded down."""
+NEVER = 2.0
+"""Cost, in base costs, of running again what may run only once: no schedule does."""
+LARGEST = 2.0**62
+"""All capacities together, so that they can be summed in 64 bits."""
+STEPS = 40
+"""Most prices tried at a cut; a dozen do."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """At one price: a proven floor of the cost, and the cost and bytes held of the minimiser."""
+
+    floor: float
+    cost: float
+    held: float
+    again: tuple[int, ...]
+    """The ops that have run by the cut and run after it too."""
+
+
+def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
+    """The floor of the overhead that the cut at a needed op proves; infinite if nothing fits there.
+
+    For problems without inverses: with them the minimum is no cut of a network. -1, which says nothing, where numbers
+    are too large for the arithmetic.
+    """
+    room = budget - graph.input_bytes - working_sets(graph)[cut]
+    if room < 0:
+        return math.inf
+    network = CutNetwork(graph, order, cut)
+    low, high = network.minimum(0.0), network.fewest_bytes()
+    if low is None or high is None:
+        return -1.0
+    value = low.floor
+    if low.held > room and high.held > room:
+        return math.inf
+    for _ in range(STEPS):
+        if low.held <= high.held or low.held <= room:
+            break
+        price = (high.cost - low.cost) / (low.held - high.held)
+        middle = network.minimum(price)
+        if middle is None:
+            break
+        value = max(value, middle.floor - price * room)
+        if middle.held >= low.held or middle.held <= high.held:
+            break
+        low, high = (middle, high) if middle.held > room else (low, middle)
+    return value / graph.base_cost - 1
+
+
+class CutNetwork:
+    """Node 0 is the source (y = 1), node 1 the sink (y = 0); each op that may run on both sides has a node, and
+    each tensor that may be held.
+
+    ``slope``: costs rise by this share from the first op to the last. Equal blocks then differ, and the minimum
+    moves through them one by one as the price rises; for a bound it must be 0.
+    """
+
+    def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
+        self.scale = SCALE / graph.base_cost
+        needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
+        self.constant = math.fsum(graph.ops[v].cost for v in needed)
+        earlier, once = order.before[cut], set(graph.never_rerun)
+        side: dict[int, int] = {}  # op -> its node
+        priced: list[
+            float
+        ] = []  # of the ops with a node: what y = 1 costs; another run if it has run by the cut
+        self.ops = []
+        for v in needed:
+            if v == cut or order.before[v] >> cut & 1:
+                side[v] = 0
+            else:
+                side[v] = 2 + len(priced)
+                rise = 1 + slope * v / len(graph.ops)
+                dear = NEVER * graph.base_cost if graph.ops[v].name in once else 0.0
+                priced.append(rise * graph.ops[v].cost + dear if earlier >> v & 1 else 0.0)
+                self.ops.append(v)
+        self._lay(graph, side, set(graph.ops[cut].reads), priced)
+
+    def _lay(self, graph: TrainingGraph, side: dict[int, int], held: set[str], priced: list[float]) -> None:
+        """The arcs: op to sink (its cost), reader to tensor, tensor to maker (its bytes)."""
+        inputs = set(graph.inputs)
+        holders: dict[str, int] = {}
+        tails, heads, sizes = [], [], []
+        for v, node in side.items():
+            for t in graph.ops[v].reads:
+                maker = side.get(graph.producer.get(t, -1), 0)
+                if t in inputs or t in held or maker == 0:
+                    continue
+                if t not in holders:
+                    holders[t] = 2 + len(priced) + len(holders)
+                    tails.append(holders[t])
+                    heads.append(maker)
+                    sizes.append(graph.size[t])
+                tails.append(node)
+                heads.append(holders[t])
+                sizes.append(-1)
+        count = len(priced)
+        self.tails = np.array([*range(2, 2 + count), *tails], dtype=np.int32)
+        self.heads = np.array([*[1] * count, *heads], dtype=np.int32)
+        self.cost = np.array([*priced, *[0.0] * len(tails)])
+        self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
+
+    def minimum(self, price: float) -> Minimum | None:
+        """The minimum cut at a price; None if its capacities are too large to be summed."""
+        capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
+        return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
+
+    def fewest_bytes(self) -> Minimum | None:
+        """The cut that holds least, whatever it costs; its floor means nothing. None as for `minimum`."""
+        capacity = np.maximum(self.bytes, 0).astype(np.float64)
+        return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
+
+    def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
+        """The minimum cut; ``uncut``, more than it can hold in all, stands for no limit."""
+        if uncut * max(1, len(capacity)) > LARGEST:
+            return None
+        whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)
+        flow = max_flow.SimpleMaxFlow()
+        flow.add_arcs_with_capacity(self.tails, self.heads, whole)
+        if flow.solve(0, 1) != flow.OPTIMAL:
+            return None
+        chosen = np.zeros(2 + max(self.tails.max(initial=1), self.heads.max(initial=1)), dtype=np.bool_)
+        chosen[flow.get_source_side_min_cut()] = True
+        again = np.flatnonzero(chosen[2 : 2 + len(self.ops)])
+        across = chosen[self.tails] & ~chosen[self.heads] & (self.bytes >= 0)
+        return Minimum(
+            floor=self.constant + flow.optimal_flow() / scale,
+            cost=self.constant + float(self.cost[across].sum()),
+            held=float(self.bytes[across].sum()),
+            again=tuple(self.ops[k] for k in again),
+        )

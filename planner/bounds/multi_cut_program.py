@@ -1,0 +1,191 @@
+"""The multi-cut integer program whose optimum no schedule can undercut; docs/lower-bound.md has the proof.
+
+Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the first run of bᵢ. Interval i is from τᵢ on
+(from the start, for i = 0) until just before τᵢ₊₁ (until the end, for i = K).
+
+    x[v,i] = recipe v runs in interval i
+    h[t,i] = tensor t is resident just before τᵢ (at the end, for i = K + 1)
+
+    min Σ c_v x[v,i]
+    (read)    x[v,i] ≤ h[t,i] + Σ_{u writes t} x[u,i]          t read by v
+    (hold)    h[t,i+1] ≤ h[t,i] + Σ_{u writes t} x[u,i]
+    (first)   x[v,i] = 0 for i < j if bⱼ must precede v; x[bᵢ,i] = 1; Σ_{i<j} x[v,i] ≥ 1 if v must precede bⱼ
+    (need)    Σᵢ x[v,i] ≥ 1 if every schedule must run v; h[t,K+1] = 1 for outputs t
+    (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
+    (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
+    (memory)  Σ_{t not written by bᵢ} m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import Precedence
+from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
+
+Loop = tuple[str, ...]
+
+
+COST_UNIT = 1e-6
+"""Costs are counted in millionths of the base cost, rounded down to thousandths of that."""
+
+
+class CutProgram:
+    """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only
+    lowers it. ``loops``: sets of tensors that must not be made of each other alone (`bounds_loops`)."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        order: Precedence,
+        cuts: Sequence[int],
+        budget: int,
+        tiny: int,
+        loops: Iterable[Loop] = (),
+    ) -> None:
+        self.graph, self.order, self.cuts = graph, order, cuts
+        scale = 1e9 / graph.base_cost if graph.base_cost else 0.0
+        self.cost = [math.floor(op.cost * scale) / 1e3 for op in order.recipes]
+        self.room = budget - graph.input_bytes
+        self.last = len(cuts)
+        inputs = set(graph.inputs)
+        self.free = {t for t in order.makers if graph.size[t] <= tiny}
+        self.tracked = [t for t in order.makers if t not in self.free and t not in inputs]
+        self.rows = Rows()
+        self.earliest = [self._earliest(v) for v in range(len(order.recipes))]
+        self.deadline = [self._deadline(v) for v in range(len(order.recipes))]
+        self.x: dict[tuple[int, int], int] = {}
+        self.h: dict[tuple[str, int], int] = {}
+        self._make_variables()
+        self.loops = [loop for loop in loops if all((t, 0) in self.h for t in loop)]
+        self._write_rows()
+        self._write_suffix_rows()
+
+    def _earliest(self, v: int) -> int:
+        """The first interval in which v can run."""
+        return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
+
+    def _deadline(self, v: int) -> int:
+        """The interval by whose start v must have run; K + 1 if only by the end, K + 2 if it need not run at
+        all."""
+        for j, b in enumerate(self.cuts):
+            if b != v and self.order.before[b] >> v & 1:
+                return j + 1
+        return self.last + (1 if self.order.needed >> v & 1 else 2)
+
+    def _make_variables(self) -> None:
+        for v in range(len(self.order.recipes)):
+            for i in range(self.last + 1):
+                self.x[v, i] = self._x(v, i, self.cost[v])
+        for t in self.tracked:
+            first = min(self.earliest[v] for v in self.order.makers[t])
+            for i in range(1, self.last + 2):
+                self.h[t, i] = ZERO if i <= first else self.rows.variable(0.0)
+            self.h[t, 0] = ZERO
+        for i in range(1, self.last + 1):
+            for t in self.order.recipes[self.cuts[i - 1]].reads:
+                self._force(t, i)
+        for t in self.graph.outputs:
+            self._force(t, self.last + 1)
+
+    def _x(self, v: int, i: int, cost: float) -> int:
+        if i < self.earliest[v]:
+            return ZERO
+        if i == self.earliest[v] and (v in self.cuts or self.deadline[v] == i + 1):
+            self.rows.constant += cost
+            return ONE
+        return self.rows.variable(cost)
+
+    def _force(self, tensor: str, i: int) -> None:
+        if (tensor, i) in self.h:
+            self.rows.impossible |= self.h[tensor, i] == ZERO
+            self.h[tensor, i] = ONE
+
+    def _write_rows(self) -> None:
+        once = set(self.graph.never_rerun)
+        for v, op in enumerate(self.order.recipes):
+            if op.name in once:
+                self._row([(self.x[v, i], -1.0) for i in range(self.last + 1)], -1.0)
+            if self.deadline[v] <= self.last + 1:
+                self._row([(self.x[v, i], 1.0) for i in range(min(self.deadline[v], self.last + 1))], 1.0)
+            for i in range(self.earliest[v], self.last + 1):
+                for t in op.reads:
+                    if (t, i) in self.h:
+                        self._row([(self.h[t, i], 1.0), *self._made(t, i), (self.x[v, i], -1.0)], 0.0)
+        for t in self.tracked:
+            for i in range(self.last + 1):
+                self._row([(self.h[t, i], 1.0), *self._made(t, i), (self.h[t, i + 1], -1.0)], 0.0)
+        for loop in self.loops:
+            for i in range(self.last + 1):
+                self._support(loop, i, self.x)
+        for i in range(1, self.last + 2):
+            self._memory(i)
+
+    def _support(self, loop: Loop, i: int, runs: Mapping[tuple[int, int], int]) -> None:
+        """What reads one of the loop's tensors and writes one runs only if one of them comes from elsewhere."""
+        makers = {u for t in loop for u in self.order.makers[t]}
+        inner = {u for u in makers if not set(loop).isdisjoint(self.order.recipes[u].reads)}
+        sources = [(self.h[t, i], 1.0) for t in loop] + [(runs[u, i], 1.0) for u in sorted(makers - inner)]
+        for v in sorted(inner):
+            self._row([*sources, (runs[v, i], -1.0)], 0.0)
+
+    def _write_suffix_rows(self) -> None:
+        """y[v,i] = v runs in interval i or later.
+
+        Implied for integers; in the relaxation these rows say that what several intervals share is paid for
+        once. Without them more cuts make it much weaker.
+        """
+        y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
+        for i in range(self.last - 1, 0, -1):
+            for v in range(len(self.order.recipes)):
+                y[v, i] = self._suffix(v, i, y[v, i + 1])
+            for v, op in enumerate(self.order.recipes):
+                for t in op.reads:
+                    if (t, i) in self.h:
+                        made = [(y[u, i], 1.0) for u in self.order.makers[t]]
+                        self._row([(self.h[t, i], 1.0), *made, (y[v, i], -1.0)], 0.0)
+            for loop in self.loops:
+                self._support(loop, i, y)
+
+    def _suffix(self, v: int, i: int, after: int) -> int:
+        runs = [self.x[v, j] for j in range(i, self.last + 1)]
+        if ONE in runs or (self.earliest[v] >= i and self.order.needed >> v & 1):
+            return ONE
+        if all(j == ZERO for j in runs):
+            return ZERO
+        y = self.rows.variable(0.0)
+        self._row([(j, 1.0) for j in runs] + [(y, -1.0)], 0.0)
+        self._row([(y, 1.0), (after, -1.0)], 0.0)
+        self._row([(y, 1.0), (self.x[v, i], -1.0)], 0.0)
+        return y
+
+    def _made(self, tensor: str, i: int) -> list[Term]:
+        return [(self.x[u, i], 1.0) for u in self.order.makers[tensor]]
+
+    def _memory(self, i: int) -> None:
+        room, size = self.room, self.graph.size
+        written: set[str] = set()
+        if i <= self.last:  # what the cut writes is held while it runs, resident before or not
+            cut = self.order.recipes[self.cuts[i - 1]]
+            written.update(cut.writes)
+            room -= cut.workspace + sum(size[t] for t in written)
+        counted = [t for t in self.tracked if t not in written]
+        room -= sum(size[t] for t in counted if self.h[t, i] == ONE)
+        if room < 0:
+            self.rows.impossible = True
+            return
+        held = [(self.h[t, i], -float(size[t])) for t in counted if self.h[t, i] >= 0 and size[t]]
+        scale = max((-m for _, m in held), default=1.0)
+        self._row([(j, m / scale) for j, m in held], -room / scale)
+
+    def _row(self, terms: list[Term], floor: float) -> None:
+        """A row Σ ≥ floor, known variables folded in, left out if it always holds."""
+        open_terms = [(j, a) for j, a in terms if j >= 0]
+        floor -= sum(a for j, a in terms if j == ONE)
+        if sum(min(a, 0.0) for _, a in open_terms) >= floor:
+            return
+        if sum(max(a, 0.0) for _, a in open_terms) < floor - 1e-9:
+            self.rows.impossible = True
+        self.rows.at_least(open_terms, floor)

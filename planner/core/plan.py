@@ -1,0 +1,169 @@
+"""What a strategy returns, and its JSON form ``rematplan.plan/1``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rematplan.ir import ProblemError, TrainingGraph, show_bytes
+from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.planner.core.lane_memory import checked_lanes
+from rematplan.planner.core.lanes import Lanes, lanes_from_json, lanes_to_json
+from rematplan.planner.core.schedule import Free, Run, Schedule, with_frees
+from rematplan.planner.core.simulator import Estimate, simulate
+
+PLAN_FORMAT = "rematplan.plan/1"
+STEPS: dict[str, type[Run] | type[Free]] = {"run": Run, "free": Free}
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule with what the simulator says of it.
+
+    ``budget``: bytes, or None for a plan that was made without one. ``lower_bound``: a proven floor of the overhead of
+    *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` only when the gap is closed.
+    ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``: the problem's
+    (`TrainingGraph.fingerprint`), where it was noted. ``lanes``: for a plan that runs on two (`planner.overlap`).
+    """
+
+    problem: str
+    strategy: str
+    schedule: Schedule
+    estimate: Estimate
+    budget: int | None = None
+    lower_bound: float | None = None
+    status: Status = "feasible"
+    blocks: tuple[tuple[str, ...], ...] | None = None
+    fingerprint: str = ""
+    lanes: Lanes | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes that it never exceeds, on two lanes if it has them."""
+        return self.lanes.peak if self.lanes else self.estimate.peak
+
+    @property
+    def gap(self) -> float | None:
+        """Overhead minus its proven floor, or None without a bound."""
+        return None if self.lower_bound is None else max(0.0, self.estimate.overhead - self.lower_bound)
+
+    def __str__(self) -> str:
+        e = self.estimate
+        bound = "no bound"
+        if self.lower_bound is not None and self.gap is not None:
+            bound = f"bound {100 * self.lower_bound:.2f} %, gap {100 * self.gap:.2f} points"
+        budget = "no budget" if self.budget is None else f"budget {show_bytes(self.budget)}"
+        return (
+            f"{self.strategy} plan of {self.problem}: {budget}, peak {show_bytes(e.peak)}, "
+            f"overhead {100 * e.overhead:.2f} % ({bound}), {e.reruns} ops recomputed, {self.status}"
+        )
+
+
+def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
+    """The plan of a run sequence: frees inserted at last uses, priced by the simulator."""
+    schedule = with_frees(graph, runs)
+    return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON data."""
+    e = plan.estimate
+    return {
+        "format": PLAN_FORMAT,
+        "problem": plan.problem,
+        "strategy": plan.strategy,
+        "budget": plan.budget,
+        "status": plan.status,
+        "peak": e.peak,
+        "cost": e.cost,
+        "overhead": e.overhead,
+        "lower_bound": plan.lower_bound,
+        "reruns": e.reruns,
+        "steps": [["run", s.op] if isinstance(s, Run) else ["free", s.tensor] for s in plan.schedule],
+    } | {
+        key: value
+        for key, value in (
+            ("blocks", plan.blocks),
+            ("fingerprint", plan.fingerprint),
+            ("lanes", plan.lanes and lanes_to_json(plan.lanes)),
+        )
+        if value  # what a plan has not is left out
+    }
+
+
+def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
+    """The plan that plain JSON data states for a problem, priced anew by the simulator.
+
+    Raises:
+        ProblemError: not of the format, made for another problem, not a valid schedule of this one, or over its own
+            budget.
+    """
+    if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
+        raise ProblemError(f"not a {PLAN_FORMAT} file")
+    fingerprint = str(data.get("fingerprint", ""))
+    if fingerprint not in ("", graph.fingerprint):
+        raise ProblemError(
+            f"made for another graph than {graph.name!r}, {str(data.get('problem', ''))[:99]!r} (fingerprint "
+            f"{fingerprint[:12]}, not {graph.fingerprint[:12]}): another model, mode, version of PyTorch or set of "
+            f"constraints"
+        )
+    try:
+        schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])
+        plan = Plan(
+            problem=str(data["problem"]),
+            strategy=str(data["strategy"]),
+            schedule=schedule,
+            estimate=simulate(graph, schedule),
+            budget=None if data["budget"] is None else int(data["budget"]),
+            lower_bound=None if data["lower_bound"] is None else float(data["lower_bound"]),
+            status="optimal" if data["status"] == "optimal" else "feasible",
+            blocks=tuple(tuple(b) for b in data["blocks"]) if "blocks" in data else None,
+            fingerprint=fingerprint,
+            lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProblemError(f"a field is missing or of another type: {error!r}") from None
+    if plan.lanes:
+        plan = replace(plan, lanes=checked_lanes(graph, plan.schedule, plan.lanes))
+    if plan.budget is not None and plan.peak > plan.budget:
+        raise ProblemError(_over(plan, graph, data.get("peak")))
+    return plan
+
+
+def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
+    """Why a plan is over its budget. ``stated``: its peak by what was known where it was made."""
+    over = f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes"
+    if stated == plan.peak:
+        return over
+    workspaces = sum(op.workspace > 0 for op in graph.ops)
+    return (
+        f"{over}; where it was made its peak was {stated} bytes, of other sizes or workspaces ({workspaces} ops have "
+        f"one here; the costs of roofline know none): plan for these"
+    )
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan file, whole or not at all."""
+    write_whole(path, json.dumps(plan_to_json(plan)))
+
+
+def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
+    """Read a plan file for a problem.
+
+    Raises:
+        ProblemError: see `plan_from_json`; the message names the file.
+    """
+    try:
+        return plan_from_json(read_json(path), graph)
+    except ProblemError as error:
+        raise ProblemError(f"{path}: {error}") from None
+
+
+def peak_op(plan: Plan) -> str | None:
+    """The op that runs where the plan's peak stands, or None if it runs nothing."""
+    step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
+    return step.op if isinstance(step, Run) else None

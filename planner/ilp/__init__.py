@@ -1,0 +1,1 @@
+"""Integer programs over stages and steps, and the solver behind them."""

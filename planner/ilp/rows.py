@@ -1,0 +1,45 @@
+"""Rows of an integer program, before any solver sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Term = tuple[int, float]
+
+
+@dataclass
+class Rows:
+    """A mixed-integer program being written down: binary variables, rows Σ aⱼ xⱼ ≥ b."""
+
+    cost: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    floors: list[float] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    constant: float = 0.0
+    impossible: bool = False
+
+    def variable(self, cost: float, integer: bool = True) -> int:
+        """A new variable, binary or between 0 and 1."""
+        self.cost.append(cost)
+        self.integers.append(integer)
+        return len(self.cost) - 1
+
+    def at_least(self, terms: Iterable[Term], floor: float) -> None:
+        """A new row."""
+        for column, factor in terms:
+            self.columns.append(column)
+            self.factors.append(factor)
+        self.starts.append(len(self.columns))
+        self.floors.append(floor)
+
+
+ZERO, ONE = -1, -2
+"""In place of a variable's number: it is known to be 0, or 1."""
+
+
+def is_set(values: Sequence[float], variable: int) -> bool:
+    """Whether a variable, or what stands in its place, is 1 in a solution."""
+    return variable == ONE or (variable != ZERO and values[variable] > 0.5)

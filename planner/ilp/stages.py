@@ -1,0 +1,239 @@
+"""The integer program of a whole schedule in stages: one stage for each op, in the order of a known schedule.
+
+In stage k earlier ops run again, in the given order, and then op k runs for the first time.
+
+    R[v,k] = v runs again in stage k      A[t,k] = tensor t is resident on entering stage k
+
+    min Σ c_v R[v,k]
+    (read)    R[v,k] ≤ A[t,k] + R[p,k] for each t that v reads, p its producer;  1 ≤ A[t,k] + R[p,k] if k reads t
+    (hold)    A[t,k+1] ≤ A[t,k] + R[p,k]
+    (memory)  S_k + what op k reads and writes, and its workspace ≤ B,  S_k the other tensors that enter stage k+1
+
+R exists for the ops nearest upstream of op k (`DEPTH`), from the turn to the backward half on, and wherever the known
+schedule runs an op again, so that it is a solution itself and the first hint. A[t,·] is one variable
+wherever t can neither be used nor be made. Small tensors stay resident from their run to their last use. Memory while
+ops run again within a stage is left out: where the simulator finds it over the budget, a row is added and the program
+solved again. HiGHS, in slices, each with the last solution as a hint.
+
+Source of the stages: Checkmate (Jain et al., MLSys 2020); shared variables and rows on demand are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.core.schedule import Run, with_frees
+from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
+
+DEPTH = 24
+"""Ops upstream of a stage's op that may run again in its stage."""
+SMALL = 5e-4
+"""Share of the room up to which a tensor is small."""
+
+Key = tuple[int, int]
+
+
+@dataclass
+class StageProgram:
+    """The program of one problem and budget around a known run sequence (without inverses, each op that runs at
+    all first run in a valid order). Rows may be added between solutions."""
+
+    graph: TrainingGraph
+    budget: int
+    known: Sequence[str]
+    depth: int = DEPTH
+    rows: Rows = field(default_factory=Rows)
+
+    def __post_init__(self) -> None:
+        self.ops = [self.graph.op[name] for name in dict.fromkeys(self.known)]
+        inputs = set(self.graph.inputs)
+        self.room = max(1, self.budget - self.graph.input_bytes)
+        self.producer = {t: k for k, op in enumerate(self.ops) for t in op.writes}
+        self.reads = [tuple(dict.fromkeys(t for t in op.reads if t not in inputs)) for op in self.ops]
+        self.big = {t for t in self.producer if self.graph.size[t] > SMALL * self.room}
+        turn = next((k for k, op in enumerate(self.ops) if op.phase == "backward"), 0)
+        self.repeats = self._repeats()
+        self.again = [
+            tuple(sorted({*(self._upstream(k) if k >= turn else ()), *self.repeats[k]}))
+            for k in range(len(self.ops))
+        ]
+        self.run: dict[Key, int] = {}
+        for k, members in enumerate(self.again):
+            for v in members:
+                self.run[v, k] = self.rows.variable(1e6 * self.ops[v].cost / self.graph.base_cost)
+        self._make_residency()
+        self._write_rows()
+        self._write_memory()
+
+    def _repeats(self) -> list[set[int]]:
+        """The ops that the known sequence runs again, by stage."""
+        number = {op.name: v for v, op in enumerate(self.ops)}
+        repeats: list[set[int]] = [set() for _ in range(len(self.ops) + 1)]
+        k = 0
+        for name in self.known:
+            if number[name] == k:
+                k += 1
+            else:
+                repeats[k].add(number[name])
+        return repeats
+
+    def hint(self) -> dict[int, float]:
+        """The known sequence as values of R."""
+        return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
+
+    def _upstream(self, k: int) -> tuple[int, ...]:
+        """The ops nearest upstream of op k that write something big, breadth first."""
+        found: dict[int, None] = {}
+        once = set(self.graph.never_rerun)
+        queue = [k]
+        while queue and len(found) < self.depth:
+            for t in self.reads[queue.pop(0)]:
+                v = self.producer[t]
+                if (
+                    t in self.big
+                    and v not in found
+                    and self.ops[v].name not in once
+                    and len(found) < self.depth
+                ):
+                    found[v] = None
+                    queue.append(v)
+        return tuple(sorted(found))
+
+    def _make_residency(self) -> None:
+        """A[t,k] by the stages at which t can be used or made: ``entering[t]`` is (stages, variables)."""
+        events: dict[str, set[int]] = {t: set() for t in self.producer}
+        for k, members in enumerate(self.again):
+            for t in self.reads[k]:
+                events[t].add(k)
+            for v in members:
+                for t in (*self.reads[v], *self.ops[v].writes):
+                    events[t].add(k)
+        outputs = set(self.graph.outputs)
+        self.entering: dict[str, dict[int, int]] = {}
+        for t, stages in events.items():
+            if t in outputs:
+                stages.add(len(self.ops))
+            last = max((k for k in stages if k == len(self.ops) or self._uses(t, k)), default=-1)
+            ordered = sorted(k for k in stages if self.producer[t] < k <= last)
+            fixed = t not in self.big
+            self.entering[t] = {
+                k: ONE if fixed or k == len(self.ops) else self.rows.variable(0.0) for k in ordered
+            }
+        self.stages = {t: sorted(row) for t, row in self.entering.items()}
+
+    def _uses(self, tensor: str, k: int) -> bool:
+        return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
+
+    def enters(self, tensor: str, k: int) -> int:
+        """The variable for the tensor being resident on entering stage k."""
+        for stage in self.stages[tensor]:
+            if stage >= k:
+                return self.entering[tensor][stage]
+        return ZERO
+
+    def _made(self, tensor: str, k: int) -> list[Term]:
+        variable = self.run.get((self.producer[tensor], k))
+        return [] if variable is None else [(variable, 1.0)]
+
+    def _write_rows(self) -> None:
+        for k, members in enumerate(self.again):
+            for t in self.reads[k]:
+                self._row([(self.enters(t, k), 1.0), *self._made(t, k)], 1.0)
+            for v in members:
+                for t in self.reads[v]:
+                    self._row([(self.enters(t, k), 1.0), *self._made(t, k), (self.run[v, k], -1.0)], 0.0)
+        for t, stages in self.stages.items():
+            for before, after in pairwise(stages):
+                held = [(self.entering[t][before], 1.0), *self._made(t, before)]
+                self._row([*held, (self.entering[t][after], -1.0)], 0.0)
+
+    def _write_memory(self) -> None:
+        """S_k by differences, in shares of the room."""
+        previous, constant = -1, 0.0
+        present: dict[str, int] = {}
+        changes: dict[int, list[str]] = {}
+        for t, stages in self.stages.items():
+            for k in {self.producer[t], *stages}:
+                changes.setdefault(k, []).append(t)
+        size = self.graph.size
+        for k, op in enumerate(self.ops):
+            terms: list[Term] = []
+            for t in changes.get(k, ()):
+                old, new = present.get(t, ZERO), self.enters(t, k + 1)
+                share = size[t] / self.room
+                terms += [(new, share), (old, -share)]
+                present[t] = new
+            constant += sum(a for j, a in terms if j == ONE)
+            total = self.rows.variable(0.0, integer=False)
+            chained = [(total, 1.0), *((j, -a) for j, a in terms if j >= 0)]
+            self._row(chained + ([(previous, -1.0)] if previous >= 0 else []), 0.0)
+            previous = total
+            own = {*self.reads[k], *op.writes}
+            rest = [(self.enters(t, k + 1), size[t] / self.room) for t in own]
+            fixed = constant + (op.workspace + sum(size[t] for t in own)) / self.room
+            self._row([(total, -1.0), *rest], fixed - 1.0)
+
+    def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
+        """A row for op v running again in stage k beside what the solution holds there: all of it does not fit.
+
+        What is held is held for a reason, and its variable stands for it: a later run in the stage that reads the
+        tensor, or its being resident on entering the next stage.
+        """
+        op, size = self.ops[v], self.graph.size
+        own = {t for t in (*op.reads, *op.writes) if t in self.producer}
+        touched = op.workspace + sum(size[t] for t in own)
+        terms: list[Term] = [(self.run[v, k], -touched / self.room)]
+        for t in resident:
+            if t not in own:
+                terms.append((self._reason(t, v, k, values), -size[t] / self.room))
+        self._row(terms, -1.0)
+
+    def _reason(self, tensor: str, v: int, k: int, values: Sequence[float]) -> int:
+        if tensor in self.reads[k]:
+            return ONE
+        entering = self.enters(tensor, k + 1)
+        if entering == ONE or (entering >= 0 and values[entering] > 0.5):
+            return entering
+        for w in self.again[k]:
+            if w > v and tensor in self.reads[w] and values[self.run[w, k]] > 0.5:
+                return self.run[w, k]
+        return ONE
+
+    def _row(self, terms: list[Term], floor: float) -> None:
+        floor -= sum(a for j, a in terms if j == ONE)
+        self.rows.at_least([(j, a) for j, a in terms if j >= 0], floor)
+
+
+def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
+    """The run sequence of a solution."""
+    runs = []
+    for k, members in enumerate(program.again):
+        runs += [program.ops[v].name for v in members if values[program.run[v, k]] > 0.5]
+        runs.append(program.ops[k].name)
+    return runs
+
+
+def add_violated(program: StageProgram, values: Sequence[float]) -> int:
+    """Rows for the runs within stages at which the solution's schedule is over the budget; their number."""
+    graph, found, k = program.graph, 0, 0
+    number = {op.name: v for v, op in enumerate(program.ops)}
+    resident: set[str] = set()
+    held = 0
+    for step in with_frees(graph, runs_at(program, values)):
+        if not isinstance(step, Run):
+            resident.discard(step.tensor)
+            held -= graph.size[step.tensor]
+            continue
+        op = graph.op[step.op]
+        held += sum(graph.size[t] for t in op.writes if t not in resident)
+        resident.update(op.writes)
+        v = number[step.op]
+        if v == k:
+            k += 1
+        elif held + op.workspace > program.room:
+            program.forbid(v, k, resident, values)
+            found += 1
+    return found

@@ -1,0 +1,1 @@
+"""Placing recomputation on a second lane beside the gradients."""

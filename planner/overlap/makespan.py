@@ -1,0 +1,44 @@
+"""How long two lanes take, beside each other on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rematplan.planner.core.lanes import MAIN, RECOVERY, Laned, Needs, Sharing
+
+
+def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
+    """The time of a step: the runs before the fork one after the other, then each lane as soon as it may.
+
+    Never more than the sum of all costs, handovers and the start, for a speed of 0.5 or more.
+    """
+    graph, runs, where = plan.graph, plan.runs, plan.where
+    cost = [
+        [
+            graph.op[runs[at]].cost + sharing.handover * waiting
+            for at, waiting in zip(lane, _waits(n), strict=False)
+        ]
+        for lane, n in zip(where.lanes, needs, strict=True)
+    ]
+    now = sum(graph.op[name].cost for name in runs[: where.fork]) + sharing.start
+    done = [0, 0]
+    left = [lane[0] if lane else 0.0 for lane in cost]
+    while any(done[lane] < len(cost[lane]) for lane in (MAIN, RECOVERY)):
+        running = [
+            lane
+            for lane in (MAIN, RECOVERY)
+            if done[lane] < len(cost[lane]) and needs[lane][done[lane]] <= done[1 - lane]
+        ]
+        work = min(left[lane] for lane in running)
+        now += work / (sharing.speed if len(running) > 1 else 1.0)
+        for lane in running:
+            left[lane] -= work
+            if left[lane] <= 0:
+                done[lane] += 1
+                left[lane] = cost[lane][done[lane]] if done[lane] < len(cost[lane]) else 0.0
+    return now
+
+
+def _waits(needs: Sequence[int]) -> list[bool]:
+    """For each run whether it waits for more than the one before it."""
+    return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

@@ -1,0 +1,125 @@
+"""What a schedule holds at its peak, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.planner.bounds.search import PeakBound, min_peak_bound
+from rematplan.planner.core.plan import Plan, peak_op
+from rematplan.planner.core.schedule import Run, Schedule
+from rematplan.planner.core.simulator import simulate
+
+ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspace", "inputs"
+
+
+def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
+    """Bytes at the peak by kind; they sum to the peak.
+
+    The problem's own split of its inputs (parameters, buffers, batch, ...), or one entry for all of them;
+    activations (what forward ops wrote), gradients (what backward ops wrote), and the workspace of the op
+    that runs there.
+    """
+    at = simulate(graph, schedule).peak_at
+    held = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)
+    held |= {ACTIVATIONS: 0, GRADIENTS: 0, WORKSPACE: 0}
+    resident: set[str] = set()
+    for step in schedule[: at + 1]:
+        if isinstance(step, Run):
+            resident.update(graph.op[step.op].writes)
+        else:
+            resident.discard(step.tensor)
+    for tensor in resident:
+        backward = graph.ops[graph.producer[tensor]].phase == "backward"
+        held[GRADIENTS if backward else ACTIVATIONS] += graph.size[tensor]
+    if at >= 0 and isinstance(last := schedule[at], Run):
+        held[WORKSPACE] = graph.op[last.op].workspace
+    return {kind: n for kind, n in held.items() if n or kind != INPUTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Transients:
+    """Bytes that an op needs while it runs, the problem's inputs apart: what it reads and writes, its workspace."""
+
+    op: str
+    reads: int
+    writes: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.reads + self.writes + self.workspace
+
+    def __str__(self) -> str:
+        parts = {"reads": self.reads, "writes": self.writes, "workspace": self.workspace}
+        told = " + ".join(f"{what} {show_bytes(n)}" for what, n in parts.items())
+        return f"op {self.op!r} ({told} = {self.total} bytes)"
+
+
+def transients(graph: TrainingGraph, op: str) -> Transients:
+    """Those of the op or inverse of that name."""
+    row, inputs = graph.op[op], set(graph.inputs)
+    reads = set(row.reads) - inputs
+    return Transients(
+        op,
+        sum(graph.size[t] for t in reads),
+        sum(graph.size[t] for t in set(row.writes) - inputs - reads),
+        row.workspace,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PeakCause:
+    """Why a plan's peak is as high as it is: ``inputs`` + ``at``'s transients + ``others``, held across that op.
+
+    ``at``: None for a plan that runs nothing. ``floor``: no schedule at all has a peak below ``floor.bytes``.
+    """
+
+    inputs: int
+    at: Transients | None
+    others: int
+    floor: PeakBound
+    floor_at: Transients | None
+
+    def rows(self) -> dict[str, str]:
+        """Names and values for a person."""
+        stands = "the inputs" if self.at is None else str(self.at)
+        return {
+            "the peak stands at": stands,
+            "inputs": f"{show_bytes(self.inputs)} ({self.inputs} bytes)",
+            "held across it": f"{show_bytes(self.others)} ({self.others} bytes)",
+            "no plan can have less than": _floor_text(self.floor, self.floor_at),
+        }
+
+    def document(self) -> dict[str, Any]:
+        """The same for a program."""
+        return {
+            "inputs": self.inputs,
+            "at": None if self.at is None else asdict(self.at),
+            "others": self.others,
+            "floor": self.floor.bytes,
+            "floor_at": None if self.floor_at is None else asdict(self.floor_at),
+        }
+
+
+def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
+    """What makes up the plan's peak, and the proven floor below it."""
+    name, floor = peak_op(plan), min_peak_bound(graph)
+    at = None if name is None else transients(graph, name)
+    others = plan.estimate.peak - graph.input_bytes - (at.total if at else 0)
+    return PeakCause(
+        graph.input_bytes, at, others, floor, None if floor.op is None else transients(graph, floor.op)
+    )
+
+
+def floor_text(graph: TrainingGraph) -> str:
+    """What no schedule's peak can be below, and which op's transients prove it, in part of a line."""
+    floor = min_peak_bound(graph)
+    return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
+
+
+def _floor_text(floor: PeakBound, at: Transients | None) -> str:
+    because = "what the end holds" if at is None else f"{at} beside the inputs"
+    return f"{show_bytes(floor.bytes)} ({floor.bytes} bytes): {because}"

@@ -1,0 +1,71 @@
+"""All strategies by name."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+from rematplan.ir import UsageError
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.chen_greedy import ChenGreedy
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.ilp import ILP
+from rematplan.planner.strategies.nested_dp import NestedDP
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import StoreAll
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    kind.name: kind
+    for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, NestedDP, Anneal, ILP, Reversible)
+}
+LIMIT = "time_limit"
+"""An option that every strategy takes; those that do not search need no limit and ignore it."""
+
+
+def strategy(name: str, **options: object) -> Strategy:
+    """The strategy of that name with these options; texts are read as the option's type, for the command
+    line.
+
+    Raises:
+        UsageError: an unknown name or option (lists the known ones), or a value that does not fit.
+    """
+    kind = STRATEGIES.get(name)
+    if kind is None:
+        raise UsageError(f"no strategy is named {name!r}; there are {', '.join(STRATEGIES)}")
+    hints = typing.get_type_hints(kind)
+    known = {f.name: hints[f.name] for f in fields(kind)}
+    if LIMIT not in known:
+        options = {option: value for option, value in options.items() if option != LIMIT}
+    for option in options:
+        if option not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has none"
+            raise UsageError(f"{name}: no option is named {option!r}; {has}")
+    return kind(**{option: _fit(name, option, value, known[option]) for option, value in options.items()})
+
+
+def _fit(name: str, option: str, value: object, kind: Any) -> object:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise UsageError(
+                f"{name}: {option} is {value!r}; it must be one of {', '.join(map(str, choices))}"
+            )
+        return value
+    if isinstance(value, str) and kind in (int, float):
+        try:
+            value = kind(value)
+        except ValueError:
+            raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}") from None
+    if (
+        isinstance(value, bool) is not (kind is bool)
+        or not isinstance(value, (int, float) if kind is float else kind)
+        or value != value  # not a number
+    ):
+        raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}")
+    return value
