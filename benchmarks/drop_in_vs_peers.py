@@ -42,7 +42,7 @@ from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
-from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
 
 CPU = torch.device("cpu")
 RUNGS, LOWEST = 6, 0.85

@@ -31,13 +31,13 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.pricing import priced
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import Call, CapturedStep, substitute
-from rematplan.runtime.executor import bind_inputs, named_tensors
-from rematplan.runtime.inverses import is_exact, with_inverses
-from rematplan.runtime.lane_speed import measured_sharing
-from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
-from rematplan.runtime.training_step import PlannedStep, eager_step
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.execute.compile import bind_inputs, named_tensors
+from rematplan.runtime.execute.lane_speed import measured_sharing
+from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.inversion.find import is_exact, with_inverses
 
 WIDTH, ROWS = 128, 256
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from rematplan import api
-from rematplan.runtime.training_step import PlannedStep, eager_step
+from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
 
 LIMIT = 1.05
 

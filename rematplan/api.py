@@ -22,20 +22,20 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.pricing import priced
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import is_exact, with_exact_inverses, with_inverses
-from rematplan.runtime.loss import WithLoss, with_loss
-from rematplan.runtime.machine_memory import check_fits
-from rematplan.runtime.measure import peak_above_entry, release_libraries, seconds_in_turn
-from rematplan.runtime.onnx_batch import rebatched
-from rematplan.runtime.onnx_module import OnnxModule
-from rematplan.runtime.onnx_values import torch_dtype
-from rematplan.runtime.step_problem import CallCost, training_graph
-from rematplan.runtime.training_step import PlannedStep, Verification, eager_step, untouched, verify
-from rematplan.runtime.weightless import is_weightless, without_data
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.fake_weights import is_weightless, without_data
+from rematplan.runtime.capture.with_loss import WithLoss, with_loss
+from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
+from rematplan.runtime.costs.measure import check_fits, peak_above_entry, release_libraries, seconds_in_turn
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, Verification, eager_step, untouched, verify
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find import is_exact, with_exact_inverses, with_inverses
+from rematplan.runtime.onnx.module import OnnxModule
+from rematplan.runtime.onnx.ops.values import torch_dtype
+from rematplan.runtime.onnx.rebatch import rebatched
+from rematplan.runtime.problem.planning_problem import training_graph
 from rematplan.tradeoff import trace_curves
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from rematplan.ir import UsageError
-from rematplan.runtime.constraints import Name
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.planned_module import Planning, planned_module
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.module.planned_module import Planning, planned_module
+from rematplan.runtime.problem.constraints import Name
 from rematplan.step_planner import StepPlanner
 
 

@@ -20,9 +20,9 @@ from onnx.backend.base import Backend, BackendRep, Device, DeviceType
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.graph import Graph, Node, Weight
 from rematplan.ir.onnx.load import graph_from_proto
-from rematplan.runtime.onnx_module import OnnxModule
-from rematplan.runtime.onnx_table import row_of
-from rematplan.runtime.onnx_values import TEXT, to_array, to_tensor
+from rematplan.runtime.onnx.module import OnnxModule
+from rematplan.runtime.onnx.ops.values import TEXT, to_array, to_tensor
+from rematplan.runtime.onnx.table import row_of
 
 
 class Refused(ModelError, unittest.SkipTest):

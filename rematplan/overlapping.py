@@ -16,7 +16,7 @@ from rematplan.planner.overlap.two_lanes import PAYS, fastest_on_two_lanes, save
 from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:
-    from rematplan.runtime.captured_step import CapturedStep
+    from rematplan.runtime.graph.captured_step import CapturedStep
 
 OFF, AUTO, ON = "off", "auto", "on"
 MODES = (OFF, AUTO, ON)
@@ -74,7 +74,7 @@ def overlapped(
 
 def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
     """How the lanes of a plan share the present device, measured on the step's ops."""
-    from rematplan.runtime.lane_speed import measured_sharing  # torch takes seconds to import
+    from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
 
     runs = runs_of(plan.schedule)
     return measured_sharing(step, runs, place(graph, runs), {name: graph.op[name].cost for name in runs})

@@ -9,13 +9,13 @@ from pathlib import Path
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL, device_model
-from rematplan.runtime.other_layouts import Copies, most_copied
-from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.profile_file import Profile, read_profile
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.costs.profile import profile_costs
+from rematplan.runtime.costs.profile_json import Profile, read_profile
+from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.layout_copies import Copies, most_copied
+from rematplan.runtime.problem.planning_problem import training_graph
 
 COSTS = ("roofline", "profile")
 

@@ -24,11 +24,11 @@ from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.pricing import check_costs, copies_priced, priced
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.constraints import Name, ops_that_run_once
-from rematplan.runtime.earlier_gradients import Beside, adding_problem, spare_bytes
-from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.turn import LossMemory, set_aside, turning_problem
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.problem.accumulation import Beside, adding_problem, spare_bytes
+from rematplan.runtime.problem.constraints import Name, ops_that_run_once
+from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, turning_problem
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other

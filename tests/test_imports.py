@@ -26,7 +26,9 @@ class Wall:
 WALLS = {
     "ir": Wall(("rematplan.ir",), ("numpy", "networkx", "onnx", "onnx_ir")),
     "planner": Wall(("rematplan.ir", "rematplan.planner"), ("numpy", "numba", "networkx", "ortools")),
-    "runtime": Wall(("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")),
+    "runtime": Wall(
+        ("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")
+    ),
     "models": Wall(("rematplan.models",), ("torch",)),
     "rematplan": Wall(("rematplan",), ("matplotlib", "numpy", "onnx", "rich", "torch")),
 }

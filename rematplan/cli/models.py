@@ -16,7 +16,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """List the zoo."""
     del args
     from rematplan.models import ZOO, build  # here: `rematplan --help` does not wait for torch
-    from rematplan.runtime.weightless import shapes_only
+    from rematplan.runtime.capture.fake_weights import shapes_only
     from rematplan.tables import models_table
 
     counted = []

@@ -22,8 +22,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Measure every distinct op, write the file; plan with it by ``--costs PROFILE.json``."""
     check_outputs(args.output)
     step = load_model(args, out).step
-    from rematplan.runtime.profile_costs import profile_costs
-    from rematplan.runtime.profile_file import profile_of, save_profile
+    from rematplan.runtime.costs.profile import profile_costs
+    from rematplan.runtime.costs.profile_json import profile_of, save_profile
 
     with out.progress("measuring ops") as progress:
         profile = profile_of(step, profile_costs(step, progress))

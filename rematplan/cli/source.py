@@ -157,7 +157,7 @@ def load_model(
     """
     from rematplan import api  # here, so that problem files are planned without waiting for torch
     from rematplan.pricing import check_costs
-    from rematplan.runtime.device_models import device_model
+    from rematplan.runtime.costs.device_models import device_model
 
     check_costs(getattr(args, "costs", None) or PROFILE)
     if getattr(args, "device_model", None) is not None:
@@ -189,7 +189,7 @@ def price(
         UsageError: unknown costs or device model.
     """
     from rematplan import api
-    from rematplan.runtime.device_models import DEFAULT_DEVICE_MODEL
+    from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
 
     with out.progress("measuring ops" if costs == PROFILE else "pricing ops") as progress:
         device = device_model or DEFAULT_DEVICE_MODEL

@@ -11,7 +11,7 @@ from rematplan import api
 from rematplan.cli import demo
 from rematplan.models import ZOO
 from rematplan.planner.registry import STRATEGIES
-from rematplan.runtime.training_step import Difference, Verification
+from rematplan.runtime.execute.planned_step import Difference, Verification
 
 SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")
 

@@ -22,12 +22,12 @@ from rematplan.planner.core.inversion_error import inverses_run
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.capture import capture
-from rematplan.runtime.device_models import device_model
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.problem.planning_problem import training_graph
 
 
 class Couplings(nn.Module):

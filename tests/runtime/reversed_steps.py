@@ -8,14 +8,14 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.core.inversion_error import with_anchors, worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import device_model
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.problem.planning_problem import training_graph
 
 Functions = list[Callable[[Tensor], Tensor]]
 

@@ -12,14 +12,15 @@ from rematplan.ir import ModelError
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime import step_problem
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.joint_graph import _on_one_device
-from rematplan.runtime.measure import allocated
-from rematplan.runtime.profile_costs import SyntheticArguments
-from rematplan.runtime.profile_file import profile_of, read_profile, save_profile
-from rematplan.runtime.step_problem import CallCost, training_graph
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.read_fx import _on_one_device
+from rematplan.runtime.costs.profile import SyntheticArguments
+from rematplan.runtime.costs.profile_json import profile_of, read_profile, save_profile
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem import planning_problem as step_problem
+from rematplan.runtime.problem.planning_problem import training_graph
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 MIB = 2**20

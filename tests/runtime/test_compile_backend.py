@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 
 @pytest.fixture(autouse=True)

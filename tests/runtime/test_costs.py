@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rematplan
 from rematplan.ir import UsageError
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.device_models import DEVICE_MODELS, device_model
-from rematplan.runtime.measure import peak_above_entry, seconds_in_turn
-from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.roofline import flops, moved_bytes, roofline_costs
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.device_models import DEVICE_MODELS, device_model
+from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.costs.profile import profile_costs
+from rematplan.runtime.costs.roofline import flops, moved_bytes, roofline_costs
+from rematplan.runtime.graph.captured_step import CapturedStep
 
 
 class OneOp(nn.Module):
@@ -89,7 +89,7 @@ def test_broadcast_reads_count_once() -> None:
 
 
 def _reads(call: object) -> list[str]:
-    from rematplan.runtime.captured_step import refs
+    from rematplan.runtime.graph.captured_step import refs
 
     return [r.value for r in refs((call.args, call.kwargs))]
 

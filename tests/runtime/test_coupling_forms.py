@@ -17,12 +17,12 @@ from rematplan.ir import ModelError
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.capture import capture
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.regular_indices import Slice, picked_slice
-from rematplan.runtime.training_step import PlannedStep, verify
-from rematplan.runtime.unscattered import without_scatters
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
+from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.scatter_to_cat import without_scatters
 
 aten = torch.ops.aten
 HALF, ROWS = 8, 32

@@ -12,9 +12,9 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir.training_graph import THREADS
 from rematplan.models import build, example_inputs
-from rematplan.runtime.capture import capture
-from rematplan.runtime.measure import kept_by_libraries, peak_above_entry, release_libraries
-from rematplan.runtime.profile_costs import profile_costs
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, release_libraries
+from rematplan.runtime.costs.profile import profile_costs
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

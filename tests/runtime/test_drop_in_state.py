@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 
 class Settings:

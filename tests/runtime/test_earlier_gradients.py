@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ProblemError
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
 WIDTH, ROWS, CLASSES = 64, 256, 10

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx_module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule, onnx_name
 
 
 class Convolutional(nn.Module):

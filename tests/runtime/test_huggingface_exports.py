@@ -16,7 +16,7 @@ import transformers as hf
 
 import rematplan
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx_module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule, onnx_name
 
 TEXT = {
     "vocab_size": 40,

@@ -26,11 +26,11 @@ from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
 
 
 class Residual(nn.Module):
@@ -180,8 +180,8 @@ def test_every_inverse_gives_back_what_it_inverts() -> None:
 
 def _values(model: nn.Module, step: CapturedStep, x: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Every forward value of the step, by running it call by call."""
-    from rematplan.runtime.captured_step import substitute
-    from rematplan.runtime.executor import bind_inputs
+    from rematplan.runtime.execute.compile import bind_inputs
+    from rematplan.runtime.graph.captured_step import substitute
 
     values = dict(
         zip((i.value for i in step.inputs), bind_inputs(step, named_tensors(model), x), strict=True)

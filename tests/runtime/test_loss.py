@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rematplan.api import load_step
 from rematplan.ir import ModelError, UsageError
-from rematplan.runtime.loss import LOSSES, with_loss
+from rematplan.runtime.capture.with_loss import LOSSES, with_loss
 
 
 class Gives(nn.Module):

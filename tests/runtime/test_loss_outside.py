@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
-from rematplan.runtime.measure import peak_above_entry
-from rematplan.runtime.turn import set_aside
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.problem.loss_boundary import set_aside
 
 CPU = torch.device("cpu")
 OUT, CLASSES = 24, 600

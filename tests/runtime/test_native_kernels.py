@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from rematplan import api
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import refs
-from rematplan.runtime.executor import named_tensors
-from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.loss import with_loss
-from rematplan.runtime.native_kernels import PREFIXES, native_kernels
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.patches.eager_kernels import PREFIXES, native_kernels
+from rematplan.runtime.capture.with_loss import with_loss
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.graph.captured_step import refs
+from rematplan.runtime.inversion.find import with_inverses
 
 CALLS = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),

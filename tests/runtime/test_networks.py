@@ -14,7 +14,7 @@ from rematplan.models import ZOO, export_onnx
 from rematplan.models.transformer import DropPath
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"

@@ -13,8 +13,8 @@ from torch import nn
 import rematplan
 from rematplan.ir import ModelError, UsageError
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx_batch import rebatched
-from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.onnx.module import OnnxModule
+from rematplan.runtime.onnx.rebatch import rebatched
 
 WANTED = 5
 

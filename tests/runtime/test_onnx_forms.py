@@ -15,7 +15,7 @@ from rematplan import api
 from rematplan.ir import ModelError, UsageError
 from rematplan.ir.onnx.load import load_onnx
 from rematplan.ir.onnx.training_form import Forms
-from rematplan.runtime.onnx_module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule, onnx_name
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 

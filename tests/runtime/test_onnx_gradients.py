@@ -7,7 +7,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from rematplan.ir.onnx.load import graph_from_proto
-from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.onnx.module import OnnxModule
 
 D = onnx.TensorProto.DOUBLE
 RNG = np.random.default_rng(0)

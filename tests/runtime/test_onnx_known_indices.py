@@ -10,8 +10,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import rematplan.onnx_backend as backend
 from rematplan.ir.onnx.load import graph_from_proto
-from rematplan.runtime.capture import capture
-from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.onnx.module import OnnxModule
 
 aten = torch.ops.aten
 GRID = np.array([[[i, j] for j in (1, 3)] for i in range(4)])

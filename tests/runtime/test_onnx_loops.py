@@ -7,8 +7,8 @@ from torch import nn
 
 from rematplan import api
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx_module import OnnxModule, onnx_name
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.onnx.module import OnnxModule, onnx_name
 
 
 class Cell(nn.Module):

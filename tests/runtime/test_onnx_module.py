@@ -17,7 +17,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto, load_onnx
-from rematplan.runtime.onnx_module import OnnxModule, onnx_name, torch_name
+from rematplan.runtime.onnx.module import OnnxModule, onnx_name, torch_name
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("light_*.onnx"))
 

@@ -14,9 +14,9 @@ from onnx.backend.test.case.node import collect_testcases
 import rematplan.onnx_backend as backend
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto
-from rematplan.runtime.onnx_module import OnnxModule
-from rematplan.runtime.onnx_table import TABLE
-from rematplan.runtime.onnx_values import to_tensor
+from rematplan.runtime.onnx.module import OnnxModule
+from rematplan.runtime.onnx.ops.values import to_tensor
+from rematplan.runtime.onnx.table import TABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the standard's cases divide by zero
 

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from rematplan import api
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto, load_onnx
-from rematplan.runtime.onnx_module import OnnxModule
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.onnx.module import OnnxModule
 
 KINDS = {"RNN": (nn.RNN, [0]), "GRU": (nn.GRU, [1, 0, 2]), "LSTM": (nn.LSTM, [0, 3, 1, 2])}
 T, B, INPUTS, HIDDEN = 5, 3, 4, 2  # ONNX's order of gates, as positions in torch's, stands with each kind

@@ -7,9 +7,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto
-from rematplan.runtime.capture import capture
-from rematplan.runtime.loss import with_loss
-from rematplan.runtime.onnx_module import OnnxModule
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.with_loss import with_loss
+from rematplan.runtime.onnx.module import OnnxModule
 
 F, S = TensorProto.FLOAT, TensorProto.STRING
 TRAINING = "ai.onnx.preview.training"

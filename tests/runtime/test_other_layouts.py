@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
-from rematplan.runtime.measure import peak_above_entry
-from rematplan.runtime.other_layouts import LAYOUTS, other_layouts
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.problem.layout_copies import LAYOUTS, other_layouts
 
 C, SIZE = 16, 16
 LAST: dict[str, Callable[[], nn.Module]] = {

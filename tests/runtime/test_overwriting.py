@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.runtime.overwriting import ATEN, _sibling
+from rematplan.runtime.execute.in_place import ATEN, _sibling
 
 X = torch.linspace(-3, 3, 48 * 64).reshape(48, 64)
 

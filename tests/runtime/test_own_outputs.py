@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 

@@ -15,7 +15,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 
 class Net(nn.Module):

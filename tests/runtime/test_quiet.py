@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.runtime.loss import with_loss
+from rematplan.runtime.capture.with_loss import with_loss
 
 
 def test_no_traceback_is_logged(capfd):

@@ -13,16 +13,16 @@ from torch.nn import functional
 from rematplan.ir import ModelError
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep, Ref
-from rematplan.runtime.device_models import device_model
-from rematplan.runtime.executor import bind_inputs, named_tensors
-from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.known_values import KnownValues
-from rematplan.runtime.ranges import Ranges
-from rematplan.runtime.roofline import roofline_costs
-from rematplan.runtime.step_problem import training_graph
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.execute.compile import bind_inputs, named_tensors
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.graph.captured_step import CapturedStep, Ref
+from rematplan.runtime.graph.constant_values import KnownValues
+from rematplan.runtime.graph.value_ranges import Ranges
+from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.problem.planning_problem import training_graph
 
 SCALES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "exp of tanh": (lambda s, p: s.tanh().exp(), True),

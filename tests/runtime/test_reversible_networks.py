@@ -13,7 +13,7 @@ from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.training_step import PlannedStep, verify
+from rematplan.runtime.execute.planned_step import PlannedStep, verify
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 BATCH = 32

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.planner.core.schedule import Run
-from rematplan.runtime.measure import peak_above_entry
+from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
 LAYERS = 8

@@ -17,13 +17,13 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run, runs_of, with_frees
 from rematplan.planner.overlap.two_lanes import on_two_lanes
 from rematplan.planner.registry import STRATEGIES
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import CapturedStep
-from rematplan.runtime.executor import compile_step
-from rematplan.runtime.measure import peak_above_entry
-from rematplan.runtime.profile_costs import ProfileWarning, profile_costs
-from rematplan.runtime.step_problem import training_graph
-from rematplan.runtime.training_step import PlannedStep, eager_step, same_bits, untouched, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.profile import ProfileWarning, profile_costs
+from rematplan.runtime.execute.compile import compile_step
+from rematplan.runtime.execute.planned_step import PlannedStep, eager_step, same_bits, untouched, verify
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.planning_problem import training_graph
 
 
 class Conv(nn.Module):

@@ -26,16 +26,16 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.two_lanes import on_two_lanes
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime import lane_threads
-from rematplan.runtime.capture import capture
-from rematplan.runtime.captured_step import Call, CapturedStep
-from rematplan.runtime.executor import bind_inputs, compile_step, named_tensors
-from rematplan.runtime.inverses import with_inverses
-from rematplan.runtime.lane_threads import Lane, recovery_stream, taken, two_lanes
-from rematplan.runtime.measure import peak_above_entry
-from rematplan.runtime.profile_costs import profile_costs
-from rematplan.runtime.step_problem import training_graph
-from rematplan.runtime.training_step import PlannedStep, untouched, verify
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.profile import profile_costs
+from rematplan.runtime.execute import lane_threads
+from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
+from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, taken, two_lanes
+from rematplan.runtime.execute.planned_step import PlannedStep, untouched, verify
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.problem.planning_problem import training_graph
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.runtime.turn import turned
-from rematplan.runtime.unused_outputs import unused_by
+from rematplan.runtime.execute.missing_tangents import unused_by
+from rematplan.runtime.problem.loss_boundary import turned
 
 
 class Heads(nn.Module):

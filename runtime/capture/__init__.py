@@ -1,0 +1,1 @@
+"""Capturing the joint forward and backward graph of a model."""

@@ -1,0 +1,281 @@
+"""A module and a batch become one joint graph of ATen calls, forward and backward.
+
+PyTorch differentiates (`aot_export_joint_with_descriptors`); `joint_graph` reads the result. Nothing of the module is
+changed by it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from rematplan.ir import ModelError
+from rematplan.runtime.capture.functional_call import call_with, slots
+from rematplan.runtime.capture.host_random import no_host_draws, no_seeding
+from rematplan.runtime.capture.patches.autocast_cache import casting_once
+from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
+from rematplan.runtime.capture.patches.checks import Checks
+from rematplan.runtime.capture.patches.eager_kernels import native_kernels
+from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.patches.tensor_data import written_data
+from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
+from rematplan.runtime.capture.restore_state import untouched
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.quiet_logs import quiet
+from rematplan.runtime.guards.assertions import VALUES_DECIDE, Presumptions
+from rematplan.runtime.guards.tensor_reads import undecided
+from rematplan.runtime.guards.values import Decisions
+
+_LEFT_BEHIND = (
+    "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
+    "never change, call it once before it is planned"
+)
+_HIGHER_ORDER = (
+    "it calls an operator that takes functions (torch.cond, torch.while_loop) or checks values in its backward, which "
+    "no plan states; plan those of its parts that do not"
+)
+_COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
+_VARYING = "it makes nested tensors, whose sizes no plan states; plan those of its parts that do not"
+IN_OTHER_WORDS = {
+    "Unexpected fake buffer": _LEFT_BEHIND,
+    "in tensor_tracker": _LEFT_BEHIND,
+    "HigherOrderOperator": _HIGHER_ORDER,
+    "dynamo-optimized": _COMPILED,
+    "shape_env must not be None": _VARYING,
+}
+"""What the tracer's faults mean, by what they say."""
+
+
+def capture(
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module | None = None,
+    decisions: Decisions | None = None,
+) -> CapturedStep:
+    """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
+
+    No output may be a view of an input, of a parameter or of another output.
+
+    The module's parameters, buffers, gradients, attributes and random state are left as they are. ``root``: the part of
+    it from which on the calls' modules are named; by default all of it. ``decisions``: of ``batch``, where the forward
+    may look at what its inputs hold; the step is then the forward's for as long as their guard holds. Without, it may
+    not.
+
+    Raises:
+        ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
+            changes an input or a parameter in place, draws random numbers outside of PyTorch, or PyTorch cannot trace
+            it.
+    """
+    if not any(t.requires_grad for t in (*module.parameters(), *batch)):
+        raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
+    root = module if root is None else root  # which may be empty, and false
+    try:
+        with untouched(root, name), no_host_draws(name):
+            return _traced(module, batch, name, root, decisions)
+    except ModelError:
+        raise
+    except VALUES_DECIDE as error:
+        where = getattr(error, "module", "")
+        apart = [n for n, part in root.named_children() if n != where.split(".")[0] and _trains(part)]
+        raise ModelError(
+            f"{name}: its forward looks at what tensors hold ({error}{where and f' in {where}'}), so that no fixed "
+            f"graph states it; plan those of its parts{_listed(apart)} that do not"
+        ) from error
+    except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
+        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
+        raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" if names else ""
+
+
+def check_traceable(module: nn.Module) -> None:
+    """Refuse a module that is no one graph's yet, or any more.
+
+    Raises:
+        ModelError: it is compiled, scripted or sharded, or the shape of a parameter is not known.
+    """
+    name = type(module).__name__
+    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        raise ModelError(f"{name} is scripted, whole or in parts; plan what it was made of")
+    if any(hasattr(m, "reshard") for m in list(module.modules())[1:]) or any(
+        map(_is_sharded, module.parameters())
+    ):
+        raise ModelError(
+            f"{name} is sharded, whole or in parts; plan first, then shard what is planned as one unit"
+        )
+    if any(isinstance(m, torch._dynamo.OptimizedModule) for m in module.modules()):
+        raise ModelError(
+            f"{name} is compiled, whole or in parts; plan what it was made of, or see rematplan.backend"
+        )
+    if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
+        raise ModelError(
+            f"{name} has parameters whose shape is not known yet; call it once before it is planned"
+        )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def _traced(
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module,
+    decisions: Decisions | None,
+) -> CapturedStep:
+    with (
+        ExitStack() as stack,
+        warnings.catch_warnings(),
+        native_kernels(),
+        without_checkpoints(),
+        quiet(),
+        torch.enable_grad(),
+        _annotated(root),
+        # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
+        torch._inductor.config.patch(fallback_random=True),
+        # A backward is run after autocast's block, not in it.
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        # Tensors that a module holds as plain attributes become constants.
+        tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
+        InPlaceLayouts(),
+    ):
+        warnings.simplefilter("ignore")
+        untied = _Untied(module)
+
+        def trace() -> Any:
+            return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+
+        try:
+            with undecided() if decisions else nullcontext():
+                joint = trace()
+        except VALUES_DECIDE:
+            untied.decisions = decisions
+            with decisions or nullcontext():
+                try:
+                    joint = untied.presumptions.traced(trace)
+                except VALUES_DECIDE:
+                    # Models that look into their data to take a shortcut often do not when they are being compiled.
+                    stack.enter_context(_as_if_compiling())
+                    untied.presumptions = Presumptions()
+                    joint = untied.presumptions.traced(trace)
+    return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
+
+
+@contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _annotated(module: nn.Module) -> Iterator[None]:
+    """A block in which the tracer notes for each op the innermost submodule whose forward makes it. An error that says
+    that values decide gets the name of the one that it comes from, as ``module``."""
+    names = {id(m): name for name, m in module.named_modules()}
+    open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
+    tracing_thread = get_ident()  # the hooks are everybody's
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if get_ident() != tracing_thread:
+            return
+        name = names.get(id(module))
+        open_.append((name or "", nullcontext() if name is None else annotate({MODULE: name})))
+        open_[-1][1].__enter__()
+
+    def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+        if get_ident() == tracing_thread:
+            open_.pop()[1].__exit__(None, None, None)
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        with preserve_node_meta():
+            try:
+                yield
+            except VALUES_DECIDE as error:
+                error.module = open_[-1][0] if open_ else ""  # type: ignore[union-attr]
+                raise
+            finally:
+                while open_:  # the forward raised
+                    open_.pop()[1].__exit__(None, None, None)
+    finally:
+        before.remove()
+        after.remove()
+
+
+class _Untied(nn.Module):
+    """A module as a function of its distinct parameters and buffers.
+
+    The tracer takes a tied weight for two, with a gradient each; plain autograd knows one, and adds where it adds.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
+        self.casts_once = torch.is_autocast_cache_enabled()
+        self.decisions: Decisions | None = None
+        self.presumptions = Presumptions()
+        self.outputs = 0  # of the module; those after them are checks
+        self.names: dict[str, str] = {}
+        short: dict[int, str] = {}
+        for at, (name, parameter) in enumerate(module.named_parameters()):
+            self.register_parameter(f"p{at}", parameter)
+            short[id(parameter)], self.names[f"p{at}"] = f"p{at}", name
+        for at, (name, buffer) in enumerate(module.named_buffers()):
+            self.register_buffer(f"b{at}", buffer)
+            short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
+        self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
+
+    def forward(self, *batch: torch.Tensor) -> Any:
+        state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
+        if self.decisions:
+            held = {self.names[short]: getattr(self, short) for short in self._buffers}
+            self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
+        leaves = [*self.parameters(), *batch]
+        self.presumptions.begin()
+        with (
+            Checks(self.presumptions) as checks,
+            no_seeding(),
+            casting_once(leaves, self.casts_once),
+            written_data([*leaves, *self.buffers()]),
+        ):
+            results = call_with(self.__dict__["inner"], state, batch)
+        for slot, short in self.short_of.items():
+            _renew(slot, getattr(self, short), state[slot])
+        results = results if isinstance(results, tuple) else (results,)
+        self.outputs = len(results)
+        return *results, *checks.results
+
+
+def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
+    """What a forward assigned to a buffer becomes the content of the buffer that it was given."""
+    if left is given:
+        return
+    if (left.shape, left.dtype) != (given.shape, given.dtype):
+        raise ModelError(f"the forward assigns {slot} a tensor of another shape or type")
+    given.copy_(left.detach())

@@ -1,0 +1,74 @@
+"""Random numbers that a fixed graph cannot draw: those from outside of PyTorch, which are constants once a forward is
+traced, and those after the forward has put PyTorch's own generator somewhere else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch._dynamo
+
+from rematplan.ir import ModelError
+
+
+@contextmanager
+def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
+    """A block that leaves the generators of Python and NumPy, and ``others`` of their kinds, as they were.
+
+    Raises:
+        ModelError: it drew from one; the message begins with ``name``.
+    """
+    generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
+    before = [_state(generator) for generator in generators]
+    who = None
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            if repr(_state(generator)) != repr(state):
+                who = "Python's random" if hasattr(generator, "getstate") else "numpy.random"
+                _set_state(generator, state)
+    if who:
+        raise ModelError(
+            f"{name}: its forward draws from {who}, which a fixed graph cannot do again; draw with torch"
+        )
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)
+
+
+@contextmanager
+def no_seeding() -> Iterator[None]:
+    """A block that leaves the state of PyTorch's generator to the draws.
+
+    Raises:
+        ModelError: it seeds it, gives it another state, or asks for its seed.
+    """
+
+    def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot do again"
+        )
+
+    # Dynamo looks for these functions once in a while; what it took for them here would be wrong for good.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    with ExitStack() as stack:
+        for owner in (torch, torch.random):
+            for name in ("manual_seed", "seed", "initial_seed", "set_rng_state"):
+                stack.enter_context(patch.object(owner, name, refused))
+        yield

@@ -1,0 +1,1 @@
+"""What capture changes in PyTorch while it runs."""

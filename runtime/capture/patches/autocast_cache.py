@@ -1,0 +1,62 @@
+"""Weights that autocast casts once for all their uses, as in eager mode: their gradients are then added up as cast.
+
+Autocast's own cache is of leaves, which a tracer's tensors are not, and is switched off while a tracer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._C import DispatchKey
+
+from rematplan.runtime.capture.patches.eager_kernels import with_kernels
+
+TO_COPY = torch.ops.aten._to_copy.default
+AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+
+
+@contextmanager
+def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
+    """A block in which autocast casts each of these tensors once, if the cache is ``enabled`` outside of the tracer."""
+    known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
+    cast: dict[int, torch.Tensor] = {}
+    switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}
+    switch = torch.set_autocast_enabled
+
+    def note(device: str, on: bool) -> None:
+        switched_on[device] = on
+        switch(device, on)
+
+    def by_autocast(device: str, dtype: torch.dtype | None) -> bool:
+        # While autocast casts, its key is left out, as it is wherever it is switched off.
+        left_out = torch._C._dispatch_tls_is_dispatch_key_excluded
+        if not switched_on.get(device) or not left_out(AUTOCAST[device]):
+            return False
+        return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
+
+    def to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        shared = id(x) in known and by_autocast(x.device.type, kwargs.get("dtype"))
+        if shared and id(x) in cast:
+            return cast[id(x)]
+        with with_kernels({(TO_COPY, DispatchKey.Autograd): None}):
+            result: torch.Tensor = TO_COPY(x, **kwargs)
+        if shared:
+            cast[id(x)] = result
+        return result
+
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        with (
+            with_kernels({(TO_COPY, DispatchKey.Autograd): to_copy}),
+            patch.object(torch, "set_autocast_enabled", note),
+            # Called where the outermost block of autocast is left.
+            patch.object(torch, "clear_autocast_cache", cast.clear),
+        ):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,86 @@
+"""Ops that give nothing and may raise, as ops that give an empty tensor: what gives nothing a tracer leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematplan.runtime.guards.assertions import CHECK_CONDITION, VALUES_DECIDE, Presumption, Presumptions
+
+ATEN = torch.ops.aten
+
+
+@torch.library.custom_op("rematplan::assert_async", mutates_args=())
+def _assert_async(holds: torch.Tensor, message: str | None = None) -> torch.Tensor:
+    if message is None:
+        ATEN._assert_async(holds)
+    else:
+        ATEN._assert_async.msg(holds, message)
+    return _nothing(holds)
+
+
+@torch.library.custom_op("rematplan::linalg_check_errors", mutates_args=())
+def _linalg_check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> torch.Tensor:
+    ATEN._linalg_check_errors(info, api_name, is_matrix=is_matrix)
+    return _nothing(info)
+
+
+def _nothing(like: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return like.new_empty(0)
+
+
+_assert_async.register_fake(_nothing)
+_linalg_check_errors.register_fake(_nothing)
+
+_WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
+    ATEN._assert_async.default: torch.ops.rematplan.assert_async.default,
+    ATEN._assert_async.msg: torch.ops.rematplan.assert_async.default,
+    ATEN._linalg_check_errors.default: torch.ops.rematplan.linalg_check_errors.default,
+}
+
+_VALID = Presumption(
+    True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
+)
+"""What is so of all that a distribution validates, and the error where it is not. Its own text would print values."""
+
+
+class Checks(TorchDispatchMode):
+    """A block whose checks are made by ops that give something. ``results``: what they gave, for the graph to keep.
+    ``presumptions``: of the conditions that it looks at and that are not known."""
+
+    supports_higher_order_operators = True  # they pass through
+
+    def __init__(self, presumptions: Presumptions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: list[torch.Tensor] = []
+        self.presumptions = presumptions
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func is ATEN._is_all_true.default:  # asked by torch.distributions, to raise if it is not so
+            return torch.tensor(self._presume(ATEN.all.default(*args), _VALID))
+        if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return self._condition(*args)
+        check = _WITH_RESULT.get(func)
+        if check is None:
+            return func(*args, **(kwargs or {}))
+        self.results.append(check(*args, **(kwargs or {})))
+        return None
+
+    def _condition(self, condition: torch.Tensor) -> Any:
+        try:
+            return ATEN._local_scalar_dense.default(condition)
+        except VALUES_DECIDE:
+            presumed = self.presumptions.next()
+            if presumed is None:
+                raise
+        return self._presume(condition, presumed)
+
+    def _presume(self, condition: torch.Tensor, presumed: Presumption) -> bool:
+        self.results.append(CHECK_CONDITION(condition, presumed.outcome, presumed.kind, presumed.text))
+        return presumed.outcome

@@ -1,0 +1,195 @@
+"""Keep ATen calls whole while a step is traced.
+
+For some ops PyTorch registers a Python decomposition that replaces the C++ kernel under tracing alone: an
+``upsample_bilinear2d`` becomes forty index calls, slower, with other rounding, and keeping several times the
+memory. Eager mode runs the kernel, so the step that is planned has to as well. A ``dropout`` becomes the fused one,
+which on a CPU eager mode does not run, and which scales by another last bit at some rates (0.15 for one). A recurrent
+layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's own, which has other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.runtime.capture.patches.eager_formulas import BY_VALUES, COMPOSITE, MEAN, NONE
+
+ATEN = torch.ops.aten
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+PREFIXES = (
+    "upsample_",
+    "_upsample_",
+    "hardshrink",
+    "softshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    *RECURRENT,
+)
+KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+_Kernels = dict[tuple[OpOverload, DispatchKey], Callable[..., Any] | None]
+
+
+def _overloads() -> Iterator[OpOverload]:
+    for name in dir(ATEN):
+        if name.startswith(PREFIXES):
+            packet = getattr(ATEN, name)
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+@cache
+def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
+    """Whether the fused dropout, which scales by a number, gives the bits of a product with scaled noise."""
+    if rate == 1:
+        return False  # the fused one draws all the same
+    with _disable_current_modes():
+        noise = torch.ones((), dtype=dtype).div_(1 - rate).double()
+        return bool(noise == torch.tensor(1 / (1 - rate), dtype=torch.promote_types(dtype, torch.float32)))
+
+
+def _dropout_of(fused: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for dropout: ``fused``, or where its bits are others what eager mode does on a CPU."""
+
+    def dropout(x: torch.Tensor, rate: float, train: bool | None) -> Any:
+        if not train or x.device.type != "cpu" or _fused_scales_alike(rate, x.dtype):
+            return fused(x, rate, train)
+        return x * (torch.empty_like(x).bernoulli_(1 - rate).div_(1 - rate) if rate < 1 else x.new_zeros(()))
+
+    return dropout
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """cuDNN's batch norm. It changes the running statistics, which its schema does not say; the op that does runs the
+    same kernel."""
+    if training and mean is not None:
+        return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
+    cudnn = ATEN.cudnn_batch_norm.default
+    with with_kernels({(cudnn, key): None for key in KEYS}):
+        return cudnn(x, weight, bias, mean, variance, training, momentum, eps)
+
+
+def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
+    """A recurrent layer as eager mode runs it, but by PyTorch's own cells in the place of cuDNN's layers, which look at
+    where their weights lie: in a trace they are nowhere. So is how many sequences each step has, if that is an input.
+    """
+    packed = op._overloadname == "data"
+
+    def recurrent(*args: Any, **kwargs: Any) -> Any:
+        if packed:
+            args = (args[0], _real(args[1]), *args[2:])
+        before = torch._C._get_cudnn_enabled()
+        torch._C._set_cudnn_enabled(False)
+        try:
+            with with_kernels({(op, key): None for key in KEYS}):
+                return op(*args, **kwargs)
+        finally:
+            torch._C._set_cudnn_enabled(before)
+
+    return recurrent
+
+
+def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
+    sizes = batch_sizes.tolist()
+    with _disable_current_modes():
+        return torch.tensor(sizes)
+
+
+def _pad_packed_sequence(
+    packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel does it, which writes the lengths to where a tensor lies: in a trace it is nowhere."""
+    sizes = batch_sizes.tolist()
+    longest = total_length if total_length > 0 else len(sizes)
+    padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
+    rows, begin = 0, 0
+    for size, alike in groupby(sizes):
+        end = begin + len(list(alike))
+        part = packed[rows : rows + size * (end - begin)]
+        padded[begin:end, :size].copy_(part.view(end - begin, size, *packed.shape[1:]))
+        rows, begin = rows + size * (end - begin), end
+    lengths = torch.tensor([sum(size > at for size in sizes) for at in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    reduction: int = MEAN,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """As the kernel does it, which makes a tensor of the lengths where no tracer sees it."""
+    given = log_probs, targets, input_lengths, target_lengths, blank
+    wanted = NONE if reduction == MEAN else reduction
+    losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *given, wanted, zero_infinity)
+    if reduction != MEAN:
+        return losses
+    lengths = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)
+    return (losses / lengths.clamp_min(1)).mean()
+
+
+@contextmanager
+def native_kernels() -> Iterator[None]:
+    """Within it, tracing sees these ops as eager mode runs them."""
+    dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
+    pad = ATEN._pad_packed_sequence.default
+    kernels: _Kernels = {
+        (op, key): _recurrent_of(op) if op._opname.startswith(RECURRENT) else None
+        for op in _overloads()
+        for key in KEYS
+        if key in op.py_kernels
+    }
+    kernels |= {
+        (dropout, key): _dropout_of(kernel) for key, kernel in dropout.py_kernels.items() if key in KEYS
+    }
+    kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
+    kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
+    kernels |= BY_VALUES
+    kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
+    flatten = nn.RNNBase.flatten_parameters
+    nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
+    try:
+        with with_kernels(kernels):
+            yield
+    finally:
+        nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
+
+
+@contextmanager
+def with_kernels(kernels: _Kernels) -> Iterator[None]:
+    """Within it, the Python kernels of these ops are others; None: there are none."""
+    before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
+    _put(kernels)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(kernels: _Kernels) -> None:
+    for (op, key), kernel in kernels.items():
+        if kernel is None:
+            op.py_kernels.pop(key, None)
+        else:
+            op.py_kernels[key] = kernel
+        op._dispatch_cache.clear()

@@ -1,0 +1,456 @@
+"""Reads a joint fx graph, forward and backward, into a `CapturedStep`: which call makes which storage, which calls
+are views, what goes in and what comes out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    InputKind,
+    OutputKind,
+    Ref,
+    StepInput,
+    StepOutput,
+    Value,
+    refs,
+)
+from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+
+MODULE = "rematplan.module"
+"""The key under which a node's annotations name the module that it belongs to."""
+
+MUTATED = "InputMutationAOTOutput"
+COPY = torch.ops.aten.copy_.default
+CLONE = torch.ops.aten.clone.default
+PERMUTE = torch.ops.aten.permute.default
+
+MARKERS = frozenset({"profiler"})
+"""Namespaces of ops that only say where a profile's ranges begin and end."""
+
+# Calls whose result is their argument once autograd no longer looks.
+SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def read_joint_graph(
+    module: fx.GraphModule, names: Mapping[str, str], outputs: int, name: str
+) -> CapturedStep:
+    """The step that a joint graph of a module states. ``names``: of parameters and buffers, by what the tracer calls
+    them. ``outputs``: how many of its outputs are the module's; the rest of them are checks.
+
+    Raises:
+        ModelError: no output depends on what is trained, or the model changes an input in place.
+    """
+    step = _on_one_device(_Reader(module, _OfModule(names, outputs)).read(name))
+    return without_dead_calls(with_phases(_with_own_outputs(_without_copies(step))))
+
+
+def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
+    """The step that a joint graph states that knows nothing of modules, as a partitioner gets it.
+
+    All inputs are a batch, all outputs (the first ``early``) and gradients (the rest) go by their position.
+
+    Raises:
+        ModelError: a shape depends on what tensors hold, or an op changes its arguments.
+    """
+    return without_dead_calls(with_phases(_on_one_device(_Reader(module, _Flat(module, early)).read(name))))
+
+
+def _on_one_device(step: CapturedStep) -> CapturedStep:
+    """The step, as it is.
+
+    Raises:
+        ModelError: it is spread over several accelerators.
+    """
+    beside_cpu = [str(d) for d in step.devices if d.type != "cpu"]
+    if len(beside_cpu) > 1:
+        raise ModelError(
+            f"{step.name} is spread over {' and '.join(beside_cpu)}; a budget is of one device: plan its parts"
+        )
+    return step
+
+
+def fixed_size(size: torch.SymInt) -> int:
+    """A size that a compiler may leave open, fixed as it is now.
+
+    Raises:
+        ModelError: it depends on what tensors hold.
+    """
+    try:
+        return int(size)
+    except GuardOnDataDependentSymNode as error:
+        raise ModelError("a size depends on what tensors hold; plans are for fixed shapes") from error
+
+
+class _OfModule:
+    """Inputs and outputs as the tracer of a module describes them."""
+
+    def __init__(self, names: Mapping[str, str], outputs: int) -> None:
+        self.names, self.outputs = names, outputs
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        del at
+        kind, target = _describe_input(node.meta["desc"], self.names)
+        return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        del at
+        found = _describe_output(description, self.names)
+        if found is None:
+            return None
+        kind, target = found
+        if kind == "output" and int(target) >= self.outputs:
+            kind = "check"
+        return kind, self.names.get(target, target) if kind in ("gradient", "buffer") else target
+
+
+class _Flat:
+    """Inputs and outputs by their position. Inputs that are given new content count as buffers."""
+
+    def __init__(self, module: fx.GraphModule, early: int) -> None:
+        self.early = early
+        self.renewed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=COPY)}
+        described = module.graph.find_nodes(op="output")[0].meta.get("desc") or ()
+        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == MUTATED}
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        if "tangents" in node.name:
+            return "tangent", str(at)
+        return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        if at >= self.early:
+            return "input gradient", str(at - self.early)
+        return ("renewed" if type(description).__name__ == MUTATED else "output"), str(at)
+
+
+class _Reader:
+    """Reads one joint fx graph into a `CapturedStep`."""
+
+    def __init__(self, module: fx.GraphModule, describe: _OfModule | _Flat) -> None:
+        self.module, self.describe = module, describe
+        self.values: dict[str, Value] = {}
+        self.calls: list[Call] = []
+        self.inputs: list[StepInput] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.item: dict[tuple[str, int], str] = {}  # (call, position) → value name
+        self.alias: dict[str, str] = {}  # fx name → value name
+        self.sizes: dict[str, int] = {}  # fx name → what it is
+        self.renewed: list[StepOutput] = []  # inputs' new content, where the graph copies it into them
+        self.storages: dict[int, str] = {}  # address of a fake's storage → its name
+
+    def read(self, name: str) -> CapturedStep:
+        graph = self.module.graph
+        for at, node in enumerate(graph.nodes):
+            if node.op == "placeholder":
+                self._placeholder(node, at)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node)
+        outputs = self._outputs(graph.find_nodes(op="output")[0])
+        return CapturedStep(
+            name, tuple(self.inputs), outputs, tuple(self.calls), dict(self.values), dict(self.constants)
+        )
+
+    def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
+        if fake.layout != torch.strided:
+            raise ModelError(
+                f"{call or name} is a tensor of layout {fake.layout}, as the gradient of an embedding with sparse=True "
+                f"is; plans are for dense ones"
+            )
+        # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
+        storage = self.storages.setdefault(fake.untyped_storage()._cdata, name)
+        self.values[name] = value = Value(name, storage, call, fake)
+        return value
+
+    def _placeholder(self, node: fx.Node, at: int) -> None:
+        if "val" not in node.meta:  # what orders ops that have effects goes through the graph as an input
+            return
+        if isinstance(node.meta["val"], torch.SymInt):
+            self.sizes[node.name] = fixed_size(node.meta["val"])
+            return
+        if not isinstance(node.meta["val"], torch.Tensor):
+            raise ModelError(f"input {node.name} is no tensor")
+        kind, target = self.describe.input(node, at)
+        self._value(node.name, node.meta["val"], None)
+        self.inputs.append(StepInput(kind, target, node.name))
+
+    def _constant(self, node: fx.Node) -> None:
+        tensor = getattr(self.module, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"an op is given a {type(tensor).__name__}, which a plan cannot hold")
+        if tensor.requires_grad:
+            raise ModelError(
+                "the model uses a tensor that wants a gradient and is none of its parameters; make it one, or, where a "
+                "hook of the model computes it (weight_norm, prune), plan nn.Sequential(model)"
+            )
+        self.constants[node.name] = tensor
+        fake = node.meta.get("val", tensor)
+        if isinstance(fake, FakeTensor):
+            # Each mention has a fake of its own; views of the constant are of the tracer's one.
+            fake = fake.fake_mode.from_tensor(tensor, static_shapes=True)
+        self._value(node.name, fake, None)
+        self.inputs.append(StepInput("constant", node.name, node.name))
+
+    def _call(self, node: fx.Node) -> None:
+        if getattr(node.target, "__name__", "") == "getitem":
+            source, at = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(at, int)
+            self.alias[node.name] = self.item[source.name, at]
+            return
+        if node.target in SAME:
+            self.alias[node.name] = self._refs(node.args[0]).value
+            return
+        if node.target is COPY and self._renews(node):
+            return
+        if getattr(node.target, "namespace", "") in MARKERS:
+            return
+        if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
+            raise ModelError(
+                f"{node.target} takes functions or only checks values, and so cannot be planned here"
+            )
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise ModelError(f"{node.target} changes its arguments, and so cannot be planned")
+        args, kwargs = self._refs(node.args), self._refs(node.kwargs)
+        read = {self.values[r.value].storage for r in refs((args, kwargs))}
+        val = node.meta["val"]
+        single = isinstance(val, torch.Tensor)
+        names: list[str | None] = []
+        for at, fake in enumerate((val,) if single else val):
+            name = node.name if single else f"{node.name}_{at}_"
+            names.append(name if isinstance(fake, torch.Tensor) else None)
+            if isinstance(fake, torch.Tensor):
+                self._value(name, fake, node.name)
+                self.item[node.name, at] = name
+        made = [self.values[n] for n in names if n]
+        is_view = bool(made) and all(v.storage in read for v in made)
+        if not is_view:
+            # A result that shares an argument's storage beside fresh ones is counted as a storage of its own:
+            # more than it takes, never less.
+            for v in made:
+                if v.storage in read:
+                    self.values[v.name] = replace(v, storage=v.name)
+        target = node.target
+        tags = getattr(target, "tags", ())
+        self.calls.append(
+            Call(
+                name=node.name,
+                target=target,  # type: ignore[arg-type]
+                args=args,
+                kwargs=kwargs,
+                results=tuple(names),
+                single=single,
+                is_view=is_view,
+                seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+                backward=False,
+                module=_module_of(node),
+            )
+        )
+
+    def _renews(self, node: fx.Node) -> bool:
+        """Whether a copy gives an input new content, which then is an output of the step."""
+        targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
+        place, value = (self._refs(a).value for a in node.args[:2])
+        if place in targets:
+            self.renewed.append(StepOutput("buffer", targets[place], value))
+            self.alias[node.name] = value
+        return place in targets
+
+    def _refs(self, args: Any) -> Any:
+        if isinstance(args, fx.Node):
+            return self.sizes.get(args.name) or Ref(self.alias.get(args.name, args.name))
+        if isinstance(args, (tuple, list)):
+            return type(args)(self._refs(a) for a in args)
+        if isinstance(args, Mapping):
+            return {k: self._refs(a) for k, a in args.items()}
+        return args
+
+    def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
+        outputs = []
+        results: Any = node.args[0]
+        descriptions = node.meta.get("desc") or [None] * len(results)
+        for at, (result, description) in enumerate(zip(results, descriptions, strict=True)):
+            found = self.describe.output(at, description)
+            if isinstance(result, fx.Node) and result.name not in self.sizes and found:
+                outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
+        if not any("gradient" in o.kind for o in outputs):
+            raise ModelError("nothing that the model gives depends on a trainable parameter")
+        return (*outputs, *self.renewed)
+
+
+def _module_of(node: fx.Node) -> str:
+    """The module that a node belongs to, from our own annotation or from TorchDynamo's."""
+    own = (node.meta.get("custom") or {}).get(MODULE)
+    if own is not None:
+        return str(own)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return re.sub(r"^L\['\w+'\]\.?", "", str(stack[-1][0])) if stack else ""
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call tagged as random really draws: attention without dropout is tagged too."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema else []
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0) != 0
+
+
+def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
+    kind = type(description).__name__
+    if kind == "ParamAOTInput":
+        return "parameter", description.target
+    if kind == "BufferAOTInput":
+        return "buffer", description.target
+    if kind == "TangentAOTInput":
+        if type(description.output).__name__ == MUTATED:
+            raise _in_place(description.output, names)
+        return "tangent", str(description.output.idx)
+    return "batch", str(description.idx)
+
+
+def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
+    kind = type(description).__name__
+    if kind == "PlainAOTOutput":
+        return "output", str(description.idx)
+    if kind == MUTATED:
+        if not hasattr(description.mutated_input, "target"):
+            raise _in_place(description, names)
+        return "buffer", description.mutated_input.target
+    if kind == "GradAOTOutput":
+        of = description.grad_of
+        return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
+    return None
+
+
+def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
+    place = mutation.mutated_input
+    if not hasattr(place, "target"):
+        return ModelError(f"the model changes its input {place.idx} in place")
+    name = names.get(place.target, place.target).removeprefix("model.")
+    return ModelError(
+        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which no plan "
+        f"states; change it between the steps"
+    )
+
+
+def _without_copies(step: CapturedStep) -> CapturedStep:
+    """Give what a module's output is a copy of, where that is a view of all of a storage that no other output has: a
+    `FlatModel` copies views, since autograd gives only copies a tangent each, and a captured step has its tangents."""
+    values, outputs = step.values, []
+    taken = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
+    read = {r.value for call in step.calls for r in refs((call.args, call.kwargs))}
+    for output in step.outputs:
+        copy = values[output.value]
+        call = step.call.get(copy.call or "")
+        if output.kind == "output" and call and call.target is CLONE and output.value not in read:
+            source = values[next(refs(call.args)).value]
+            lazy = source.fake.is_conj() or source.fake.is_neg()
+            free = _is_whole(source) and source.storage not in taken
+            if free and not lazy and source.fake.stride() == copy.fake.stride():
+                output = replace(output, value=source.name)
+                taken.add(source.storage)
+        outputs.append(output)
+    return replace(step, outputs=tuple(outputs))
+
+
+def _is_whole(value: Value) -> bool:
+    """Whether a value is all the numbers of a storage."""
+    return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
+
+
+def _with_own_outputs(step: CapturedStep) -> CapturedStep:
+    """Give every output a dense storage of its own: copy an input, an expanded or a shared tensor, and a gradient that
+    does not lie as its parameter does.
+
+    ``.grad`` of two parameters must not be one memory, and an expanded gradient cannot be accumulated into. Autograd
+    would copy a gradient that lies otherwise by itself, beyond what is planned.
+    """
+    taken = {step.values[i.value].storage for i in step.inputs}
+    parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
+    values, outputs = dict(step.values), []
+    copies: dict[str | None, list[Call]] = {}  # by the call that makes what is copied
+    for output in step.outputs:
+        value = values[output.value]
+        of = parameters.get(output.target) if output.kind == "gradient" else None
+        if (
+            value.storage in taken
+            or not _is_whole(value)
+            or (of is not None and not _lies_as(value.fake, of))
+        ):
+            name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
+            while name in values:
+                name += "_"
+            calls, made = _copy(value, name, of, "gradient" in output.kind)
+            copies.setdefault(value.call, []).extend(calls)
+            values |= {one.name: one for one in made}
+            output = replace(output, value=name)
+        taken.add(values[output.value].storage)
+        outputs.append(output)
+    calls = [*copies.pop(None, [])]
+    for call in step.calls:
+        calls += [call, *copies.get(call.name, [])]
+    return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
+
+
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd takes a gradient for a parameter's as it lies (the layout contract of ``AccumulateGrad``)."""
+    strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
+    return all(size == 1 or own == other for size, own, other in strides)
+
+
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own, if nothing lies between its numbers, else those of a contiguous tensor."""
+    own, expected = parameter.stride(), 1
+    for stride, size in sorted(zip(own, parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    else:
+        return own
+    return tuple(math.prod(parameter.shape[d + 1 :]) for d in range(parameter.dim()))
+
+
+def _copy(
+    value: Value, name: str, like: torch.Tensor | None, backward: bool
+) -> tuple[list[Call], list[Value]]:
+    """The calls that make a copy of that name, and what they make: contiguous, or laid out as ``like`` is."""
+    dims = list(range(value.fake.dim()))
+    strides = [0 for _ in dims] if like is None else _dense_strides(like)
+    order = sorted(dims, key=lambda d: -strides[d])
+    calls, made = list[Call](), [value]
+
+    def then(result: str, target: Any, fake: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        last, view = made[-1], target is PERMUTE
+        calls.append(
+            Call(result, target, (Ref(last.name), *args), kwargs, (result,), True, view, False, backward)
+        )
+        made.append(Value(result, last.storage if view else result, result, fake))
+
+    contiguous = torch.contiguous_format
+    with torch.no_grad(), _disable_current_modes():
+        turned = value.fake.permute(order)
+        copied = torch.empty_like(turned, memory_format=contiguous)
+        if order == dims:
+            then(name, CLONE, copied, memory_format=contiguous)
+        else:
+            back = sorted(dims, key=order.__getitem__)
+            then(f"{name}_turned", PERMUTE, turned, order)
+            then(f"{name}_copied", CLONE, copied, memory_format=contiguous)
+            then(name, PERMUTE, copied.permute(back), back)
+    return calls, made[1:]

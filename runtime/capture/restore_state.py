@@ -1,0 +1,87 @@
+"""A module's own attributes as they were before its forward was traced: what a trace leaves there is no real tensor."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rematplan.runtime.guards.attributes import is_record
+from rematplan.runtime.guards.snapshots import PLAIN
+
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+
+
+@contextmanager
+def untouched(module: nn.Module, name: str) -> Iterator[None]:
+    """A block after which attributes of the module, its parts and records that they hold are as before it, as is what
+    lists, dictionaries and sets among them hold, hooks among these. Warns of tensors and plain values that the block
+    left in public ones, as a planned forward will not. ``name``: the module's."""
+    before = [
+        (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
+        for path, m in _holders(module)
+    ]
+    try:
+        yield
+    finally:
+        left = []
+        for path, m, attributes, tensors, contents in before:
+            for key, value in m.__dict__.items():
+                new = _tensors(value) - tensors.get(key, set())
+                if not key.startswith("_") and (new or _is_other(value, attributes.get(key))):
+                    left.append(f"{path}.{key}".lstrip("."))
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for container, was in contents:
+                _refill(container, was)
+    if left:
+        warnings.warn(
+            f"the forward of {name} sets {', '.join(left)}, which a planned one does not",
+            stacklevel=2,
+        )
+
+
+def _holders(module: nn.Module) -> list[tuple[str, Any]]:
+    """A module, its parts, and the records in their attributes, each once, by the way to them."""
+    parts = list(module.named_modules())
+    records = {
+        id(value): (f"{path}.{key}", value)
+        for path, part in parts
+        for key, value in part.__dict__.items()
+        if is_record(value)
+    }
+    return [*parts, *records.values()]
+
+
+def _contents(holder: Any) -> list[tuple[Any, Any]]:
+    """The containers in an object's attributes, those in others included, and copies of each."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = list(holder.__dict__.values())
+    while todo:
+        value = todo.pop()
+        if type(value) in CONTAINERS and id(value) not in found:
+            found[id(value)] = value, copy.copy(value)
+            todo += value.values() if isinstance(value, dict) else value
+        elif type(value) is tuple:
+            todo += value
+    return list(found.values())
+
+
+def _refill(container: Any, was: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(was)
+
+
+def _is_other(value: Any, before: Any) -> bool:
+    return type(value) in PLAIN and (type(before) is not type(value) or before != value)
+
+
+def _tensors(value: Any) -> set[int]:
+    return {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}

@@ -1,0 +1,1 @@
+"""Time and memory of single ops: measured, or modelled for another device."""

@@ -1,0 +1,286 @@
+"""Profiled costs: each distinct call run on the present device, timed, its workspace measured; kept in a
+cache file.
+
+Calls are distinct by op, shapes, strides, dtypes and plain arguments, so that a deep network's repeated
+blocks are run once. Their arguments are synthetic: a step too large for the machine can still be profiled op
+by op.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from rematplan.ir import ProblemError
+from rematplan.ir.problem_json import write_whole
+from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
+from rematplan.runtime.costs.roofline import flops, moved_bytes
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.constant_values import KnownValues
+from rematplan.runtime.graph.kernel_of import kernel_of
+
+Progress = Callable[[float, str], None]
+
+# A distinct call is timed in this many rounds; in each until it has had so many seconds, or so many runs.
+ATEN = torch.ops.aten
+
+_ROUNDS = 3
+_ENOUGH_SECONDS = 0.005
+_MOST_RUNS = 10
+_CACHE_VERSION = 4
+
+
+class ProfileWarning(UserWarning):
+    """A call could not be run on synthetic arguments, so its cost is a guess."""
+
+
+def profile_costs(
+    step: CapturedStep,
+    progress: Progress = lambda _fraction, _text: None,
+    cache: Path | None = None,
+    only: Collection[str] | None = None,
+) -> dict[str, CallCost]:
+    """A measured cost for every call that is no view, and every inverse: microseconds, workspace and real result
+    sizes in bytes.
+
+    ``only``: the names of those to measure. ``cache``: the folder of the cache file, by default
+    ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far.
+    """
+    calls = {c.name: signature(step, c) for c in step.priced_calls if only is None or c.name in only}
+    file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
+    known = _load(file)
+    missing = {s: name for name, s in calls.items() if s not in known}
+    try:
+        unprofiled(partial(_measure_all, step, missing, known, progress))
+    finally:
+        if missing:
+            _save(file, known)
+    return {name: known[s] for name, s in calls.items()}
+
+
+def signature(step: CapturedStep, call: Call) -> str:
+    """What a call's cost depends on, as text."""
+
+    def describe(name: str) -> str:
+        t = step.values[name].fake
+        layout = f"{list(t.shape)}{list(t.stride())}@{t.storage_offset()}/{t.untyped_storage().nbytes()}"
+        return str(t.dtype).removeprefix("torch.") + layout
+
+    return f"{call.target}{substitute((call.args, dict(call.kwargs)), describe)}"
+
+
+def _measure_all(
+    step: CapturedStep, missing: Mapping[str, str], known: dict[str, CallCost], progress: Progress
+) -> None:
+    """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike."""
+    arguments = SyntheticArguments(step)
+    devices = [step.device] if step.device.type == "cuda" else []
+    as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
+        refused: set[str] = set()
+        for turn in range(_ROUNDS):
+            for done, (text, name) in enumerate(missing.items()):
+                progress((turn + done / len(missing)) / _ROUNDS, f"profiling {name}")
+                if text in refused:
+                    continue
+                call = step.call[name]
+                args, kwargs = arguments.of(call)
+                try:
+                    if not turn:
+                        known[text] = CallCost(float("inf"), *_memory(step, call, args, kwargs))
+                    time_ = min(known[text].time, _microseconds(step, call, args, kwargs))
+                    known[text] = replace(known[text], time=time_)
+                except (RuntimeError, IndexError, ValueError) as error:
+                    refused.add(text)
+                    known[text] = _guess(step, call, error)
+    progress(1.0, "profiled")
+
+
+def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
+    """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
+    a laptop, and a workspace as large as all that it reads and writes."""
+    moved = moved_bytes(step, call)
+    warnings.warn(
+        f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
+        ProfileWarning,
+        stacklevel=2,
+    )
+    return CallCost(device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved)
+
+
+def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
+    run = partial(kernel_of(call.target), *args, **kwargs)
+    times: list[float] = []
+    while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+        times.append(seconds_of(run, step.device))
+    return min(times) * 1e6  # noise only adds
+
+
+def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...], int]:
+    """Bytes held at the call's worst moment beyond its results, the real sizes of these, and what libraries keep; run
+    once to warm up."""
+    run = partial(kernel_of(call.target), *args, **kwargs)
+    library = kept_by_libraries(run, step.device)
+    peak, result = peak_above_entry(run, step.device)
+    given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    storages = [
+        r.untyped_storage() if isinstance(r, torch.Tensor) else None
+        for r in ((result,) if isinstance(result, torch.Tensor) else result)
+    ]
+    fresh = [s if s is not None and s._cdata not in given else None for s in storages]
+    kept = sum({s._cdata: allocated(s.nbytes(), s.device) for s in fresh if s is not None}.values())
+    return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh), library
+
+
+BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})
+"""Calls whose results say how much memory their backward takes: of bags without entries, none."""
+
+SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_backward.default: (1, 6)}
+"""Calls that take the more memory the more of their indices differ: the positions of these and of their bound."""
+
+
+class SyntheticArguments:
+    """Synthetic arguments: positive reals, indices that are known before the step runs, valid ones (zeros, or as many
+    different ones as there can be) otherwise, fair masks, with the captured layout."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step, self.known = step, KnownValues(step, {})
+        generator = torch.Generator().manual_seed(0)
+        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
+        # any size.
+        self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
+        self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """For one call, made anew."""
+        made: dict[str, torch.Tensor] = {}
+
+        def value_of(name: str) -> torch.Tensor:
+            if name not in made:
+                made[name] = self._tensor(name)
+            return made[name]
+
+        args = substitute(call.args, value_of)
+        if call.target in SPREAD:
+            args = self._spread(call, args, *SPREAD[call.target])
+        return args, dict(substitute(call.kwargs, value_of))
+
+    def _spread(self, call: Call, args: tuple[Any, ...], at: int, bound: int) -> tuple[Any, ...]:
+        name = call.args[at].value
+        if name in self.step.constants or self.known(name) is not None:
+            return args
+        different = torch.arange(args[at].numel(), device=args[at].device) % max(1, args[bound])
+        return (*args[:at], different.to(args[at].dtype).view(args[at].shape), *args[at + 1 :])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name in self.step.constants:
+            return self.step.constants[name]
+        fake = self.step.values[name].fake
+        if _is_whole(fake.dtype) and (found := self.known(name)) is not None:
+            return found
+        maker = self.step.call.get(self.step.values[name].call or "")
+        opaque = maker is not None and (self._is_opaque(maker, fake) or maker.target in BAGS)
+        if maker is not None and (opaque or self._is_seed(maker, fake)):
+            # Kernels of libraries read what their other half left, whose size or place the trace does not know.
+            args, kwargs = self.of(maker)
+            return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
+        # The whole storage, since some kernels copy it whole, however little of it the tensor views.
+        flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
+        return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+    def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
+        """Whether a tensor is empty in the trace alone: beside results that are not."""
+        results = [self.step.values[r].fake for r in maker.results if r]
+        return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
+
+    def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
+        """Whether a tensor may say where the random numbers of an attention began. Some kernels leave that, and read
+        it, in the host's memory, where the trace has it on the device."""
+        return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
+
+    def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if _is_whole(dtype):
+            return torch.zeros(n, dtype=dtype, device=device)
+        if (dtype, device) not in self.pools:
+            pool = self.pool > 0.5 if dtype == torch.bool else self.pool.to(dtype)
+            if dtype == torch.bool:
+                pool[0] = True  # a single one may be asserted
+            self.pools[dtype, device] = pool.to(device)
+        pool, flat = self.pools[dtype, device], torch.empty(n, dtype=dtype, device=device)
+        rest = n % len(pool)
+        flat[: n - rest].view(-1, len(pool)).copy_(pool)
+        flat[n - rest :].copy_(pool[:rest])
+        return flat
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def device_name(device: torch.device) -> str:
+    """The device as people name it; of a CPU, with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
+
+
+def _machine(device: torch.device) -> str:
+    """What the timings hold for: the device, PyTorch, the number of threads, on CUDA what chooses among kernels."""
+    parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
+    if device.type == "cuda":
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        chosen = (
+            cudnn.enabled,
+            cudnn.benchmark,
+            cudnn.deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        parts.append(f"{chosen} {matmul.fp32_precision} {cudnn.conv.fp32_precision}")  # type: ignore[attr-defined]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rematplan"
+
+
+def _load(file: Path) -> dict[str, CallCost]:
+    """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured
+    again."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
+            for k, (cost, workspace, results, library) in data.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _save(file: Path, known: Mapping[str, CallCost]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))
+    except (OSError, ProblemError):  # a read-only home costs the next run its time, nothing else
+        return

@@ -1,0 +1,86 @@
+"""``rematplan.profile/1``: measured costs as a file, so that a plan can be made on one machine for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+from rematplan.ir import ProblemError, UsageError
+from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.runtime.costs.profile import device_name, signature
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+PROFILE_FORMAT = "rematplan.profile/1"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by the calls' signatures. ``device``: where they were measured, for people."""
+
+    device: str
+    calls: Mapping[str, CallCost]
+    source: str = "the profile"
+
+    def costs(self, step: CapturedStep) -> dict[str, CallCost]:
+        """The cost of every call of a step that is no view.
+
+        Raises:
+            UsageError: the profile lacks some; names the first.
+        """
+        wanted = {c.name: signature(step, c) for c in step.priced_calls}
+        missing = [name for name, text in wanted.items() if text not in self.calls]
+        if missing:
+            raise UsageError(
+                f"{self.source}, measured on {self.device}, lacks {len(missing)} of the {len(wanted)} ops of "
+                f"{step.name}, the first {missing[0]} ({step.call[missing[0]].target}): profile it with the same sizes"
+            )
+        return {name: self.calls[text] for name, text in wanted.items()}
+
+
+def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
+    """The profile that measured costs of a step make."""
+    calls = {signature(step, c): costs[c.name] for c in step.priced_calls}
+    return Profile(device_name(step.device), calls)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile file, whole or not at all."""
+    data = {
+        "format": PROFILE_FORMAT,
+        "device": profile.device,
+        "torch": torch.__version__,
+        "calls": {text: astuple(cost) for text, cost in profile.calls.items()},
+    }
+    write_whole(path, json.dumps(data, indent=0))
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile file.
+
+    Raises:
+        UsageError: it cannot be read or is no profile.
+    """
+    try:
+        data = read_json(path)
+    except ProblemError as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
+        raise UsageError(f"{path}: not a {PROFILE_FORMAT} file")
+    try:
+        calls = {
+            str(text): CallCost(float(time), int(workspace), tuple(map(int, results)), *map(int, library))
+            for text, (time, workspace, results, *library) in data["calls"].items()
+        }
+        if any(
+            not (0 <= c.time < float("inf")) or min(c.workspace, c.library, *c.results) < 0
+            for c in calls.values()
+        ):
+            raise ValueError("a cost is negative or infinite")
+        return Profile(str(data["device"]), calls, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UsageError(f"{path}: a field is missing or of another kind: {error}") from None

@@ -1,0 +1,103 @@
+"""Roofline costs: an op takes the longer of its arithmetic and its memory traffic (Williams et al. 2009)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from rematplan.runtime.costs.device_models import DeviceModel
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
+
+aten = torch.ops.aten
+
+FlopRow: TypeAlias = Callable[[tuple[Any, ...], list[torch.Tensor | None]], float]
+"""Arguments (fakes in place of tensors) and results to arithmetic operations."""
+
+
+def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
+    """A cost for every call that is no view, and every inverse, in microseconds. The workspace is not modelled:
+    it is 0 here, and measured by `profile_costs`."""
+    costs: dict[str, CallCost] = {}
+    for call in step.priced_calls:
+        results = [step.values[r].fake if r else None for r in call.results]
+        dtype = next((r.dtype for r in results if r is not None), torch.float32)
+        costs[call.name] = CallCost(device.time(flops(step, call), moved_bytes(step, call), dtype))
+    return costs
+
+
+def moved_bytes(step: CapturedStep, call: Call) -> int:
+    """Bytes that a call reads and writes, each element once; broadcast elements are read once."""
+    read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
+    tensors = [step.values[v].fake for v in (*read, *(r for r in call.results if r))]
+    return sum(_distinct(t) * t.element_size() for t in tensors)
+
+
+def flops(step: CapturedStep, call: Call) -> float:
+    """Arithmetic operations of a call: the table's row, or one an element of its results."""
+    results = [step.values[r].fake if r else None for r in call.results]
+    row = FLOPS.get(getattr(call.target, "overloadpacket", None))
+    if row is None:
+        return float(sum(r.numel() for r in results if r is not None))
+    return row(substitute(call.args, lambda name: step.values[name].fake), results)
+
+
+def _distinct(t: torch.Tensor) -> int:
+    return math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride != 0)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> float:
+    return 2.0 * a.numel() * b.shape[-1]
+
+
+def _convolution(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
+    out, (x, weight), transposed = results[0], args[:2], args[6]
+    assert out is not None
+    # A weight is (out, in / groups, ...) or, transposed, (in, out / groups, ...): either way each element of
+    # the side that it slides over meets weight.numel() / weight.shape[0] products.
+    slid = x if transposed else out
+    return float(2.0 * slid.numel() * weight.numel() / weight.shape[0])
+
+
+def _convolution_backward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
+    grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    slid = x if transposed else grad
+    one = 2.0 * slid.numel() * weight.numel() / weight.shape[0]
+    return float(one * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0))
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    # Two products, of queries with keys and of weights with values, for each query and head.
+    return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _attention_forward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
+    return _attention(args[0], args[1], args[2])
+
+
+def _attention_backward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
+    # Five products for the forward's two: the weights are computed again.
+    return 2.5 * _attention(args[1], args[2], args[3])
+
+
+FLOPS: Mapping[Any, FlopRow] = {
+    aten.mm: lambda a, r: _matmul(a[0], a[1]),
+    aten.bmm: lambda a, r: _matmul(a[0], a[1]),
+    aten.addmm: lambda a, r: _matmul(a[1], a[2]),
+    aten.baddbmm: lambda a, r: _matmul(a[1], a[2]),
+    aten.mv: lambda a, r: 2.0 * a[0].numel(),
+    aten.dot: lambda a, r: 2.0 * a[0].numel(),
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+    aten._scaled_dot_product_flash_attention: _attention_forward,
+    aten._scaled_dot_product_efficient_attention: _attention_forward,
+    aten._scaled_dot_product_cudnn_attention: _attention_forward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

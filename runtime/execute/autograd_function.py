@@ -1,0 +1,282 @@
+"""A compiled plan as nodes of the autograd graph, one a segment of the backward.
+
+The forward runs whole, in the node that the outputs hang on. Its backward runs the first segment and hands what is held
+to the next node, along an empty tensor that joins the two, and so on. Autograd gives a node's gradients to their
+parameters before it runs the next node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.execute.compile import Backward, compile_halves
+from rematplan.runtime.execute.missing_tangents import lies_otherwise
+from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
+from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
+
+
+class CompiledPlan:
+    """A plan that takes part in autograd.
+
+    Calling it with the tensors of the module by name and the batch gives the module's tensor outputs, and writes the
+    buffers' new content.
+    """
+
+    def __init__(
+        self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None, spare: Sequence[int] = ()
+    ) -> None:
+        self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
+        self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
+        self.variants: dict[_Way, tuple[Backward, ...]] = {_Way(): halves.backward}
+        self.inputs = [i for i in step.inputs if i.kind != "tangent"]
+        self.sources = [self._source(i) for i in self.inputs]
+        self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
+        self.strides = tuple(step.values[value].fake.stride() for _, value in self.tangents)
+        early = [o for o in step.outputs if o.kind in ("output", "buffer")]
+        self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
+        self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
+        wanted = {at for at, _ in self.tangents}
+        self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
+        of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
+        self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
+        """For each segment the positions among the inputs of those whose gradients it gives."""
+
+    def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _Way:
+        """The way of a backward that is given these tangents."""
+        missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
+        strides = tuple(
+            like if given is None else given.stride()
+            for given, like in zip(tangents, self.strides, strict=True)
+        )
+        return _Way(missing, kept, None if strides == self.strides else strides)
+
+    def backward(self, way: _Way, notes: Notes) -> tuple[Backward, ...]:
+        """The segments of a backward half, compiled when first met. ``notes``: where it is noted how its values lie, if
+        that has still to be known."""
+        if way in self.variants:
+            return self.variants[way]
+        as_captured = way.strides is None and not lies_otherwise(self.step, way.missing)
+        step = self.step if as_captured else for_any_layout(self.step)
+        note = notes.note if way.noted else None
+        overwrite = as_captured and not way.kept
+        halves = compile_halves(
+            step, self.schedule, way.missing, spare=self.spare, overwrite=overwrite, note=note
+        )
+        if not way.noted:
+            self.variants[way] = halves.backward
+        return halves.backward
+
+    def learn(self, way: _Way, notes: Notes) -> None:
+        """How the values of a way lie is known now, and so what may be written over."""
+        if way.noted and way not in self.variants:
+            step = notes.lying(for_any_layout(self.step))
+            halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
+            self.variants[way] = halves.backward
+
+    def __call__(
+        self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs. Raises what the ops raise."""
+        pools = (named, batch, self.step.constants)
+        inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
+        call = _Call(self, named, inputs)
+        link = torch.empty(0, device=self.step.device)
+        for k in range(len(self.wanting) - 1, 0, -1):
+            link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
+        first = (inputs[at] for at in self.wanting[0])
+        outputs: tuple[torch.Tensor, ...] = _First.apply(call, link, *first)
+        return outputs[:-1]
+
+    @staticmethod
+    def _source(i: StepInput) -> tuple[int, str | int]:
+        """Where an input comes from: the module, the batch or the step's constants; and under which name or number."""
+        if i.kind == "batch":
+            return 1, int(i.target)
+        return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a backward is begun: the tangents (values) that are ``missing``, whether what the forward held is ``kept`` to
+    be used again, and the ``strides`` of the tangents, None if they are as captured."""
+
+    missing: frozenset[str] = frozenset()
+    kept: bool = False
+    strides: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def noted(self) -> bool:
+        """Whether its first backward notes how the values lie, so that later ones may write over them."""
+        return self.strides is not None and not (self.kept or self.missing)
+
+
+def _own_name(target: str) -> str:
+    return target.removeprefix("model.")
+
+
+@dataclass
+class _Call:
+    """One call of a compiled plan, on its way from segment to segment.
+
+    ``start``: what the forward half held, until the backward takes it. ``held``: what one segment leaves to the next.
+    """
+
+    plan: CompiledPlan
+    named: Mapping[str, torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    start: list[Any] | None = None
+    held: list[Any] | None = None
+    versions: Sequence[int] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    output_versions: Sequence[int] = ()
+    way: _Way = _Way()
+    segments: Sequence[Backward] = ()
+    notes: Notes = field(default_factory=Notes)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Run the forward half; the outputs. From here on only what the plan holds is held."""
+        plan, named, inputs = self.plan, self.named, self.inputs
+        self.inputs = [inputs[at] for at in plan.halves.read_late]
+        self.versions = [t._version for t in self.inputs]
+        with _without_autocast(plan.step.device):
+            early, held = plan.halves.forward(*[t.detach() for t in inputs])
+            for name, at in plan.buffers:
+                if named[name].shape != early[at].shape:  # an op may size its state in its first call
+                    named[name].resize_(early[at].shape)
+                named[name].copy_(early[at])
+        # The tensors that autograd gives a place in its graph must not be what that place holds.
+        given = {id(early[at]) for at in plan.halves.outputs_late}
+        self.start = [t.detach() if id(t) in given else t for t in held] if given else held
+        self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
+        self.output_versions = [t._version for t in self.outputs]
+        # As a view it could not be written over by those who get it.
+        return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
+
+    def begin(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        """A backward begins, the first or, where the one before kept the graph, a further one."""
+        name = self.plan.step.name
+        if self.start is None:
+            raise RuntimeError(
+                f"{name}: backward a second time through a planned step, whose tensors were freed on the way; say "
+                f"retain_graph=True the first time"
+            )
+        if [t._version for t in self.outputs] != self.output_versions:
+            raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
+        if any(given is not None and _is_batched(given) for given in tangents):
+            raise RuntimeError(
+                f"{name}: a planned step goes backward for one gradient at a time; take many (is_grads_batched, "
+                f"vectorize, torch.func) of the model that it was made of"
+            )
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.way, self.notes = self.plan.way(tangents, kept), Notes()
+        self.segments = self.plan.backward(self.way, self.notes)
+        for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
+            if given is not None:
+                self.notes.note(value, given)
+        self.held, self.outputs = list(self.start), self.outputs if kept else ()
+        self.start = self.start if kept else None
+
+    def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run a segment of the backward half; the gradients that it gives."""
+        held, self.held = self.held, None
+        assert held is not None
+        still_read = self.plan.halves.backward[k].still_read
+        if any(self.inputs[at]._version != self.versions[at] for at in still_read):
+            raise RuntimeError(
+                f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
+            )
+        with _without_autocast(self.plan.step.device):
+            gradients, self.held = self.segments[k].function(held, *tangents)
+        if k == len(self.plan.wanting) - 1:
+            self.held, self.segments = None, ()
+            self.inputs = self.inputs if self.way.kept else ()
+            self.plan.learn(self.way, self.notes)
+        return gradients
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def _once_differentiable(backward: Any) -> Any:
+    """A backward whose gradients say of themselves that they are the last."""
+
+    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        given = [r for r in results if r is not None]
+        # The error must stand between the gradients and all that they depend on: where no way leads to what they are
+        # differentiated by, autograd says that the derivative is zero.
+        depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
+        error = torch._C._functions.DelayedError(
+            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
+            f"made of",
+            len(given) + len(depend_on),
+        )
+        last = iter(error(*given, *depend_on))
+        return tuple(None if r is None else next(last) for r in results)
+
+    return staticmethod(checked)
+
+
+class _First(torch.autograd.Function):
+    """The forward half, and of the backward half the first segment.
+
+    Its last output is an empty tensor, which it saves: in the graph it comes after all of the step's inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        del inputs
+        ctx.call, ctx.link = call, link.device
+        ctx.set_materialize_grads(False)  # what the loss does not use stays None
+        results = call.forward()
+        ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
+        after_all = torch.empty_like(link)
+        ctx.save_for_backward(after_all)
+        return *results, after_all
+
+    @_once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        plan = ctx.call.plan
+        tangents = [gradients[at] for at, _ in plan.tangents]
+        del gradients
+        if all(given is None for given in tangents):
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.call.begin(tangents)
+        return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
+
+
+class _Later(torch.autograd.Function):
+    """A further segment of the backward half."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        del inputs
+        ctx.call, ctx.k = call, k
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(link)
+
+    @_once_differentiable
+    def backward(ctx: Any, link: torch.Tensor | None) -> Any:
+        if link is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, link, *ctx.call.backward(ctx.k)
+
+
+_NOTHING = nullcontext()
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The captured calls hold all casts that it would add."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING

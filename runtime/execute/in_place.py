@@ -1,0 +1,164 @@
+"""Where a schedule's pointwise calls may write over an operand that nothing reads again.
+
+Autograd does so when it adds gradients up. The bits are the same, a page of memory less is touched, and one tensor
+less is held than the plan counts. A plan does not count on it, and its least peak is stated without it: a backward that
+keeps its graph writes over nothing, nor does the first one of a layout of gradients that was not met before, and the
+budget holds for these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rematplan.planner.core.schedule import Free, Schedule
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+
+ATEN = torch.ops.aten
+
+FRESH = frozenset(
+    {
+        ATEN.mm.default,
+        ATEN.bmm.default,
+        ATEN.addmm.default,
+        ATEN.baddbmm.default,
+        ATEN.convolution.default,
+        ATEN.convolution_backward.default,
+        ATEN.native_batch_norm.default,
+        ATEN._native_batch_norm_legit_functional.default,
+        ATEN.native_batch_norm_backward.default,
+        ATEN.native_layer_norm.default,
+        ATEN.native_layer_norm_backward.default,
+        ATEN.native_group_norm.default,
+        ATEN.native_group_norm_backward.default,
+        ATEN.max_pool2d_with_indices_backward.default,
+        ATEN.embedding.default,
+        ATEN.embedding_dense_backward.default,
+        ATEN.cat.default,
+        ATEN.slice_backward.default,
+        ATEN.select_backward.default,
+        ATEN._softmax.default,
+        ATEN._softmax_backward_data.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+"""Calls beside the pointwise ones whose results are known never to share memory with an argument. A kernel that gave
+an argument back, against its schema, would have it written over."""
+
+COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
+"""Calls that may write over their second operand."""
+
+IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
+"""Where an op's own sibling gives other bits: ``mul_.Scalar`` rounds its number to the tensor's type, where that has
+16 bits."""
+
+RESHAPE = ATEN.reshape.default
+"""The one call whose result may or may not be its argument's memory."""
+
+
+def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
+    """By position in the schedule: the call to make instead of the one that stands there, with the same results."""
+    ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
+    fixed = {step.values[value].storage for value in ends}
+    shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
+    shared |= {s for c in step.priced_calls if c.target is RESHAPE for s in step.reads(c)}
+    found = {}
+    for at, run, dying in _last_uses(schedule):
+        call = step.call.get(run)
+        if call is None or call.seeded or not (call.single and call.results[0] and _pointwise(call)):
+            continue
+        for value in _overwritable(step, call):
+            storage = value.storage
+            if storage in dying and storage not in fixed and storage not in shared:
+                found[at] = _overwriting(call, value.name)
+                break
+    return found
+
+
+def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:
+    """Each run with its position and the storages that are freed straight after it."""
+    dying: list[str] = []
+    for at in reversed(range(len(schedule))):
+        one = schedule[at]
+        if isinstance(one, Free):
+            dying.append(one.tensor)
+        else:
+            yield at, one.op, frozenset(dying)
+            dying = []
+
+
+def _pointwise(call: Call) -> bool:
+    target = call.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and torch.Tag.pointwise in target.tags
+    )
+
+
+def _fresh(call: Call) -> bool:
+    return _pointwise(call) or call.target in FRESH
+
+
+def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
+    """The operands that there is an op to write over: laid out as the result, whole storages, read only once.
+
+    Where a dimension is 1 its stride says nothing, a new result's may be another than the operand's, and kernels
+    choose by it how they add up. Complex quotients in place have other bits, complex products by the order.
+    """
+    read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
+    result = step.values[call.results[0] or ""].fake
+    sibling = _sibling(call.target)
+    if (
+        not sibling
+        or 1 in result.shape
+        or result.is_complex()
+        or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
+    ):
+        return
+    either = sibling[1] or (call.target in COMMUTES and not call.kwargs)
+    for operand in call.args[: 2 if either else 1]:
+        value = step.values[operand.value] if isinstance(operand, Ref) else None
+        if (
+            value
+            and _full(value, result)
+            and value.fake.dtype == result.dtype
+            and value.fake.untyped_storage().nbytes() == result.untyped_storage().nbytes() == result.nbytes
+            and [v.storage for v in read].count(value.storage) == 1
+        ):
+            yield value
+
+
+def _full(value: Value, result: torch.Tensor) -> bool:
+    return value.fake.shape == result.shape
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.stride(), tensor.storage_offset()
+
+
+def _overwriting(call: Call, value: str) -> Call:
+    """The call that writes over an operand."""
+    target, out = _sibling(call.target) or (call.target, None)
+    if out:
+        return replace(call, target=target, kwargs={**call.kwargs, out: Ref(value)})
+    args = call.args if call.args[0] == Ref(value) else (call.args[1], call.args[0], *call.args[2:])
+    return replace(call, target=target, args=args)
+
+
+def _sibling(target: Any) -> tuple[Any, str | None] | None:
+    """The op that writes in place; or, of a gradient's formula, the one that writes into an argument, with the
+    argument's name."""
+    if target in IN_PLACE:
+        return IN_PLACE[target], None
+    packet, overload = target._overloadpacket, target._overloadname
+    in_place = getattr(ATEN, f"{packet.__name__}_", None)
+    if in_place is not None and overload in in_place.overloads():
+        return getattr(in_place, overload), None
+    if "grad_input" in packet.overloads():
+        return packet.grad_input, "grad_input"
+    return None

@@ -1,0 +1,99 @@
+"""What two lanes do to each other on the present device: measured, on ops of the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rematplan.planner.core.lanes import Placed, Sharing
+from rematplan.runtime.costs.measure import synchronize
+from rematplan.runtime.costs.profile import SyntheticArguments
+from rematplan.runtime.execute.lane_threads import two_lanes
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+SECONDS = 0.02
+"""For how long each lane is kept busy at a time."""
+ROUNDS = 5
+HANDOVERS = 50
+
+
+def measured_sharing(
+    step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
+) -> Sharing:
+    """How fast the op that each lane spends most time on is beside the other's, and what handing over takes.
+
+    ``cost``: time by op, in any unit. Ops have as many threads as they have now: where one of them fills all cores, the
+    speed is about a half. The usual figures where a lane has nothing to do.
+    """
+    if not where.main or not where.recovery:
+        return Sharing()
+    device = step.device
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        lanes = [_busy(step, [runs[at] for at in lane], cost) for lane in where.lanes]
+        alone, beside, start, handover = [], [], [], []
+        for _ in range(ROUNDS):
+            alone.append(_seconds(device, lanes[0]) + _seconds(device, lanes[1]))
+            beside.append(_seconds(device, lambda: _both(device, *lanes)))
+            start.append(_seconds(device, lambda: _both(device, _nothing, _nothing)))
+            handover.append(_seconds(device, lambda: _hand_over(device)))
+    speed = min(alone) / 2 / min(beside)
+    waiting = max(0.0, min(handover) - min(start)) / (2 * HANDOVERS)
+    return Sharing(min(1.0, max(0.5, speed)), waiting * 1e6, min(start) * 1e6)
+
+
+def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
+    """The op that takes most of a lane's time, so often that it takes `SECONDS`."""
+    total: dict[str, float] = {}
+    for name in names:
+        total[name] = total.get(name, 0.0) + cost[name]
+    name = max(total, key=lambda one: total[one])
+    call = step.call[name]
+    args, kwargs = SyntheticArguments(step).of(call)
+
+    def once() -> None:
+        call.target(*args, **kwargs)
+
+    once()  # the first run of an op is a slow one
+    times = math.ceil(SECONDS / max(min(_seconds(step.device, once) for _ in range(ROUNDS)), 1e-6))
+
+    def run() -> None:
+        for _ in range(times):
+            once()
+
+    return run
+
+
+def _both(device: torch.device, on_main: Callable[[], None], beside: Callable[[], None]) -> None:
+    _, recovery = two_lanes(device)
+    with recovery.running(beside):
+        on_main()
+
+
+def _hand_over(device: torch.device) -> None:
+    """Two lanes that do nothing but wait for each other."""
+    main, recovery = two_lanes(device)
+
+    def answer() -> None:
+        for k in range(HANDOVERS):
+            main.wait(k + 1)
+            recovery.reached(k + 1)
+
+    with recovery.running(answer):
+        for k in range(HANDOVERS):
+            main.reached(k + 1)
+            recovery.wait(k + 1)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _seconds(device: torch.device, call: Callable[[], None]) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,237 @@
+"""The source of a schedule on two lanes: after the fork a function inside the function, the recovery lane's.
+
+Each lane has variables of its own, and drops a tensor when it has read it for the last time; that is gone when both
+have. What one lane makes and the other reads is handed over in variables ``h_...``, which the other lane empties.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from threading import Lock
+
+from rematplan.planner.core.lanes import (
+    BEFORE,
+    MAIN,
+    RECOVERY,
+    Copy,
+    Lanes,
+    Needs,
+    Placed,
+    check_needs,
+    copies_of,
+    data_needs,
+    later_draws,
+    needs_of,
+    placed,
+)
+from rematplan.planner.core.schedule import Run, Schedule, runs_of
+from rematplan.runtime.execute.codegen import Writer
+from rematplan.runtime.execute.lane_threads import taken, two_lanes
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+LANE = ("gradients", "recovery")
+"""The lanes in the source."""
+
+DRAWS = Lock()
+"""Held by who draws random numbers after a fork: a replay sets the generator back, and on again."""
+
+
+@dataclass
+class _Stretch:
+    """The runs of a schedule, after the fork, that one function holds, and what each lane does at each of its runs.
+
+    By lane and index of a run: the copies that the lane takes over before it, those that it hands over and the storages
+    that it drops after it.
+    """
+
+    where: Placed
+    copies: list[Copy]
+    needs: Needs
+    takes: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    gives: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    drops: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    handed: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By ``id`` of a copy that is handed over its values, and the variables in which they are."""
+
+    def __post_init__(self) -> None:
+        for copy in self.copies:
+            if (reader := copy.first[1 - copy.lane]) is not None:
+                self.gives[copy.lane, copy.made].append(copy)
+                self.takes[1 - copy.lane, reader].append(copy)
+            for lane in (MAIN, RECOVERY):
+                end = copy.made if copy.lane == lane and copy.last[lane] is None else copy.last[lane]
+                if end is not None:
+                    self.drops[lane, end].append(copy.tensor)
+
+    @property
+    def kept(self) -> set[str]:
+        """Of what stands at its begin that which the main lane reads."""
+        return {c.tensor for c in self.copies if c.made == BEFORE and c.last[MAIN] is not None}
+
+    def awaited(self, lane: int) -> set[int]:
+        """The counts of finished runs of a lane that the other waits for."""
+        other = 1 - lane
+        return set(self.needs[other][: len(self.where.lanes[other])])
+
+
+class _Locked(Writer):
+    """Writes a lane: one that draws random numbers has the lock meanwhile."""
+
+    locked = True
+
+    def run(self, run: Run, at: int) -> None:
+        """One run."""
+        before = len(self.lines)
+        super().run(run, at)
+        if self.locked and self.step.call[run.op].seeded:
+            self.scope["draws"] = DRAWS
+            self.lines[before:] = ["with draws:", *_indented(self.lines[before:])]
+
+
+class LaneWriter(_Locked):
+    """Writes a schedule with what comes after the fork, and not before the step ``start``, on two lanes; in several
+    functions, if in several ranges.
+
+    Each of these begins and ends in one lane. Their lanes wait for each other more often than they have to, which
+    changes no result and holds no more.
+
+    Raises:
+        ProblemError: the lanes do not fit the schedule, or do not wait for what they read.
+    """
+
+    locked = False
+
+    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes, start: int = 0) -> None:
+        super().__init__(step, schedule)
+        self.runs, self.lanes = runs_of(schedule), lanes
+        self.where = placed(lanes.fork, lanes.recovery, len(self.runs))
+        self.step_of = [k for k, one in enumerate(schedule) if isinstance(one, Run)]
+        self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
+
+    def steps(self, start: int, end: int) -> None:
+        """Those before the fork one after the other, the others on their lanes."""
+        if start < self.start:
+            super().steps(start, min(end, self.start))
+        if end > self.start:
+            self._write(self._stretch(max(start, self.start), end))
+
+    @cached_property
+    def _touches(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        calls = [self.step.call[name] for name in self.runs]
+        return [(self.step.reads(call), self.step.writes(call)) for call in calls]
+
+    @cached_property
+    def _inputs(self) -> set[str]:
+        return {self.step.values[i.value].storage for i in self.step.inputs}
+
+    def _stretch(self, start: int, end: int) -> _Stretch:
+        """The steps from ``start`` to ``end``, with what is read after them as if their end read it."""
+        first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
+        wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
+        for reads, writes in reversed(self._touches[last:]):
+            wanted = {t: None for t in wanted if t not in writes} | dict.fromkeys(reads)
+        where = placed(first, (at for at in self.where.recovery if first <= at < last), last)
+        copies = copies_of(self._touches[:last], where, self._inputs, wanted)
+        needs = needs_of(
+            where, [(at, other) for at, other in self.lanes.waits if first <= other and at < last]
+        )
+        draws = later_draws(self.runs[:last], (c.name for c in self.step.calls if c.seeded))
+        later = {at: first for at, first in draws.items() if at in where.where}
+        check_needs(where, needs, data_needs(where, copies, later))
+        return _Stretch(where, copies, needs)
+
+    def _write(self, here: _Stretch) -> None:
+        for copy in filter(Copy.crosses, here.copies):
+            for runs, last in zip(here.where.lanes, copy.last, strict=True):
+                if last is not None and last < len(
+                    runs
+                ):  # nor may it be written over: the other may be reading it
+                    self.overwriting.pop(self.step_of[runs[last]], None)
+        for copy in here.gives[MAIN, BEFORE]:
+            self._give(self, here, copy)
+        for storage in list(self.alive):
+            if storage not in here.kept and storage not in self._inputs:
+                self.free(storage)
+        self.drop_dead()
+        if not here.where.recovery:
+            self._lane(self, here, MAIN)
+            return
+        beside = self._beside()
+        before, self.lines, self.locked = self.lines, [], True
+        self._lane(self, here, MAIN)
+        on_main, self.lines, self.locked = self.lines, [], False
+        self._lane(beside, here, RECOVERY)
+        hands = [hand for values in here.handed.values() for hand in values.values()]
+        self.scope["two_lanes"] = partial(two_lanes, self.step.device)
+        self.lines = [
+            *before,
+            f"{', '.join(LANE)} = two_lanes()",
+            "def recover():",
+            *_indented([f"nonlocal {', '.join(hands)}"] if hands else []),
+            *_indented(beside.lines),
+            f"with {LANE[RECOVERY]}.running(recover):",
+            *_indented(on_main or ["pass"]),
+        ]
+        self._take(self, here, MAIN, len(here.where.main))
+
+    def _beside(self) -> Writer:
+        """A writer for the function inside: it sees the inputs and the random states, all else is its own."""
+        beside = _Locked(self.step, self.schedule)
+        beside.scope, beside.targets = self.scope, self.targets
+        beside.variable, beside.taken = self.variable, self.taken
+        beside.states, beside.overwriting = self.states, self.overwriting
+        beside.take([i.value for i in self.step.inputs])
+        return beside
+
+    def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
+        """The runs of one lane."""
+        awaited, had = here.awaited(lane), 0
+        for k, at in enumerate(here.where.lanes[lane]):
+            if here.needs[lane][k] > had:
+                had = here.needs[lane][k]
+                writer.lines.append(f"{LANE[1 - lane]}.wait({had})")
+            self._take(writer, here, lane, k)
+            writer.run(Run(self.runs[at]), self.step_of[at])
+            for copy in here.gives[lane, k]:
+                self._give(writer, here, copy)
+            ends = self.ends.get(self.step_of[at], ()) if lane == MAIN else ()
+            for storage in (*here.drops[lane, k], *ends):
+                writer.free(storage)
+            writer.drop_dead()
+            if k + 1 in awaited:
+                writer.lines.append(f"{LANE[lane]}.reached({k + 1})")
+
+    def _give(self, writer: Writer, here: _Stretch, copy: Copy) -> None:
+        writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
+
+    def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
+        """Take over the copies that are read first by a run of this lane."""
+        for copy in here.takes[lane, index]:
+            for value, hand in self._hands(here, copy).items():
+                name = writer.name(value)
+                writer.lines += [f"{name} = {hand}", f"del {hand}"]
+                if self.step.device.type == "cuda":
+                    writer.scope["taken"] = taken(self.step.device)
+                    writer.lines.append(f"taken({name})")
+                writer.bring_to_life(value)
+
+    def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
+        """The values of a copy that is handed over, and the variables in which they are."""
+        if id(copy) not in here.handed:
+            number, step = len(here.handed), self.step
+            at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
+            made = self.alive[copy.tensor] if at is None else step.call[self.runs[at]].results
+            own = [v for v in made if v and step.values[v].storage == copy.tensor and not self._is_view(v)]
+            here.handed[id(copy)] = {v: f"h_{number}_{self.name(v)}" for v in own}
+        return here.handed[id(copy)]
+
+    def _is_view(self, value: str) -> bool:
+        call = self.step.values[value].call
+        return call is not None and self.step.call[call].is_view
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

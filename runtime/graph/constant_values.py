@@ -1,0 +1,56 @@
+"""Which values of a step are known before it runs: those computed from parameters, buffers and constants alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
+
+MOST = 2**20
+"""Elements beyond which a value is not computed: a scale is small."""
+DEEPEST = 24
+"""Calls that a known value may be away from what it is computed from."""
+
+
+class KnownValues:
+    """The real tensors behind a step's values, computed when asked for.
+
+    ``named``: parameters and buffers by name. Without an entry a value is unknown, and so is what depends on it.
+    """
+
+    def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:
+        self.step = step
+        self.known: dict[str, torch.Tensor | None] = dict(step.constants)
+        for i in step.inputs:
+            if i.kind in ("parameter", "buffer") and i.target in named:
+                self.known[i.value] = named[i.target].detach()
+
+    def __call__(self, value: str) -> torch.Tensor | None:
+        """The tensor, or None where it is not known."""
+        return self._find(value, DEEPEST)
+
+    def _find(self, value: str, depth: int) -> torch.Tensor | None:
+        if value not in self.known:
+            self.known[value] = None
+            self._compute(self.step.values[value].call, depth)
+        return self.known[value]
+
+    def _compute(self, name: str | None, depth: int) -> None:
+        call = self.step.call.get(name or "")
+        if call is None or call.seeded or not depth:
+            return
+        wanted = [self.step.values[r].fake for r in call.results if r]
+        if any(fake.numel() > MOST for fake in wanted):
+            return
+        given = {r.value: self._find(r.value, depth - 1) for r in refs((call.args, call.kwargs))}
+        if any(t is None for t in given.values()):
+            return
+        with torch.no_grad():
+            found = call.target(
+                *substitute(call.args, given.__getitem__), **substitute(call.kwargs, given.__getitem__)
+            )
+        for result, tensor in zip(call.results, (found,) if call.single else found, strict=True):
+            if result:
+                self.known[result] = tensor

@@ -1,0 +1,38 @@
+"""Passes over a captured step that keep its results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rematplan.runtime.graph.captured_step import (
+    CapturedStep,
+    refs,
+)
+
+
+def with_phases(step: CapturedStep) -> CapturedStep:
+    """Mark as backward what needs the loss's gradient, and what nothing of the forward's results needs."""
+    late = step.after_turn
+    needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
+    backward = set()
+    for call in reversed(step.calls):
+        if call.name in late or not (call.seeded or any(r in needed for r in call.results)):
+            backward.add(call.name)
+        else:
+            needed.update(r.value for r in refs((call.args, call.kwargs)))
+    return replace(step, calls=tuple(replace(c, backward=c.name in backward) for c in step.calls))
+
+
+def without_dead_calls(step: CapturedStep) -> CapturedStep:
+    """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they
+    leave."""
+    needed = {o.value for o in step.outputs}
+    kept = []
+    for call in reversed(step.calls):
+        if call.seeded or any(r in needed for r in call.results):
+            kept.append(call)
+            needed.update(r.value for r in refs((call.args, call.kwargs)))
+    kept.reverse()
+    alive = {r for c in kept for r in c.results if r} | {i.value for i in step.inputs}
+    values = {name: v for name, v in step.values.items() if name in alive}
+    return replace(step, calls=tuple(kept), values=values)

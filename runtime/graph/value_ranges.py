@@ -1,0 +1,143 @@
+"""Bounds of a step's values, whatever its inputs: a tanh lies in [−1, 1], so its exponential in [1/e, e]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.constant_values import KnownValues
+
+aten = torch.ops.aten
+
+DEEPEST = 24
+"""Calls that are looked through for a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Every element lies between ``low`` and ``high``. ``lasting``: also after parameters have changed."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    lasting: bool = True
+
+    def of(self, *ends: float) -> Range:
+        """The least range with these ends; all, if one of them is no number (∞ · 0)."""
+        if any(map(math.isnan, ends)):
+            return Range(lasting=self.lasting)
+        return Range(min(ends), max(ends), self.lasting)
+
+    @property
+    def sizes(self) -> tuple[float, float]:
+        """The least and the largest absolute value."""
+        ends = abs(self.low), abs(self.high)
+        return (0.0 if self.low <= 0 <= self.high else min(ends)), max(ends)
+
+
+class Ranges:
+    """The ranges of a step's values, worked out when asked for."""
+
+    def __init__(self, step: CapturedStep, known: KnownValues) -> None:
+        self.step, self.known = step, known
+
+    def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
+        """Of a number, or of the value that a reference names."""
+        if not isinstance(value, Ref):
+            return Range(float(value), float(value))
+        tensor = self.known(value.value)
+        if tensor is not None and tensor.numel() and not tensor.is_complex():
+            low, high = (float(end) for end in torch.aminmax(tensor.double()))
+            return Range(low, high, value.value in self.step.constants).of(low, high)
+        call = self.step.call.get(self.step.values[value.value].call or "")
+        if call is None or not depth:
+            return Range()
+        if call.is_view:
+            return self(call.args[0], depth - 1)
+        row = ROWS.get(getattr(call.target, "overloadpacket", None))
+        return row(call, lambda v: self(v, depth - 1)) if row else Range()
+
+
+Row = Callable[[Call, Callable[[Any], Range]], Range]
+
+
+def _within(low: float, high: float) -> Row:
+    return lambda call, of: Range(low, high)
+
+
+def _rising(f: Callable[[float], float]) -> Row:
+    """A function that never falls, of one argument."""
+
+    def row(call: Call, of: Callable[[Any], Range]) -> Range:
+        x = of(call.args[0])
+        return x.of(f(x.low), f(x.high))
+
+    return row
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0)) if x < 700 else math.inf
+
+
+def _sum(sign: int) -> Row:
+    def row(call: Call, of: Callable[[Any], Range]) -> Range:
+        a, b = of(call.args[0]), of(call.args[1])
+        by = sign * call.kwargs.get("alpha", 1)
+        ends = (a.low + by * b.low, a.low + by * b.high, a.high + by * b.low, a.high + by * b.high)
+        return Range(lasting=a.lasting and b.lasting).of(*ends)
+
+    return row
+
+
+def _product(call: Call, of: Callable[[Any], Range]) -> Range:
+    a, b = of(call.args[0]), of(call.args[1])
+    ends = (x * y for x in (a.low, a.high) for y in (b.low, b.high))
+    return Range(lasting=a.lasting and b.lasting).of(*ends)
+
+
+def _quotient(call: Call, of: Callable[[Any], Range]) -> Range:
+    a, b = of(call.args[0]), of(call.args[1])
+    if b.low <= 0 <= b.high or call.kwargs.get("rounding_mode"):
+        return Range()
+    ends = (x / y for x in (a.low, a.high) for y in (b.low, b.high))
+    return Range(lasting=a.lasting and b.lasting).of(*ends)
+
+
+def _clamped(call: Call, of: Callable[[Any], Range]) -> Range:
+    x = of(call.args[0])
+    given = [*call.args[1:], None, None]
+    low, high = call.kwargs.get("min", given[0]), call.kwargs.get("max", given[1])
+    if isinstance(low, Ref) or isinstance(high, Ref):
+        return Range()
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    return x.of(min(max(x.low, low), high), min(max(x.high, low), high))
+
+
+ROWS: Mapping[Any, Row] = {
+    aten.tanh: _within(-1, 1),
+    aten.sigmoid: _within(0, 1),
+    aten.hardsigmoid: _within(0, 1),
+    aten._softmax: _within(0, 1),
+    aten.erf: _within(-1, 1),
+    aten.sin: _within(-1, 1),
+    aten.cos: _within(-1, 1),
+    aten.softplus: _within(0, math.inf),
+    aten.hardtanh: lambda call, of: Range(*(call.args[1:3] if len(call.args) == 3 else (-1.0, 1.0))),
+    aten.clamp: _clamped,
+    aten.clamp_min: _clamped,
+    aten.relu: _rising(lambda x: max(x, 0.0)),
+    aten.exp: _rising(_exp),
+    aten.atan: _within(-math.pi / 2, math.pi / 2),
+    aten.neg: lambda call, of: (x := of(call.args[0])).of(-x.low, -x.high),
+    aten.add: _sum(+1),
+    aten.sub: _sum(-1),
+    aten.mul: _product,
+    aten.div: _quotient,
+    aten.clone: lambda call, of: of(call.args[0]),
+    aten._to_copy: lambda call, of: of(call.args[0]),
+}
+"""By ATen op: the range of a result, given those of the arguments."""

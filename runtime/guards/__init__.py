@@ -1,0 +1,1 @@
+"""What a forward depends on besides its arguments, and whether that still holds."""

@@ -1,0 +1,356 @@
+"""The attributes that a forward reads of its modules, of records that these hold, and of the classes of both: numbers,
+flags, tensors, functions, containers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import reduce
+from operator import contains
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of
+from rematplan.runtime.guards.snapshots import PLAIN, UNSET, Constants, is_data, kept, same, unchanged
+
+Owner = tuple[int, tuple[str, ...]]
+"""Who has an attribute: a module, by its position in the walk over all of them, or a record that it holds, such as a
+configuration, by the attributes that lead to it."""
+
+_DEPTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Attributes of one owner, with the values that a forward found there."""
+
+    owner: Owner
+    constants: Constants
+
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether they have these values still, given the attributes of all modules."""
+        place = _place(self.owner, attributes)
+        return place is not None and self.constants.hold(place)
+
+
+@dataclass(frozen=True, slots=True)
+class OfClasses:
+    """Attributes that a forward found in the classes of modules and records, methods among them, by class; and who was
+    asked for these, or for what neither had, for owners may come to have their own: ``modules`` and ``names`` in pairs,
+    and ``records``."""
+
+    found: tuple[tuple[Any, Constants], ...]
+    modules: tuple[int, ...]
+    names: tuple[str, ...]
+    records: tuple[tuple[Owner, str], ...]
+
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether the classes have these values still, and no owner any of its own."""
+        if any(map(contains, map(attributes.__getitem__, self.modules), self.names)):
+            return False
+        places = ((_place(owner, attributes), name) for owner, name in self.records)
+        if any(place is None or name in place for place, name in places):
+            return False
+        return all(constants.hold(place) for place, constants in self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one owner's ``__getattr__`` said when a forward asked for names that are no attributes: of a configuration
+    that keeps its entries in a dictionary of its own, say."""
+
+    owner: Owner
+    constants: Constants
+
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether it says so still."""
+        holder = _record(self.owner, attributes)
+        return holder is not None and self.constants.hold(_Asked(holder))
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records that a forward came upon, by class and by all that hold the same one."""
+
+    found: tuple[tuple[type, tuple[Owner, ...]], ...]
+
+    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
+        """Whether there is one of the class still, and only one."""
+        for kind, (first, *others) in self.found:
+            record = _record(first, attributes)
+            if type(record) is not kind or any(_record(o, attributes) is not record for o in others):
+                return False
+        return True
+
+
+Dependence = Read | OfClasses | Answers | Records
+"""What a plan depends on."""
+
+
+class _Asked:
+    """An object's attributes by name, for whoever indexes."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.holder, name)
+
+
+def _record(owner: Owner, attributes: Sequence[dict[str, Any]]) -> Any:
+    """The record that is an owner, or None."""
+    at, (name, *path) = owner
+    try:
+        return reduce(getattr, path, attributes[at][name])
+    except (LookupError, AttributeError):
+        return None
+
+
+def _place(owner: Owner, attributes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """An owner's attributes, if there is one still."""
+    at, path = owner
+    place = attributes[at]
+    try:
+        for name in path:
+            place = place[name].__dict__
+    except (LookupError, AttributeError):
+        return None
+    return place
+
+
+class Reads:
+    """What was read while it listened."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.owners: dict[int, Owner] = {}
+        """By the id of their attributes, which a planned module shares with its model."""
+        self.things: set[int] = set()
+        self.kinds: set[type] = {nn.Module}
+        self.found: dict[tuple[Owner, str], Any] = {}
+        self.met: dict[int, tuple[Any, dict[Owner, None]]] = {}
+        """By id, records that were read, with all owners that they are."""
+        self.asked: set[tuple[Owner, str]] = set()
+        self.fresh: set[tuple[Owner, str]] = set()
+        """What was set before it was asked for: attributes that a forward gives, and does not depend on."""
+        self.holders: dict[Owner, Any] = {}
+        self.inherited: dict[Owner, dict[str, None]] = {}
+        """What was found in an owner's class, or nowhere."""
+        self.classes: dict[type, dict[str, Any]] = {}
+        self.answering: dict[int, Owner] = {}
+        """By id, records that answer to more than their attributes."""
+        self.answers: dict[Owner, tuple[Any, dict[str, Any]]] = {}
+        self.modules, self.own = modules, packages_of(modules)
+        for at, module in enumerate(modules):
+            self._look_into(module, (at, ()))
+
+    def _look_into(self, holder: Any, owner: Owner) -> None:
+        self.owners.setdefault(id(vars(holder)), owner)
+        self.things.add(id(holder))
+        self._may_answer(holder, owner)
+        for name, value in vars(holder).items():
+            if is_record(value) and id(value) not in self.things and len(owner[1]) < _DEPTH:
+                self.kinds.add(type(value))
+                self._look_into(value, (owner[0], (*owner[1], name)))
+
+    def _may_answer(self, holder: Any, owner: Owner) -> None:
+        """Note a record whose class has a ``__getattr__``; kept, for ids of what is gone are given anew."""
+        if is_record(holder) and hasattr(type(holder), "__getattr__"):
+            self.answering[id(holder)] = owner
+            self.answers.setdefault(owner, (holder, {}))
+
+    def _owner(self, holder: Any) -> Owner | None:
+        return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
+
+    def note(self, holder: Any, name: str, value: Any) -> None:
+        """An attribute was read."""
+        owner = self._owner(holder)
+        if owner is None or (owner, name) in self.fresh or name.startswith("__"):
+            return
+        if name not in object.__getattribute__(holder, "__dict__"):
+            self._note_inherited(owner, type(holder), name)
+        elif id(value) in self.things:
+            if is_record(value):
+                self._note_record(value, self._owner(value), (owner[0], (*owner[1], name)))
+        elif type(value) in PLAIN or name not in BOOKKEEPING:
+            self.holders[owner] = holder
+            first = self.found.setdefault((owner, name), kept(value))
+            if not same(value, first):
+                self.found[owner, name] = UNSET
+
+    def _note_record(self, record: Any, *owners: Owner | None) -> None:
+        _, known = self.met.setdefault(id(record), (record, {}))
+        known.update((owner, None) for owner in owners if owner is not None)
+
+    def _note_inherited(self, owner: Owner, kind: type, name: str) -> None:
+        home = next((c for c in kind.__mro__ if name in vars(c)), nn.Module)
+        if home is not nn.Module:
+            self.inherited.setdefault(owner, {})[name] = None
+            self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
+
+    def note_attributes(self, holder: Any, reader: FrameType) -> None:
+        """The dictionary of the attributes was read: of these, those count that the reading code names."""
+        known = self._owner(holder) is not None and id(holder) not in self.answering
+        if known and not is_library(reader.f_globals.get("__name__"), self.own):
+            attributes = object.__getattribute__(holder, "__dict__")
+            for name in named_in(reader.f_code):
+                if name in attributes:
+                    self.note(holder, name, attributes[name])
+                elif not hasattr(type(holder), name):
+                    self.note_absent(holder, name)
+
+    def note_asked(self, holder: Any, name: str) -> None:
+        """An attribute is about to be read, whether or not it is there."""
+        owner = self._owner(holder)
+        if owner is not None and (owner, name) not in self.fresh:
+            self.asked.add((owner, name))
+
+    def note_absent(self, holder: Any, name: str) -> None:
+        """An attribute was asked for that neither the holder nor its class has."""
+        owner = self._owner(holder)
+        if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
+            self.inherited.setdefault(owner, {})[name] = None
+
+    def note_answer(self, holder: Any, name: str, value: Any) -> None:
+        """A ``__getattr__`` was asked for an attribute that is not there."""
+        owner = self.answering.get(id(holder))
+        if owner is None or name.startswith("__"):
+            return
+        at, path = owner
+        if len(path) <= _DEPTH:
+            self._may_answer(value, (at, (*path, name)))
+        if id(value) in self.answering:
+            self._note_record(value, self.answering[id(value)], (at, (*path, name)))
+        else:
+            self.answers[owner][1].setdefault(name, kept(value))
+
+    def note_set(self, holder: Any, name: str) -> None:
+        """An attribute was set."""
+        owner = self._owner(holder)
+        if owner is not None and (owner, name) not in self.asked:
+            self.fresh.add((owner, name))
+
+    def given(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of a module that the forward only gives, where these are tensors, plain values or containers
+        of such. ``before``: what it had when the forward began."""
+        owner = self.owners[id(vars(module))]
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if (owner, name) in self.fresh and value is not before.get(name, UNSET) and is_data(value)
+        }
+
+    def listed(self) -> tuple[Dependence, ...]:
+        """All that a plan depends on. What the forward itself sets is not among it: what it read there has another
+        value now, when all is as it was before."""
+        owned: dict[Owner, dict[str, Any]] = {}
+        for (owner, name), value in self.found.items():
+            owned.setdefault(owner, {})[name] = value
+        reads = [
+            Read(owner, row)
+            for owner, values in owned.items()
+            for row in unchanged(values, vars(self.holders[owner]))
+        ]
+        answers = [
+            Answers(owner, row)
+            for owner, (holder, values) in self.answers.items()
+            for row in unchanged(values, _Asked(holder))
+        ]
+        attributes = [vars(module) for module in self.modules]
+        records = Records(
+            tuple(
+                (type(record), tuple(owners))
+                for record, owners in self.met.values()
+                if all(_record(owner, attributes) is record for owner in owners)
+            )
+        )
+        of_classes = [
+            (vars(c), row) for c, values in self.classes.items() for row in unchanged(values, vars(c))
+        ]
+        owners = [(owner, name) for owner, names in self.inherited.items() for name in names]
+        modules = [(at, name) for (at, path), name in owners if not path]
+        of_records = [(owner, name) for owner, name in owners if owner[1]]
+        numbers, names = zip(*modules, strict=True) if modules else ((), ())
+        return (*reads, *answers, records, OfClasses(tuple(of_classes), numbers, names, tuple(of_records)))
+
+
+BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
+"""What every module keeps of its parts, hooks and tensors; others see to these."""
+
+
+@contextmanager
+def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
+    """A block in which what is read of the modules' attributes, and of records that they hold, is noted."""
+    reads = Reads(modules)
+
+    def noting(get: Any) -> Any:
+        def noted(holder: Any, name: str) -> Any:
+            if name == "__dict__":
+                reads.note_attributes(holder, sys._getframe(1))
+            reads.note_asked(holder, name)
+            try:
+                value = get(holder, name)
+            except AttributeError:
+                reads.note_absent(holder, name)
+                raise
+            reads.note(holder, name, value)
+            return value
+
+        return noted
+
+    def noting_answers(get: Any) -> Any:
+        def noted(holder: Any, name: str) -> Any:
+            value = get(holder, name)
+            reads.note_answer(holder, name, value)
+            return value
+
+        return noted
+
+    def noting_sets(set_: Any) -> Any:
+        def noted(module: nn.Module, name: str, value: Any) -> None:
+            set_(module, name, value)
+            reads.note_set(module, name)
+
+        return noted
+
+    answering = {kind for kind in reads.kinds - {nn.Module} if hasattr(kind, "__getattr__")}
+    with (
+        _replaced({nn.Module}, "__setattr__", noting_sets),
+        _replaced(reads.kinds, "__getattribute__", noting),
+        _replaced(answering, "__getattr__", noting_answers),
+    ):
+        yield reads
+
+
+@contextmanager
+def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """A block in which classes have another method in place of the one that they have, or inherit."""
+    plain = {kind: getattr(kind, name) for kind in kinds}
+    own = {kind for kind in kinds if name in vars(kind)}
+    try:
+        for kind, method in plain.items():
+            with suppress(TypeError):  # a class of C's does not let itself be changed
+                setattr(kind, name, by(method))
+        yield
+    finally:
+        for kind, method in plain.items():
+            with suppress(TypeError, AttributeError):
+                if kind in own:
+                    setattr(kind, name, method)
+                else:
+                    delattr(kind, name)
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is there for its attributes: neither a module, nor a tensor, nor something to call."""
+    kind = type(value)
+    return (
+        kind.__module__ != "builtins"
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, (type, torch.Tensor, torch.Generator, dict, list, set, tuple))
+    )

@@ -1,0 +1,283 @@
+"""What a forward decides by the values of its inputs: whether a mask is all ones, how many of its elements are set.
+
+What is traced holds for these values alone. So the calls that lead from the inputs and buffers to each such value are
+kept, and made again at a later call: if a value is another then, that call has another graph. Values that depend on a
+trained parameter or on random numbers are not known before a step runs, and cannot be decided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematplan.runtime.guards.static_shapes import STATIC
+from rematplan.runtime.guards.tensor_reads import asked, plainly
+
+Source = tuple[str, str | int]
+"""Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
+_Pools = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """The place of a tensor among those that a tape knows."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A call. ``touches``: the memories that it makes, views or writes. ``expected``: what it gave, where a forward
+    decided by it; else `_UNDECIDED`."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    reads: frozenset[int]
+    touches: frozenset[int]
+    expected: Any
+
+    @property
+    def decides(self) -> bool:
+        return self.expected is not _UNDECIDED
+
+
+_UNDECIDED = object()
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The calls between a module's inputs and the values that its forward decided by, if there are any."""
+
+    entries: tuple[_Entry, ...] = ()
+    sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
+    """By place, the tensors that the calls begin with; those that are neither input nor buffer are here themselves."""
+
+    def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
+        """Whether the forward would decide alike for these. They are left as they are."""
+        if not self.entries:
+            return True
+        pools: _Pools = {"batch": batch, "buffer": buffers}
+        with plainly():
+            known = {place: _taken(of, pools) for place, of in self.sources}
+            decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
+            return all(_same(expected, value) for expected, value in decided)
+
+
+def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator[tuple[_Entry, Any]]:
+    """Make the calls; each with what it gives. ``known``: tensors by place, and what the calls make of them."""
+    for e in entries:
+        args, kwargs = pytree.tree_map_only(_At, lambda at: known[at.place], (e.args, e.kwargs))
+        result = e.call(*args, **kwargs)
+        for place, made in zip(e.results, pytree.tree_leaves(result), strict=False):
+            if place is not None:
+                known[place] = made
+        yield e, result
+
+
+def _taken(of: Source | torch.Tensor, pools: _Pools) -> torch.Tensor:
+    return (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach().clone()
+
+
+def _is_functional(tensor: torch.Tensor) -> bool:
+    return bool(torch._is_functional_tensor(tensor))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return repr(a) == repr(b)  # nan is nan, and −0 is not 0
+
+
+class Decisions(TorchDispatchMode):
+    """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
+    with its backward, which picks by the same masks."""
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers, self.batch = buffers, batch
+        self._tape = Tape(self)
+        self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
+
+    def __enter__(self) -> Decisions:
+        self._asking.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._asking.__exit__(*raised)
+
+    def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+        """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
+        which the last counts."""
+        self._tape = Tape(self)
+        for name, tensor in buffers.items():
+            self._tape.begin(tensor, ("buffer", name))
+        for at, tensor in enumerate(batch):
+            self._tape.begin(tensor, ("batch", at))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return self._tape.answer(func, args, kwargs or {})
+
+    def guard(self) -> Guard:
+        """What must be so for what was traced to be the forward's graph."""
+        return self._tape.guard()
+
+
+class Tape:
+    """Notes the calls on what is known before a step runs, and answers what is asked of their values."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self.decisions = decisions
+        self.entries: list[_Entry] = []
+        self.sources: dict[int, Source | torch.Tensor] = {}
+        self.places: dict[int, int] = {}  # id of a traced tensor → its place
+        self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
+        self.memory: list[int] = []  # by place: the first place that shares its memory
+        self.drawn: dict[int, torch.Tensor] = {}  # by id, what `rand` gave; of nothing written since
+        self.lost: set[int] = set()  # memories that something unknown was written to
+        self.real: dict[int, torch.Tensor] = {}  # by place, of the entries made so far and of the sources
+        self.made = 0  # entries
+
+    def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
+        """A tensor that the calls may begin with."""
+        self.sources[self._place(tensor, None)] = source
+
+    def guard(self) -> Guard:
+        """The decisions among the entries, with all that they depend on."""
+        needed: set[int] = set()
+        entries = []
+        for entry in reversed(self.entries):
+            if entry.decides or entry.touches & needed:
+                needed |= entry.reads | entry.touches
+                entries.append(entry)
+        sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
+        return Guard((*reversed(entries),), sources)
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, or say what it would give."""
+        if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
+            return self._decided(func, args, kwargs)
+        instead = STATIC.get(func)
+        if instead is not None:
+            return instead(self, *args, **kwargs)
+        return self.run(func, *args, **kwargs)
+
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a call, noted if all that it depends on is known."""
+        result = func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if written:
+            self.drawn.clear()
+        if torch.Tag.nondeterministic_seeded in func.tags or not self.knows((args, kwargs)):
+            self.lost |= {self.memory[self.places[id(t)]] for t in written if id(t) in self.places}
+            return result
+        self._note(func, args, kwargs, result, written)
+        return result
+
+    def read(self, of: Callable[..., Any], *given: Any) -> Any:
+        """What is found in what tensors hold, decided by.
+
+        Raises:
+            DataDependentOutputException: they are not known.
+        """
+        if not self.knows(given):
+            raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
+        return self._decided(of, given, {})
+
+    def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
+        """A number of a tensor's values, decided by; None if it is not known."""
+        return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
+
+    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asked = self._entry(func, args, kwargs, (), frozenset(), None)
+        pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
+        with plainly():
+            for place in self.sources.keys() - self.real.keys():
+                self.real[place] = _taken(self.sources[place], pools)
+            *_, (_, value) = _made((*self.entries[self.made :], asked), self.real)
+        self.entries.append(replace(asked, expected=value))
+        self.made = len(self.entries)
+        return value
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[torch.Tensor]) -> None:
+        viewed = _viewed(func, args, kwargs)
+        places = tuple(
+            self._place(leaf, viewed) if isinstance(leaf, torch.Tensor) else None
+            for leaf in pytree.tree_leaves(result)
+        )
+        touched = [*(p for p in places if p is not None), *(self.places[id(t)] for t in written)]
+        memories = frozenset(self.memory[p] for p in touched)
+        self.entries.append(self._entry(func, args, kwargs, places, memories, _UNDECIDED))
+
+    def _entry(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        results: tuple[int | None, ...],
+        touches: frozenset[int],
+        expected: Any,
+    ) -> _Entry:
+        places: list[int] = []
+
+        def at(tensor: torch.Tensor) -> _At:
+            places.append(self.places[id(tensor)])
+            return _At(places[-1])
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, at, (args, kwargs))
+        reads = frozenset(self.memory[p] for p in places)
+        return _Entry(func, tuple(args), kwargs, results, reads, touches, expected)
+
+    def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
+        """The place of a tensor, a new one where it has none; ``viewed``: whose memory it shares."""
+        if id(tensor) not in self.places:
+            self.places[id(tensor)] = place = len(self.alive)
+            if isinstance(tensor, FunctionalTensor):
+                self.places[id(tensor.elem)] = place  # what its `tolist` goes through
+            self.alive.append(tensor)
+            self.memory.append(place if viewed is None else self.memory[self.places[id(viewed)]])
+        return self.places[id(tensor)]
+
+    def knows(self, given: Any) -> bool:
+        """Whether all tensors in it are known before the step runs."""
+        return all(self._is_known(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) not in self.places and type(tensor) is torch.Tensor and not _is_functional(tensor):
+            self.begin(tensor, tensor)  # it is no traced one: made from numbers, or held as a plain attribute
+        return id(tensor) in self.places and self.memory[self.places[id(tensor)]] not in self.lost
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes to."""
+    if not func._schema.is_mutable:
+        return []
+    return _given(func, args, kwargs, lambda alias: alias.is_write)
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor whose memory a call's results share."""
+    if not any(r.alias_info for r in func._schema.returns):
+        return None
+    return next(iter(_given(func, args, kwargs, bool)), None)
+
+
+def _given(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Any], bool]
+) -> list[torch.Tensor]:
+    """The arguments whose aliasing is of that kind."""
+    by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
+    leaves = pytree.tree_leaves([by_name.get(name) for name in named])
+    return [t for t in leaves if isinstance(t, torch.Tensor)]

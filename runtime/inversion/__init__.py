@@ -1,0 +1,1 @@
+"""Recipes that recover a tensor from what was computed from it."""

@@ -1,0 +1,97 @@
+"""Rows of the table of inverses that only move numbers, and so bring back the very bits."""
+
+from __future__ import annotations
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, Ref
+from rematplan.runtime.inversion.facts import Facts, Found, Undone, fits, result
+
+
+def copied(call: Call, facts: Facts) -> Found:
+    """A copy, also one into a wider type: the numbers are all there."""
+    x, y = facts.arguments(call)["self"], result(call, facts)
+    if not isinstance(x, Ref):
+        return
+    a, b = facts.value(x).fake, y.fake
+    if a.shape == b.shape and a.device == b.device and (a.dtype == b.dtype or fits(x, y, facts)):
+        yield Undone(x.value, (y.name,), "copy", exact=True)
+
+
+def concatenated(call: Call, facts: Facts) -> Found:
+    """Each part stands in the whole."""
+    given, y = facts.arguments(call), result(call, facts)
+    start = 0
+    for x in given["tensors"]:
+        fake = facts.value(x).fake
+        if fake.dim() != y.fake.dim():  # an old kind of empty tensor
+            continue
+        end = start + fake.shape[given["dim"]]
+        if fake.dtype == y.fake.dtype:
+            yield Undone(x.value, (y.name,), "slice", (((given["dim"], start, end, 1),),), exact=True)
+        start = end
+
+
+def stacked(call: Call, facts: Facts) -> Found:
+    """Each part stands in the whole."""
+    given, y = facts.arguments(call), result(call, facts)
+    for index, x in enumerate(given["tensors"]):
+        if facts.value(x).fake.dtype == y.fake.dtype:
+            yield Undone(x.value, (y.name,), "select", (given["dim"], index), exact=True)
+
+
+def padded(call: Call, facts: Facts) -> Found:
+    """What is not padding."""
+    given, y = facts.arguments(call), result(call, facts)
+    x, pad = given["self"], given["pad"]
+    if all(p >= 0 for p in pad):
+        fake = facts.value(x).fake
+        dims = [fake.dim() - 1 - i // 2 for i in range(0, len(pad), 2)]
+        ranges = tuple((d, p, p + fake.shape[d], 1) for d, p in zip(dims, pad[::2], strict=True))
+        yield Undone(x.value, (y.name,), "slice", (ranges,), exact=True)
+
+
+def scattered(call: Call, facts: Facts) -> Found:
+    """A tensor written into a slice of another: it stands there."""
+    given, y = facts.arguments(call), result(call, facts)
+    whole = y.fake.shape[given["dim"]]
+    start = 0 if given["start"] is None else given["start"]
+    end = whole if given["end"] is None else min(given["end"], whole)
+    yield Undone(
+        given["src"].value, (y.name,), "slice", (((given["dim"], start, end, given["step"]),),), exact=True
+    )
+
+
+def rolled(call: Call, facts: Facts) -> Found:
+    """Rolled back."""
+    given, y = facts.arguments(call), result(call, facts)
+    back = tuple(-s for s in given["shifts"])
+    yield Undone(given["self"].value, (y.name,), "roll", (back, tuple(given["dims"])), exact=True)
+
+
+def flipped(call: Call, facts: Facts) -> Found:
+    """Flipped again."""
+    given, y = facts.arguments(call), result(call, facts)
+    yield Undone(given["self"].value, (y.name,), "flip", (tuple(given["dims"]),), exact=True)
+
+
+def shuffled(call: Call, facts: Facts) -> Found:
+    """Pixels put back among the channels."""
+    given, y = facts.arguments(call), result(call, facts)
+    yield Undone(given["self"].value, (y.name,), "pixel_unshuffle", (given["upscale_factor"],), exact=True)
+
+
+def picked(call: Call, facts: Facts) -> Found:
+    """Indices that name every place once: an order."""
+    given, y = facts.arguments(call), result(call, facts)
+    x = given["self"]
+    at = {given["dim"]: given["index"]} if "dim" in given else dict(enumerate(given["indices"]))
+    at = {dim: index for dim, index in at.items() if index is not None}
+    if len(at) != 1:
+        return
+    ((dim, index),) = at.items()
+    order, shape = facts.known(index.value), facts.value(x).fake.shape
+    if order is None or order.dtype != torch.int64 or order.dim() != 1 or shape != y.fake.shape:
+        return
+    if torch.equal(torch.sort(order % shape[dim]).values, torch.arange(shape[dim], device=order.device)):
+        yield Undone(x.value, (y.name, index.value), "reorder", (dim,), exact=True)

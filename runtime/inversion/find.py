@@ -1,0 +1,216 @@
+"""Finds the inverses of a captured step: recipes that bring a tensor back from later ones, by closure over the table.
+
+Nothing of a network is declared. A row of `inverse_table` undoes one call, and rows for all slices of a storage make an
+inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that can be used: x = y − F(x) cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.ir.recoverable import recoveries
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.constant_values import KnownValues
+from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
+from rematplan.runtime.inversion.facts import Facts, Refused, Undone
+from rematplan.runtime.inversion.kernels import Fill, Inverse
+from rematplan.runtime.inversion.scatter_to_cat import without_scatters
+from rematplan.runtime.inversion.split_storages import Parted, part
+from rematplan.runtime.inversion.table import ROUNDING, undo
+from rematplan.runtime.problem.planning_problem import training_graph
+
+aten = torch.ops.aten
+
+WAYS = 4
+"""Inverses of one storage at most."""
+ROUNDS = 3
+"""How often halves are looked for in halves."""
+
+
+@dataclass(frozen=True)
+class Invertible:
+    """A step with the inverses found. ``refused``: one line for each tensor that was not inverted for a reason that a
+    person can change."""
+
+    step: CapturedStep
+    refused: tuple[str, ...] = ()
+
+
+def with_exact_inverses(step: CapturedStep) -> CapturedStep:
+    """The step with the inverses that only move numbers (of concatenations, copies, pads), so that whatever a plan
+    does with them is equal bit by bit."""
+    return _with_inverses(step, {}, exact=True).step
+
+
+def with_inverses(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], renormalise: bool = False
+) -> Invertible:
+    """The step with all inverses that are found, its halves parted (`parting`) where that serves one.
+
+    ``named``: parameters and buffers by name, whose present values say which scales are too near zero.
+    ``renormalise``: give every batch norm a further recipe that leaves the running statistics alone, for steps in which
+    what makes an output may run only once.
+    """
+    found = _found(without_scatters(step, named), named)
+    twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
+    return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
+
+
+def is_exact(call: Call) -> bool:
+    """Whether an inverse brings back the very bits of what was, if it reads them."""
+    return not call.noise
+
+
+def _renormalisations(step: CapturedStep) -> Iterator[Call]:
+    """The same kernels without running statistics, so the same bits."""
+    for call in step.calls:
+        row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
+        twin = row and row(*call.args)
+        if not twin:
+            continue
+        target, *args = twin
+        fresh = call.results[: len(target._schema.returns)]
+        yield replace(call, name=f"{call.name}_again", target=target, args=tuple(args), results=fresh)
+
+
+_RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
+    aten._native_batch_norm_legit_functional.default: lambda x, weight, bias, mean, variance, training, *how: (
+        (aten._native_batch_norm_legit.no_stats, x, weight, bias, True, *how) if training else None
+    ),
+    # Captured of cuDNN's kernel alone.
+    aten._batch_norm_with_update_functional.default: lambda x, weight, bias, mean, variance, *how: (
+        aten.cudnn_batch_norm.default,
+        x,
+        weight,
+        bias,
+        None,
+        None,
+        True,
+        *how,
+    ),
+}
+"""By a batch norm that gives new running statistics: the op that gives the same without them, and its arguments."""
+
+
+def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
+    leave: set[str] = set()
+    while True:
+        parted = _parted(step, leave)
+        found = _with_inverses(parted.step, named, exact=False)
+        inverted = {found.step.values[c.results[0] or ""].storage for c in found.step.inverses}
+        useless = {storage for storage, parts in parted.copied.items() if inverted.isdisjoint(parts)}
+        if not useless:
+            return found
+        leave |= useless
+
+
+def _parted(step: CapturedStep, leave: set[str]) -> Parted:
+    copied: dict[str, tuple[str, ...]] = {}
+    for _ in range(ROUNDS):
+        parted = part(step, {*leave, *copied})
+        if parted.step is step:
+            break
+        step = without_scatters(parted.step, {})  # a part copied out need not be copied again
+        copied |= parted.copied
+    return Parted(step, copied)
+
+
+def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool) -> Invertible:
+    facts = Facts(step, KnownValues(step, named))
+    undone: list[Undone] = []
+    refused: list[str] = []
+    there = {step.values[i.value].storage for i in step.inputs}
+    for call in step.calls:
+        if call.backward or call.is_view or call.seeded:
+            continue
+        for found in undo(call, facts):
+            if step.values[found.value].storage in there:
+                continue  # an input
+            if isinstance(found, Refused):
+                refused.append(f"{found.value} is not brought back from {call.name}: {found.why}")
+            elif found.exact or not exact:
+                undone.append(found)
+    candidates = replace(step, inverses=tuple(_inverses(step, undone)))
+    graph = training_graph(candidates, {c.name: CallCost(0.0) for c in candidates.priced_calls})
+    useful = {r.name for recovery in recoveries(graph).values() for r in recovery.used}
+    kept = tuple(c for c in candidates.inverses if c.name in useful)
+    return Invertible(replace(step, inverses=kept), tuple(dict.fromkeys(refused)))
+
+
+def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
+    """Inverses of whole storages from rows for values, which may be pieces of them."""
+    by_storage: dict[str, dict[Band, list[Undone]]] = {}
+    for one in undone:
+        value = step.values[one.value]
+        covered = band(value.fake)
+        reads = {step.values[r].storage for r in one.reads}
+        base = step.values.get(value.storage, value)  # a storage has the name of its first value
+        if covered and base.fake.dtype == value.fake.dtype and value.storage not in reads:
+            by_storage.setdefault(value.storage, {}).setdefault(covered, []).append(one)
+    makers = {step.values[r].storage: c for c in step.calls for r in c.results if r and not c.is_view}
+    for storage, pieces in by_storage.items():
+        maker = makers.get(storage)
+        if maker is None or maker.backward:
+            continue  # an input, which is there anyway
+        bases = [r for r in maker.results if r and step.values[r].storage == storage]
+        if len(bases) == 1:
+            for index, ways in enumerate(itertools.islice(_ways(pieces), WAYS)):
+                yield _inverse(step, bases[0], ways, index)
+
+
+def _ways(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
+    """Sets of rows that together give all of a storage, the simplest first."""
+    for covered, ways in pieces.items():
+        if covered.whole:
+            yield from ((way,) for way in ways)
+    for period in {b.period: None for b in pieces if not b.whole}:
+        tiles = sorted(b for b in pieces if b.period == period and not b.whole)
+        if bands_tile(tiles):
+            yield from itertools.product(*(pieces[b] for b in tiles))
+
+
+def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int) -> Call:
+    fake = step.values[base].fake
+    fills = tuple(
+        Fill(
+            w.kernel,
+            w.constants,
+            len(w.reads),
+            tuple(v.shape),
+            tuple(v.stride()),
+            int(v.storage_offset()),
+            w.scale,
+        )
+        for w, v in ((w, step.values[w.value].fake) for w in ways)
+    )
+    exact = all(w.exact for w in ways)
+    inverse = Inverse(
+        tuple(fake.shape),
+        tuple(fake.stride()),
+        fake.dtype,
+        fills,
+        gain=max(w.gain for w in ways),
+        noise=0.0 if exact else ROUNDING * torch.finfo(fake.dtype).eps / 2 * max(w.gain for w in ways),
+    )
+    name = f"invert_{base}" + (f"_way{index + 1}" if index else "")
+    while name in step.call or name in step.values:
+        name += "_"
+    return Call(
+        name=name,
+        target=inverse,
+        args=tuple(Ref(r) for w in ways for r in w.reads),
+        kwargs={},
+        results=(base,),
+        single=True,
+        is_view=False,
+        seeded=False,
+        backward=False,
+        gain=inverse.gain,
+        noise=inverse.noise,
+    )

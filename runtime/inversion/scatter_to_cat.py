@@ -1,0 +1,286 @@
+"""Tensors that are written slice by slice, as the concatenations that they are; bit by bit the same.
+
+A tracer that knows no writing in place makes ``x[:, :h] += f(x[:, h:])`` a copy of all of x with a slice scattered into
+it, and then once more with what stands there already. Said as ``cat([a + f(b), b])`` it is one call, whose parts can be
+told apart. Likewise indices that are known and come at equal distances are slices, and a copy that is laid out like its
+original, which nothing here changes any more, is the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, substitute
+from rematplan.runtime.graph.constant_values import KnownValues
+from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
+from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.graph.storage_slices import band
+
+aten = torch.ops.aten
+
+
+def without_scatters(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
+    """The step with its forward half's scatters said as concatenations, where that changes no layout.
+
+    ``named``: parameters and buffers by name, which indices may be computed from.
+    """
+    if not any(_row(call) for call in step.calls):
+        return step
+    return _Rewriter(step, KnownValues(step, named)).rewritten()
+
+
+@dataclass
+class _Rewriter:
+    step: CapturedStep
+    known: KnownValues
+    calls: list[Call] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    made: dict[str, Call] = field(default_factory=dict)  # by value, its call as it is now
+    same: dict[str, str] = field(default_factory=dict)  # by value, the one that it is
+    storage: dict[str, str] = field(default_factory=dict)  # by storage, the one that it is a part of now
+
+    def rewritten(self) -> CapturedStep:
+        step = self.step
+        self.values = dict(step.values)
+        for call in step.calls:
+            call = replace(call, args=self._now(call.args), kwargs=self._now(call.kwargs))
+            for name in filter(None, call.results):
+                old = self.values[name]
+                self.values[name] = replace(old, storage=self.storage.get(old.storage, old.storage))
+            row = _row(call)
+            if row is None or not row(self, call):
+                self.append(call)
+        if not self.same and not self.storage and self.calls == list(step.calls):
+            return step
+        return without_dead_calls(with_phases(replace(step, calls=tuple(self.calls), values=self.values)))
+
+    def _now(self, args: Any) -> Any:
+        return substitute(args, lambda name: Ref(self.same.get(name, name)))
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+        self.made.update({name: call for name in call.results if name})
+
+    def given(self, call: Call) -> dict[str, Any]:
+        """A call's arguments by name, defaults included."""
+        schema = call.target._schema.arguments  # type: ignore[attr-defined]
+        named = {a.name: call.kwargs.get(a.name, a.default_value) for a in schema}
+        return named | {a.name: v for a, v in zip(schema, call.args, strict=False)}
+
+    def fake(self, ref: Ref) -> torch.Tensor:
+        return self.values[ref.value].fake
+
+    def equate(self, result: str, source: str) -> bool:
+        """Let a result be a value that is laid out like it; whether it may be."""
+        old, new = self.values[result], self.values[source]
+        outside = {self.step.values[o.value].storage for o in self.step.outputs}
+        whole = band(new.fake)
+        if self.step.values[result].storage in outside or whole is None or not whole.whole:
+            return False
+        if _described(old.fake) != _described(new.fake):
+            return False
+        self.same[result] = source
+        self.storage[old.storage] = new.storage
+        return True
+
+    def view(self, name: str, target: Any, args: tuple[Any, ...], result: str | None = None) -> Ref:
+        """Append a view of the first argument; ``result``: the value that it is to be, by default a new one."""
+        source = self.values[args[0].value]
+        with torch.no_grad():
+            fake = target(source.fake, *args[1:])
+        call = _call(self._free(name), target, args, is_view=True)
+        call = replace(call, results=(result or call.name,))
+        self.values[result or call.name] = Value(result or call.name, source.storage, call.name, fake)
+        self.append(call)
+        return Ref(result or call.name)
+
+    def _free(self, name: str) -> str:
+        while name in self.step.call or name in self.values:
+            name += "_"
+        return name
+
+    def slices(self, base: Ref, wanted: Sequence[Slice]) -> list[Ref]:
+        return [
+            self.view(f"{base.value}_slice", aten.slice.Tensor, (base, s.dim, s.start, s.end, s.step))
+            for s in wanted
+        ]
+
+    def scatter(self, call: Call, base: Ref, source: Ref, at: Slice) -> bool:
+        """Write ``call``, which puts ``source`` into a slice of ``base``, as a concatenation; whether it could be."""
+        result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
+        with torch.no_grad():
+            there = aten.slice.Tensor(self.fake(base), dim, at.start, at.end, at.step)
+        source = self._original(source)
+        if self.fake(source).shape != there.shape or self.fake(source).dtype != there.dtype:
+            return False
+        if self._stands_there(base, source, there):
+            return self.equate(result, base.value)
+        if at.step == 1:
+            others = [Slice(dim, 0, at.start, 1), Slice(dim, at.end, n, 1)]
+            return self._joined(call, aten.cat.default, base, [others[0], None, others[1]], source, dim)
+        if n % at.step or at.start >= at.step or there.shape[dim] != n // at.step:
+            return False
+        combs = [None if k == at.start else Slice(dim, k, n, at.step) for k in range(at.step)]
+        return self._joined(call, aten.stack.default, base, combs, source, dim)
+
+    def _joined(
+        self, call: Call, target: Any, base: Ref, rest: list[Slice | None], source: Ref, dim: int
+    ) -> bool:
+        """Put a concatenation (or, of combs, a stack) of slices of the base, with the source where a slice is None, in
+        a call's place: in the order in which the dimensions lie in memory."""
+        old, before = self.values[call.results[0] or ""].fake, len(self.calls)
+        order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])
+        rest = [s for s in rest if s is None or s.start < s.end]
+        parts = [source if s is None else self.slices(base, [s])[0] for s in rest]
+        if straight := order == sorted(order):
+            laid = parts
+        else:
+            laid = [self.view(f"{call.name}_laid", aten.permute.default, (p, order)) for p in parts]
+        back = [order.index(d) for d in range(old.dim())]
+        at = order.index(dim) + (target is aten.stack.default)
+        with torch.no_grad():
+            fake = target([self.fake(p) for p in laid], at)
+            fits = fake.is_contiguous() or (straight and target is aten.cat.default)
+            shape = [old.shape[d] for d in order]
+            if not fits or len(parts) < 2 or _described(fake.view(shape).permute(back)) != _described(old):
+                del self.calls[before:]
+                return False
+        name = call.results[0] or ""
+        if straight and target is aten.cat.default:
+            self.append(replace(call, target=target, args=(laid, at), kwargs={}))
+            return True
+        whole = replace(_call(self._free(f"{call.name}_whole"), target, (laid, at)), module=call.module)
+        self.storage[self.values[name].storage] = whole.name
+        self.values[whole.name] = Value(whole.name, whole.name, whole.name, fake)
+        self.append(whole)
+        shaped = self.view(f"{call.name}_shaped", aten.view.default, (Ref(whole.name), shape))
+        self.view(f"{call.name}_view", aten.permute.default, (shaped, back), name)
+        return True
+
+    def _original(self, source: Ref) -> Ref:
+        """What a value is a copy of, if it has its shape and type."""
+        while (call := self.made.get(source.value)) and call.target is aten.copy.default:
+            original = call.args[1]
+            if _kind(self.fake(original)) != _kind(self.fake(source)):
+                break
+            source = original
+        return source
+
+    def _stands_there(self, base: Ref, source: Ref, there: torch.Tensor) -> bool:
+        fake = self.fake(source)
+        return (
+            self.values[source.value].storage == self.values[base.value].storage
+            and fake.stride() == there.stride()
+            and fake.storage_offset() == there.storage_offset()
+        )
+
+    def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
+        """The slice that known indices of the leading dimensions pick, in its order."""
+        lists = [None if i is None else self.known(i.value) for i in indices]
+        if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
+            return None
+        return picked_slice([None if t is None else t.cpu().numpy() for t in lists], self.fake(base).shape)
+
+
+def _clone(now: _Rewriter, call: Call) -> bool:
+    return now.equate(call.results[0] or "", call.args[0].value)
+
+
+def _slice_scatter(now: _Rewriter, call: Call) -> bool:
+    given = now.given(call)
+    base = given["self"]
+    dim = given["dim"] % now.fake(base).dim()
+    ends = slice(given["start"], given["end"], given["step"]).indices(now.fake(base).shape[dim])
+    return now.scatter(call, base, given["src"], Slice(dim, *ends))
+
+
+def _select_scatter(now: _Rewriter, call: Call) -> bool:
+    given = now.given(call)
+    base = given["self"]
+    dim = given["dim"] % now.fake(base).dim()
+    at = given["index"] % now.fake(base).shape[dim]
+    row = now.view(f"{call.name}_row", aten.unsqueeze.default, (now._original(given["src"]), dim))
+    return now.scatter(call, base, row, Slice(dim, at, at + 1, 1))
+
+
+def _index_put(now: _Rewriter, call: Call) -> bool:
+    given = now.given(call)
+    base, source, at = given["self"], given["values"], now.regular(given["self"], given["indices"])
+    if at is None or given["accumulate"]:
+        return False
+    with torch.no_grad():
+        there = aten.slice.Tensor(now.fake(base), at.dim, at.start, at.end, at.step)
+    if now.fake(source).numel() != there.numel() or not now.fake(source).is_contiguous():
+        return False
+    shaped = now.view(f"{call.name}_slice", aten.view.default, (source, list(there.shape)))
+    return now.scatter(call, base, shaped, at)
+
+
+def _index(now: _Rewriter, call: Call) -> bool:
+    given = now.given(call)
+    return _picked(now, call, given["self"], given["indices"])
+
+
+def _index_select(now: _Rewriter, call: Call) -> bool:
+    given = now.given(call)
+    dim = given["dim"] % max(now.fake(given["self"]).dim(), 1)
+    return _picked(now, call, given["self"], [*[None] * dim, given["index"]])
+
+
+def _picked(now: _Rewriter, call: Call, base: Ref, indices: Sequence[Ref | None]) -> bool:
+    """What known indices pick, as a copy of a slice."""
+    at, old = now.regular(base, indices), now.values[call.results[0] or ""]
+    if at is None:
+        return False
+    with torch.no_grad():
+        fake = aten.slice.Tensor(now.fake(base), at.dim, at.start, at.end, at.step)
+        fake = fake.clone(memory_format=torch.contiguous_format)
+    if _described(fake) != _described(old.fake):
+        return False
+    source = now.slices(base, [at])[0]
+    contiguous = {"memory_format": torch.contiguous_format}
+    now.append(replace(call, target=aten.clone.default, args=(source,), kwargs=contiguous))
+    return True
+
+
+Row = Callable[[_Rewriter, Call], bool]
+
+ROWS: Mapping[Any, Row] = {
+    aten.clone: _clone,
+    aten.slice_scatter: _slice_scatter,
+    aten.select_scatter: _select_scatter,
+    aten.index_put: _index_put,
+    aten.index: _index,
+    aten.index_select: _index_select,
+}
+"""By ATen op: puts other calls in a call's place, or says False."""
+
+
+def _row(call: Call) -> Row | None:
+    return None if call.backward else ROWS.get(getattr(call.target, "overloadpacket", None))
+
+
+def _kind(fake: torch.Tensor) -> tuple[object, ...]:
+    return fake.shape, fake.dtype, fake.device
+
+
+def _described(fake: torch.Tensor) -> tuple[object, ...]:
+    return *_kind(fake), fake.stride()
+
+
+def _call(name: str, target: Any, args: tuple[Any, ...], is_view: bool = False) -> Call:
+    return Call(
+        name=name,
+        target=target,
+        args=args,
+        kwargs={},
+        results=(name,),
+        single=True,
+        is_view=is_view,
+        seeded=False,
+        backward=False,
+    )

@@ -1,0 +1,256 @@
+"""A tensor that is only concatenated to be taken apart again, or only made to be taken apart, as parts of its own.
+
+The halves of a reversible network often are slices of one tensor. To bring that tensor back, one half must be there
+before the other: what is computed from the first is subtracted for the second. So each half needs a storage of its
+own. Parting changes no number; the calls that read a half read it densely instead of with gaps, so that a kernel may
+choose another order of summation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, lies_so, within
+
+aten = torch.ops.aten
+
+TOGETHER = (aten.cat.default, aten.stack.default)
+"""Calls whose first argument lists the parts of what they make."""
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A step whose halves are storages of their own. ``copied``: by the storage that was taken apart, the storages of
+    those parts that had to be copied out of it (the others were there before it)."""
+
+    step: CapturedStep
+    copied: dict[str, tuple[str, ...]]
+
+
+def part(step: CapturedStep, leave: Iterable[str] = ()) -> Parted:
+    """Take apart every storage of the forward half whose views tile it, but for those of ``leave``."""
+    return _Parter(step, frozenset(leave)).part()
+
+
+@dataclass
+class _Apart:
+    """How one storage is taken apart."""
+
+    base: Value
+    tops: dict[
+        str, Band
+    ]  # the views that are wholly within a part, no further view between them and the base
+    parts: list[Band]
+    sources: dict[Band, str] = field(default_factory=dict)  # by part the value that holds it
+    copies: list[Call] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)  # new and changed
+    views: dict[str, list[Call]] = field(default_factory=dict)  # by view call, what stands in its place
+    copied: list[str] = field(default_factory=list)
+
+
+class _Parter:
+    def __init__(self, step: CapturedStep, leave: frozenset[str]) -> None:
+        self.step, self.leave = step, leave
+        self.values = dict(step.values)
+        self.views: dict[str, list[Call]] = {}
+        self.after: dict[str, list[Call]] = {}
+        self.copied: dict[str, tuple[str, ...]] = {}
+        self.position = {call.name: at for at, call in enumerate(step.calls)}
+        self.readers: dict[str, list[Call]] = {}
+        for call in step.calls:
+            for ref in dict.fromkeys(r.value for r in refs((call.args, call.kwargs))):
+                self.readers.setdefault(ref, []).append(call)
+
+    def part(self) -> Parted:
+        for call in self.step.calls:
+            made = [self.values[r] for r in call.results if r]
+            if not call.is_view and not call.backward:
+                for value in made:
+                    alone = sum(v.storage == value.storage for v in made) == 1
+                    if alone and value.storage not in self.leave:
+                        self._try(call, value)
+        if not self.views:
+            return Parted(self.step, {})
+        calls: list[Call] = []
+        for call in self.step.calls:
+            calls += [*self.views.get(call.name, [call]), *self.after.get(call.name, [])]
+        step = replace(self.step, calls=tuple(calls), values=self.values)
+        return Parted(without_dead_calls(with_phases(step)), self.copied)
+
+    def _try(self, producer: Call, base: Value) -> None:
+        apart = self._bands(producer, base)
+        if apart is None:
+            return
+        self._find_sources(producer, apart)
+        try:
+            fits = self._move(apart)
+        except (RuntimeError, ValueError, TypeError):  # a view call that the parts' layout does not allow
+            return
+        if fits:
+            self.values |= apart.values
+            self.views |= apart.views
+            self.after[producer.name] = apart.copies
+            if apart.copied:
+                self.copied[base.storage] = tuple(apart.copied)
+
+    def _bands(self, producer: Call, base: Value) -> _Apart | None:
+        """The parts: the storage's first partial views, if they tile it, or what it is put together from."""
+        if (whole := band(base.fake)) is None or not whole.whole:
+            return None
+        tops: dict[str, Band] = {}
+        plain = [base.name]  # views of all of it
+        while plain:
+            for call in self.readers.get(plain.pop(), ()):
+                for result in call.results if call.is_view else ():
+                    found = band(self.values[result].fake) if result else None
+                    if result and found:
+                        if found.whole:
+                            plain.append(result)
+                        else:
+                            tops[result] = found
+        together = sorted(b for _, narrow in self._operands(producer, base) if (b := band(narrow)))
+        for period in sorted({b.period for b in tops.values()}):
+            bands = sorted({b for b in tops.values() if b.period == period})
+            widest = [b for b in bands if not any(o != b and o.holds(b) for o in bands)]
+            for parts in (widest, together):
+                if (
+                    len(parts) > 1
+                    and bands_tile(parts)
+                    and all(any(p.holds(b) for p in parts) for b in bands)
+                ):
+                    return _Apart(base, {v: b for v, b in tops.items() if b.period == period}, parts)
+        return None
+
+    def _find_sources(self, producer: Call, apart: _Apart) -> None:
+        base = apart.base
+        for operand, narrow in self._operands(producer, base):
+            found, given = band(narrow), self.values[operand]
+            if found in apart.parts and given.fake.dtype == base.fake.dtype:
+                own = band(given.fake)
+                if own and own.whole and _same_strides(given.fake, within(narrow, found)):
+                    apart.sources.setdefault(found, operand)
+        for index, one in enumerate(apart.parts):
+            if one not in apart.sources and any(map(one.holds, apart.tops.values())):
+                self._copy_out(apart, one, f"{base.name}_part_{index}")
+
+    def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
+        """What a call puts together, each with the view of the result where it stands."""
+        dim = producer.args[1] if len(producer.args) > 1 else producer.kwargs.get("dim", 0)
+        start = 0
+        for index, ref in enumerate(producer.args[0] if producer.target in TOGETHER else ()):
+            fake = self.values[ref.value].fake
+            if producer.target is aten.stack.default:
+                yield ref.value, base.fake.select(dim, index)
+            elif fake.dim() == base.fake.dim():
+                yield ref.value, base.fake.narrow(dim, start, fake.shape[dim])
+                start += fake.shape[dim]
+
+    def _copy_out(self, apart: _Apart, one: Band, name: str) -> None:
+        base = apart.base
+        while name in self.step.call or name in self.values:
+            name += "_"
+        count = base.fake.numel() // one.period
+        size, stride = [count, one.length], [one.period, 1]
+        view = base.fake.as_strided(size, stride, one.start)
+        strip = f"{name}_strip"
+        apart.copies += [
+            _call(strip, aten.as_strided.default, (Ref(base.name), size, stride, one.start), True),
+            _call(name, aten.clone.default, (Ref(strip),), False),
+        ]
+        apart.values[strip] = Value(strip, base.storage, strip, view)
+        with torch.no_grad():
+            apart.values[name] = Value(name, name, name, view.clone(memory_format=torch.contiguous_format))
+        apart.copies[-1] = replace(apart.copies[-1], kwargs={"memory_format": torch.contiguous_format})
+        apart.sources[one] = name
+        apart.copied.append(name)
+
+    def _move(self, apart: _Apart) -> bool:
+        """Put the partial views on the parts, and theirs; whether every call that reads one gives what it gave."""
+        now = {**self.values, **apart.values}
+        touched: list[str] = []
+        for value, one in apart.tops.items():
+            old = self.values[value]
+            part_ = next(p for p in apart.parts if p.holds(one))
+            source = now[apart.sources[part_]]
+            size, stride, offset = within(old.fake, part_)
+            fake = source.fake.as_strided(size, stride, offset)
+            name = f"{value}_view"
+            while name in self.step.call or name in self.values:
+                name += "_"
+            maker = self.step.call[old.call or ""]
+            view = _call(name, aten.as_strided.default, (Ref(source.name), size, stride, offset), True)
+            view = replace(view, results=(value,), backward=maker.backward)
+            # A call that gives several views keeps those that stay.
+            left = apart.views.setdefault(maker.name, list(self.views.get(maker.name, [maker])))
+            apart.views[maker.name] = [
+                c if c.name != maker.name else replace(c, results=_without(c.results, value)) for c in left
+            ] + [view]
+            now[value] = apart.values[value] = Value(value, source.storage, name, fake)
+            touched.append(value)
+        for name, calls in apart.views.items():
+            apart.views[name] = [c for c in calls if any(c.results)]
+        return self._follow(apart, now, touched)
+
+    def _follow(self, apart: _Apart, now: dict[str, Value], touched: list[str]) -> bool:
+        """Lay out the views of the views anew; whether no other result that is read off them changes its layout."""
+        moved = set(touched)
+        pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]
+        heapq.heapify(pending)  # in order, so that views of views come after what they view
+        last = -1
+        while pending:
+            at = heapq.heappop(pending)
+            if at == last:
+                continue
+            call, last = self.step.calls[at], at
+            given = [r.value for r in refs((call.args, call.kwargs))]
+            with torch.no_grad():
+                found = call.target(
+                    *substitute(call.args, lambda name: now[name].fake),
+                    **substitute(call.kwargs, lambda name: now[name].fake),
+                )
+            for result, new in zip(call.results, (found,) if call.single else found, strict=True):
+                if result is None or result in apart.tops:
+                    continue
+                old = now[result]
+                if call.is_view:
+                    storage = next(now[g].storage for g in given if g in moved)
+                    now[result] = apart.values[result] = replace(old, storage=storage, fake=new)
+                    moved.add(result)
+                    for reader in self.readers.get(result, ()):
+                        heapq.heappush(pending, self.position[reader.name])
+                elif _described(new) != _described(old.fake):
+                    return False
+        return True
+
+
+def _described(fake: torch.Tensor) -> tuple[object, ...]:
+    return fake.shape, fake.stride(), fake.dtype
+
+
+def _same_strides(fake: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
+    size, stride, offset = geometry
+    return fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and lies_so(fake, stride)
+
+
+def _without(results: tuple[str | None, ...], value: str) -> tuple[str | None, ...]:
+    return tuple(None if r == value else r for r in results)
+
+
+def _call(name: str, target: object, args: tuple[object, ...], is_view: bool) -> Call:
+    return Call(
+        name=name,
+        target=target,  # type: ignore[arg-type]
+        args=args,
+        kwargs={},
+        results=(name,),
+        single=True,
+        is_view=is_view,
+        seeded=False,
+        backward=False,
+    )

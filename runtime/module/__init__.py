@@ -1,0 +1,1 @@
+"""The planned `nn.Module`."""

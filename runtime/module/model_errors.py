@@ -1,0 +1,90 @@
+"""What a model that cannot be captured raises of itself: its own check of a shape is no fault of the tracer's."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from rematplan.runtime.capture.restore_state import untouched
+
+
+def own_error(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    """The exception that ``forward(*args, **kwargs)`` raises without anything of ours, if it does.
+
+    It runs once, with nothing kept for a backward (again with all kept, if it has a backward of its own), on copies of
+    the tensors that it is given; the model's attributes, buffers and gradients, and all random states, are then as
+    before.
+    """
+    asked: list[torch.Tensor] = []
+
+    def nothing(_: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+    def missed(kept: torch.Tensor) -> torch.Tensor:
+        asked.append(kept)
+        return kept
+
+    found = _raised(model, forward, args, kwargs, saved_tensors_hooks(nothing, missed))
+    return _raised(model, forward, args, kwargs, nullcontext()) if found and asked else found
+
+
+def _raised(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keeping: AbstractContextManager[Any],
+) -> Exception | None:
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+    with (
+        warnings.catch_warnings(),
+        _same_buffers(model),
+        _same_draws(),
+        untouched(model, ""),
+        torch.enable_grad(),
+        keeping,
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            forward(*args, **kwargs)
+        except Exception as error:
+            return None if isinstance(error, TorchDynamoException) else error  # a tracer's, not the model's
+    return None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, was in before:
+                buffer.copy_(was)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,324 @@
+"""The calls of a planned module: which plan one takes, the making of new ones, and running them.
+
+One plan is made for each way the module is called (shapes, types, modes, autocast), for each state that its forward
+reads, for each outcome of what it decides by the values of its inputs and buffers, and beside gradients of earlier
+steps, when it first meets it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from rematplan.ir import InfeasibleBudget, ModelError, show_bytes
+from rematplan.planner.core.plan import Plan
+from rematplan.runtime.capture.capture import capture, check_traceable
+from rematplan.runtime.capture.flat_module import FlatModel, Given, Own, Place, flattened, refill, tensors_in
+from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.guards.attributes import Dependence, reads_of
+from rematplan.runtime.guards.call_key import (
+    ModuleState,
+    Walk,
+    Withheld,
+    call_key,
+    check_dense,
+    check_no_hidden_tensors,
+    hides_tensors,
+    hooked,
+)
+from rematplan.runtime.guards.globals import Named, Outside
+from rematplan.runtime.guards.values import Decisions, Guard
+from rematplan.runtime.module.lock import CaptureLock
+from rematplan.runtime.module.model_errors import own_error
+from rematplan.runtime.problem.accumulation import Beside
+
+MANY = 8
+"""Plans of one module after which it is said that there are many."""
+
+LOCK = CaptureLock()
+"""Of all planned modules."""
+
+
+class Planner(Protocol):
+    """Makes plans of captured steps: schedules of their `turn.turning_problem`. With each comes the step that it is
+    for, the same or the same with inverses."""
+
+    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
+        """The plan of a step.
+
+        Raises:
+            InfeasibleBudget: there is none within the budget.
+        """
+
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> Beside | None:
+        """One for when parameters of these names have so many bytes of gradients before the step; None if its ``plan``
+        serves.
+
+        Raises:
+            InfeasibleBudget: there is none within the budget.
+        """
+
+
+class Planned(Protocol):
+    """A planned module, as its runner sees it."""
+
+    def _rematplan_model(self) -> nn.Module: ...
+
+    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]: ...
+
+    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way that the module is called, compiled."""
+
+    plan: Plan
+    compiled: CompiledPlan
+    outputs: pytree.TreeSpec
+    """Of what the forward returns, of the attributes that it gives (a dictionary by module, of dictionaries), and of
+    the arguments if it changes lists or dictionaries among them."""
+    constants: tuple[Any, ...]
+    """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
+    tensor of the model."""
+    reads: tuple[Dependence | Named, ...]
+    """What the traced forward read of the modules' attributes and named outside of them."""
+    guard: Guard
+    """What it decided by the values of inputs and buffers."""
+    captured: CapturedStep
+    """The step before there was a plan of it."""
+    beside: dict[tuple[frozenset[str], int], Way] = field(default_factory=dict, compare=False)
+    """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
+
+    @cached_property
+    def targets(self) -> dict[str, str]:
+        """The names of parameters that get gradients, and those that the step has for them. Any one stands for all:
+        where it has a gradient of an earlier step, the others have theirs."""
+        found = (o.target for o in self.captured.outputs if o.kind == "gradient")
+        return {target.removeprefix("model."): target for target in found}
+
+    def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the forward would be the same for a module in this state and these tensors."""
+        return all(r.holds(state.attributes) for r in self.reads) and self.guard.holds(state.named, tensors)
+
+
+@contextmanager
+def _own_errors(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """A block that captures; where that fails as the model by itself would, it raises what the model does."""
+    try:
+        yield
+    except ModelError as error:
+        own = own_error(model, forward, args, kwargs) if error.__cause__ else None
+        if own is None:
+            raise
+        raise own from None
+
+
+class Runner:
+    """Plans and runs one model."""
+
+    calls = 0
+    """Of all forwards, so far."""
+
+    def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
+        self.name, self.planner, self.dynamic = name, planner, dynamic
+        self.ways: dict[Any, list[Way]] = {}
+        self.last: Way
+        self.walk: Walk | None = None
+
+    def twin(self, ways: dict[Any, list[Way]] | None = None) -> Runner:
+        """For a copy of the planned module, with the same plans, or those given."""
+        twin = copy.copy(self)
+        twin.walk = None
+        twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
+        if not twin.ways:
+            twin.__dict__.pop("last", None)
+        return twin
+
+    def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
+        Runner.calls += 1
+        if not torch.is_grad_enabled():
+            return planned._rematplan_plain(args, kwargs)
+        leaves, spec = flattened((args, kwargs))
+        if torch._C._get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
+            return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
+        tensors = tensors_in(leaves)
+        with LOCK.shared():
+            state = self._state(cast(nn.Module, planned))
+        wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
+        if type(next(wanting, None)) in _NOT_TO_PLAN:
+            return planned._rematplan_plain(args, kwargs)
+        self._check_first_order()
+        way = self._beside_gradients(self._way(planned, leaves, spec, state), state, tensors)
+        flat = way.compiled(state.named, tensors)
+        places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
+        found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
+        results, given, left = pytree.tree_unflatten(found, way.outputs)
+        for at, attributes in given.items():
+            state.attributes[at].update(attributes)
+        if left is not None:
+            refill((args, kwargs), left)
+        return results
+
+    def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for these arguments."""
+        leaves, spec = flattened((args, kwargs))
+        with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
+            self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+
+    def _state(self, planned: nn.Module) -> ModuleState:
+        state = self.walk.state(planned) if self.walk else None
+        if state is None:
+            self.walk = Walk(planned)
+            state = self.walk.state(planned)
+        assert state is not None
+        return state
+
+    def _check_first_order(self) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise ModelError(
+                f"{self.name} is planned for the backward of a loss; torch.func's transforms and forward-mode "
+                f"derivatives are for the model that it was made of"
+            )
+
+    def _way(self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> Way:
+        if parametrize._cache_enabled and any("parametrizations" in a["_modules"] for a in state.attributes):
+            raise ModelError(
+                f"{self.name} is called in torch.nn.utils.parametrize.cached(), which lets calls share what a planned "
+                f"step computes in each; leave that block, or let the forward enter it"
+            )
+        key, tensors = (call_key(leaves, spec), state.key), tensors_in(leaves)
+        with LOCK.shared():
+            found = self._known(key, state, tensors)
+        if found is None:
+            with LOCK.alone():  # where another thread may have made it by now
+                found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+        self.last = found
+        return found
+
+    def _beside_gradients(self, way: Way, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way:
+        """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any:
+        those of parameters, to which new ones are added, and those of inputs."""
+        own = state.named.get(next(iter(way.targets), ""))
+        of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
+        if _gradient(own) is None and not of_inputs:
+            return way
+        gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
+        every = (*gradients.values(), *of_inputs)
+        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values())
+        with LOCK.shared():
+            found = next(
+                (w for (n, size), w in way.beside.items() if held <= size and gradients.keys() <= n), None
+            )
+        if found is None:
+            with LOCK.alone():
+                found = self._planned_beside(way, held, frozenset(gradients))
+                way.beside[frozenset(gradients), held] = found
+        self.last = found
+        return found
+
+    def _planned_beside(self, way: Way, held: int, names: frozenset[str]) -> Way:
+        try:
+            targets = {target for name, target in way.targets.items() if name in names}
+            found = self.planner.beside(way.captured, way.plan, held, targets)
+        except InfeasibleBudget as error:
+            warnings.warn(
+                f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
+                f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more",
+                stacklevel=12,
+            )
+            found = None
+        if found is None:
+            return way
+        plan = found.plan
+        compiled = CompiledPlan(found.step, plan.schedule, plan.lanes, found.spare)
+        return replace(way, plan=plan, compiled=compiled)
+
+    def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way | None:
+        return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
+
+    def _new(
+        self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> Way:
+        if self.ways and not self.dynamic:
+            raise ModelError(
+                f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
+                f"with dynamic=True"
+            )
+        way = self._compile(planned, leaves, spec, state)
+        self.ways.setdefault(key, []).append(way)
+        if sum(map(len, self.ways.values())) == MANY:
+            warnings.warn(
+                f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
+                f"decided by costs a plan each time that it is another: give numbers as tensors",
+                stacklevel=9,
+            )
+        return way
+
+    def _compile(self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> Way:
+        model = planned._rematplan_model()
+        check_traceable(model)
+        check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has or is given")
+        check_no_hidden_tensors(leaves, f"{self.name} is given")
+        self._say_hooks(hooked(model))
+        batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
+        decisions = Decisions(state.named, batch)
+        modules = list(model.modules())
+        outside = Outside(modules, leaves)
+        with no_host_draws(self.name, outside.generators.values()), reads_of(modules) as reads:
+            forward = planned._rematplan_forward_of(model)
+            with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
+                flat = FlatModel(model, forward, leaves, spec, reads)
+                step = capture(flat, batch, self.name, model, decisions)
+        step = replace(step, attributes=flat.attributes)
+        constants = tuple(
+            Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
+            for c in flat.constants
+        )
+        captured, (step, plan) = step, self.planner(step)
+        outputs = [o for o in step.outputs if o.kind == "output"]
+        if [int(o.target) for o in outputs] != list(range(flat.count)):
+            raise ModelError(f"{step.name}: an output could not be captured")
+        compiled = CompiledPlan(step, plan.schedule, plan.lanes)
+        depends = (*reads.listed(), *outside.listed(self.name))
+        return Way(plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured)
+
+    def _say_hooks(self, names: list[str]) -> None:
+        if names:
+            warnings.warn(
+                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
+                f"step is planned; what they compute is part of the plan, what else they do is done only then",
+                stacklevel=8,
+            )
+
+
+def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
+    """The storage of a tensor's gradient, if it has one that is dense."""
+    if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    gradient = tensor.grad
+    dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    return gradient.untyped_storage() if gradient is not None and dense else None
+
+
+_NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
+"""Types of the first tensor that wants a gradient where there is nothing to plan: none does, or somebody traces."""

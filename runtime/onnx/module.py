@@ -1,0 +1,367 @@
+"""An ONNX graph as a torch module: each node a row of the op table, run in order.
+
+Values that are known without computing (sizes, axes, indices made of them) stay numpy arrays while the
+graph runs, so that shape arithmetic is done at once and leaves nothing in a captured graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.ir.errors import ModelError
+from rematplan.ir.onnx.graph import Graph, Node, Weight
+from rematplan.ir.onnx.weight_roles import differentiated, trains_statistics
+from rematplan.runtime.costs.measure import check_fits
+from rematplan.runtime.guards.assertions import VALUES_DECIDE
+from rematplan.runtime.onnx.init_weights import first_readers, initialise
+from rematplan.runtime.onnx.ops.rows import Row, refuse, stated
+from rematplan.runtime.onnx.ops.shape import stated_sizes
+from rematplan.runtime.onnx.ops.text_ops import ON_TEXT, check_text
+from rematplan.runtime.onnx.ops.values import TEXT, constant_tensor, to_array, to_tensor, torch_dtype
+from rematplan.runtime.onnx.table import row_of
+
+MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
+
+Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value or text, a sequence, an absent input
+
+
+def torch_name(name: str) -> str:
+    """An ONNX name as a parameter's name: unique, and turned back by :func:`onnx_name`.
+
+    Torch forbids dots, which become colons; percent signs and colons are escaped as in a URL.
+    """
+    safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
+    return f"{safe}%" if not safe or hasattr(OnnxModule, safe) or safe in _MODULE_FIELDS else safe
+
+
+def onnx_name(name: str) -> str:
+    """The ONNX name that :func:`torch_name` was given."""
+    return unquote(name.removesuffix("%").replace(":", "."))
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One node, ready to run. ``last``: the values that nothing reads after it."""
+
+    node: Node
+    row: Row
+    last: tuple[str, ...]
+    statistics: tuple[tuple[int, str], ...]
+    """Batch norm in training form: (place of the output, name of the buffer that it replaces)."""
+    inner: tuple[Instruction, ...] = ()
+    """Of a Gradient: what computes the value that it differentiates, from its inputs."""
+
+    @classmethod
+    def of(cls, node: Node) -> Instruction:
+        """The node alone, none of its inputs being dropped after it."""
+        return cls(node, row_of(node), (), ())
+
+
+class OnnxModule(nn.Module):
+    """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph`.
+
+    Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file
+    generates start random, by ``seed``. Batch norm in training form updates its buffers once a forward.
+
+    Args:
+        graph: the graph.
+        seed: of the random starts; None keeps the value that the file fills such weights with.
+        device: where the weights are made; ``"meta"`` reads none of them.
+
+    Raises:
+        ModelError: an op is not in the table (named with its node and opset), or a weight cannot be read.
+    """
+
+    def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
+        super().__init__()
+        self.graph = graph
+        self.program = _program(graph)
+        check_text(graph)
+        for value in graph.inputs:
+            if value.dtype != TEXT:
+                torch_dtype(value.dtype, f"the graph input {value.name!r}")
+        self.known = _known_weights(graph.weights)
+        tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
+            self.known
+        )
+        self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}
+        if device != "meta":
+            _check_memory(graph.weights)
+        readers, generator = first_readers(graph), torch.Generator().manual_seed(seed or 0)
+        for weight in graph.weights:
+            if weight.name not in tensors:
+                continue
+            if weight.dtype == TEXT:
+                raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
+            random = weight.generated and seed is not None
+            tensor = _made(weight, device, filled=not random)
+            if random and device != "meta":
+                initialise(tensor, readers.get(weight.name), generator)
+            self._register(weight, tensor)
+
+    def _register(self, weight: Weight, tensor: Tensor) -> None:
+        name = self.names[weight.name]
+        if weight.role == "parameter":
+            self.register_parameter(name, nn.Parameter(tensor))
+        else:
+            self.register_buffer(name, tensor, persistent=weight.role == "buffer")
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The graph's outputs, in order.
+
+        Raises:
+            ModelError: the inputs do not fit, or a node cannot run on them.
+        """
+        values = self.start(inputs)
+        updates: dict[str, Tensor] = {}
+        self._execute(self.program, values, updates)
+        outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
+        with torch.no_grad():
+            for buffer, value in updates.items():
+                self._weight(buffer).copy_(value)
+        return outputs
+
+    def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
+        """The values that are there before the first node runs, by name."""
+        if len(inputs) != len(self.graph.inputs):
+            raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
+        given = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
+        return self._weights() | given
+
+    def _weights(self) -> dict[str, Value]:
+        return {**{name: self._weight(name) for name in self.names}, **self.known}
+
+    def _execute(
+        self, program: Iterable[Instruction], values: dict[str, Value], updates: dict[str, Tensor]
+    ) -> None:
+        """Run nodes in order; their results go to ``values``, new contents of buffers to ``updates`` too."""
+        for step in program:
+            results = self.advance(step, values)
+            for place, buffer in step.statistics:
+                values[buffer] = updates[buffer] = results[place]
+            for name in step.last:
+                values.pop(name, None)
+
+    def _weight(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self, self.names[name])
+        return tensor
+
+    def _tensor(self, name: str, value: Value) -> Tensor:
+        """A value as a tensor: a known one that is a weight is that weight's buffer."""
+        if not isinstance(value, np.ndarray) or value.dtype == TEXT:
+            tensor: Tensor = value
+            return tensor
+        return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
+
+    def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
+        """One node's results: known values if all its inputs are known, tensors otherwise."""
+        node, row = step.node, step.row
+        try:
+            if node.op in SIZES and isinstance(args[0], Tensor):
+                return (SIZES[node.op](node, args[0]),)
+            if step.inner:
+                return self._differentiate(step, args)
+            if any(isinstance(a, np.ndarray) and a.dtype == TEXT for a in args) and node.op in ON_TEXT:
+                results = ON_TEXT[node.op](*args)
+            elif row.raw:
+                results = row.run(node, *args)
+            elif _all_known(args) and _stays_small(row, args):
+                return _known_results(row, node, args)
+            else:
+                results = row.run(node, *self._operands(step, args))
+        except VALUES_DECIDE as error:
+            raise refuse(node, "its result's shape depends on data; plans are for fixed shapes") from error
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise refuse(node, _first_line(error)) from error
+        return results if isinstance(results, tuple) else (results,)
+
+    def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
+        """Run one node on ``values`` and put its results there."""
+        results = self._run(step, [values[n] if n else None for n in step.node.inputs])
+        place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
+        # What is made of numbers that are known, or were read, is on the CPU.
+        results = [r.to(place) if isinstance(r, Tensor) and r.device != place else r for r in results]
+        for name, result in zip(step.node.outputs, results, strict=False):
+            if name:
+                values[name] = result
+        return results
+
+    def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
+        """What a Gradient node states: the derivatives of ``y``, at the node's inputs, by the first of them."""
+        names = differentiated(step.node)
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            tensors = [self._tensor(n, a) for n, a in zip(step.node.inputs, args, strict=True)]
+            by = [
+                t if again and t.requires_grad else t.detach().requires_grad_()
+                for t in tensors[: len(names.xs)]
+            ]
+            values = self._weights() | dict(
+                zip((*names.xs, *names.zs), (*by, *tensors[len(by) :]), strict=True)
+            )
+            self._execute(step.inner, values, {})
+            y = self._tensor(names.y, values[names.y])
+            return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
+
+    def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
+        """The inputs as the row wants them."""
+        rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
+        device = next((a.device for a in args if isinstance(a, Tensor)), None)
+        return [
+            self._operand(step, at, value, rank, device) if value is not None else None
+            for at, value in enumerate(args)
+        ]
+
+    def _operand(
+        self, step: Instruction, at: int, value: Value, rank: int, device: torch.device | None
+    ) -> Value:
+        node, row, is_known = step.node, step.row, isinstance(value, np.ndarray)
+        if at in row.known:
+            return stated(node, at, value)
+        if not is_known or at in row.literal:
+            return value
+        if row.scalars and value.size == 1 and value.ndim <= rank:
+            return value.ravel()[0].item()
+        tensor = self._tensor(node.inputs[at], value)
+        return tensor if device is None else tensor.to(device)
+
+
+# ------------------------------------------------------------------ known values
+
+
+# Ops that ask only for a tensor's sizes: answered without touching it.
+SIZES: Mapping[str, Callable[[Node, Tensor], np.ndarray]] = {
+    "Shape": lambda node, x: np.asarray(stated_sizes(node, x), np.int64),
+    "Size": lambda _, x: np.asarray(math.prod(x.shape), np.int64),
+}
+
+
+def _all_known(args: Iterable[Value]) -> bool:
+    return all(a is None or isinstance(a, np.ndarray) for a in args)
+
+
+def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
+    """Whether the results of a node on known values are small enough to be known values themselves."""
+    if row.random:
+        return False
+    if row.size is not None:
+        return row.size(*args) <= MAX_KNOWN
+    shapes = [a.shape for a in args if a is not None]
+    try:
+        return math.prod(np.broadcast_shapes(*shapes)) <= MAX_KNOWN
+    except ValueError:  # not elementwise: gather, concatenation, slices of the operands
+        return sum(math.prod(s) for s in shapes) <= MAX_KNOWN
+
+
+def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
+    """Run a row on known values, out of sight of any tracer."""
+    with _disable_current_modes(), torch.no_grad():
+        operands = [
+            a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)
+        ]
+        results = row.run(node, *operands)
+        return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+# ------------------------------------------------------------------ making the module
+
+
+def _program(graph: Graph) -> tuple[Instruction, ...]:
+    """The nodes with their rows, and with the last use of every value."""
+    rows = [row_of(node) for node in graph.nodes]
+    kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
+    seen: set[str] = set()
+    program = []
+    for node, row in zip(reversed(graph.nodes), reversed(rows), strict=True):
+        names = dict.fromkeys(n for n in node.inputs if n and n not in seen and n not in kept)
+        seen.update(names)
+        inner = _inner(graph, node) if node.op == "Gradient" else ()
+        program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights), inner))
+    return tuple(reversed(program))
+
+
+def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
+    """The nodes between what a Gradient differentiates by and what it differentiates."""
+    names = differentiated(gradient)
+    given = {*names.xs, *names.zs}
+    needed, chosen = {names.y}, []
+    for node in reversed(graph.nodes):
+        if node is not gradient and needed.intersection(node.outputs):
+            chosen.append(node)
+            needed.update(set(node.inputs) - given)
+    missing = {v.name for v in graph.inputs} & needed
+    if missing or not chosen:
+        raise refuse(gradient, f"{names.y!r} is not computed from {sorted(given)} alone")
+    return tuple(
+        Instruction(n, row_of(n), (), (), _inner(graph, n) if n.op == "Gradient" else ())
+        for n in reversed(chosen)
+    )
+
+
+def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
+    """The known weights that an op on tensors reads as a tensor; they want a place on the module's device."""
+    settled, wanted = {*known, ""}, set()
+    for step in program:
+        node, row = step.node, step.row
+        if node.op in SIZES or (settled.issuperset(node.inputs) and not row.random):
+            settled.update(node.outputs)
+            continue
+        for at, name in enumerate(node.inputs):
+            if (
+                name in known
+                and at not in row.known | row.literal
+                and not (row.scalars and known[name].size == 1)
+            ):
+                wanted.add(name)
+    return wanted
+
+
+def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:
+    """Which results of a batch norm in training form are new content of buffers."""
+    if node.op != "BatchNormalization" or not trains_statistics(node):
+        return ()
+    buffers = {w.name for w in weights if w.role == "buffer"}
+    return tuple((out, node.inputs[at]) for out, at in ((1, 3), (2, 4)) if node.inputs[at] in buffers)
+
+
+def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
+    """Small constants as arrays."""
+    small = (w for w in weights if w.role == "constant" and math.prod(w.shape) <= MAX_KNOWN)
+    return {w.name: w.load() for w in small if w.dtype != "bfloat16"}
+
+
+def _made(weight: Weight, device: str, filled: bool) -> Tensor:
+    dtype = torch_dtype(weight.dtype, f"the weight {weight.name!r}")
+    if device == "meta" or not filled:
+        return torch.empty(weight.shape, dtype=dtype, device=device)
+    array = weight.load()
+    if array.shape != weight.shape:
+        raise ModelError(f"the weight {weight.name!r} has shape {array.shape}, {weight.shape} was stated")
+    return to_tensor(array).to(device)
+
+
+def _check_memory(weights: Iterable[Weight]) -> None:
+    needed = sum(math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != TEXT)
+    check_fits(needed, "its weights")
+
+
+def _width(dtype: str) -> str:
+    return "float16" if dtype == "bfloat16" else dtype
+
+
+_MODULE_FIELDS = frozenset(nn.Module().__dict__) | {"graph", "program", "known", "names"}

@@ -1,0 +1,1 @@
+"""The ONNX op table: one row an operator."""

@@ -1,0 +1,90 @@
+"""Rows of the op table: losses that a graph carries itself, and the random tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Row, Rows, integer, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
+
+ROWS = Rows()
+
+NEVER = -100  # torch's own default of ignore_index: no label
+
+
+@ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)
+def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Minus the entry of each target, weighted by class; the mean is over the weights."""
+    ignored = integer(node, "ignore_index", NEVER)
+    return F.nll_loss(
+        x, target.long(), weight, ignore_index=ignored, reduction=text(node, "reduction", "mean")
+    )
+
+
+@ROWS.add("SoftmaxCrossEntropyLoss", 12, 13)
+def cross_entropy(
+    node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor] | Tensor:
+    """The same of the scores' log-softmax, which is a further output."""
+    log_probability = F.log_softmax(x, 1)
+    loss = nll_loss(node, log_probability, target, weight)
+    return loss, log_probability
+
+
+# ------------------------------------------------------------------ random tensors
+
+
+def _dtype(node: Node, default: torch.dtype) -> torch.dtype:
+    return ONNX_DTYPES[integer(node, "dtype", 1)] if "dtype" in node.attributes else default
+
+
+def _normal(node: Node, x: Tensor) -> Tensor:
+    return x * number(node, "scale", 1.0) + number(node, "mean", 0.0)
+
+
+def _uniform(node: Node, x: Tensor) -> Tensor:
+    low, high = number(node, "low", 0.0), number(node, "high", 1.0)
+    return x * (high - low) + low
+
+
+RANDOM: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Node, Tensor], Tensor]]] = {
+    # the op: (draws a shape, draws like a tensor, scales what was drawn)
+    "RandomNormal": (torch.randn, torch.randn_like, _normal),
+    "RandomUniform": (torch.rand, torch.rand_like, _uniform),
+}
+
+
+def _of_shape(
+    draw: Callable[..., Tensor], scale: Callable[[Node, Tensor], Tensor]
+) -> Callable[[Node], Tensor]:
+    return lambda node: scale(node, draw(ints(node, "shape") or (), dtype=_dtype(node, torch.float32)))
+
+
+def _alike(draw: Callable[..., Tensor], scale: Callable[[Node, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda node, x: scale(node, draw(x, dtype=_dtype(node, x.dtype)))
+
+
+for _op, (_draw, _draw_like, _scale) in RANDOM.items():
+    ROWS.add(_op, 1, 22, random=True)(_of_shape(_draw, _scale))
+    ROWS.add(f"{_op}Like", 1, 22, random=True)(_alike(_draw_like, _scale))
+
+
+@ROWS.add("Bernoulli", 15, 22, random=True)
+def bernoulli(node: Node, x: Tensor) -> Tensor:
+    """One with the input's probability, else zero."""
+    return torch.bernoulli(x).to(_dtype(node, x.dtype))
+
+
+DOMAIN = "ai.onnx.preview.training"
+
+
+def _alone(node: Node, *tensors: Tensor) -> Tensor:  # noqa: ARG001
+    raise refuse(node, "it means nothing without its graph")
+
+
+ROWS.rows.append(Row(DOMAIN, "Gradient", 1, _alone))

@@ -1,0 +1,277 @@
+"""Rows of the op table: convolution, normalisation, dropout and what else layers are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Rows, integer, intended, ints, number, refuse, text
+
+ROWS = Rows()
+
+CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
+
+
+# ------------------------------------------------------------------ windows
+
+
+def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
+    """A per-axis attribute (strides, dilations), ones if absent."""
+    values = ints(node, name) or (1,) * rank
+    if len(values) != rank:
+        raise refuse(node, f"{name} has {len(values)} numbers for {rank} spatial axes")
+    return values
+
+
+def window_pads(
+    node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Padding before and after each spatial axis, from ``pads`` or ``auto_pad``."""
+    rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
+    if mode == "VALID":
+        return (0,) * rank, (0,) * rank
+    if mode == "NOTSET":
+        pads = ints(node, "pads") or (0,) * (2 * rank)
+        if len(pads) != 2 * rank:
+            raise refuse(node, f"pads has {len(pads)} numbers for {rank} spatial axes")
+        return pads[:rank], pads[rank:]
+    if mode not in ("SAME_UPPER", "SAME_LOWER"):
+        raise refuse(node, f"auto_pad is {mode!r}")
+    before, after = [], []
+    for size, k, s, d in zip(sizes, kernel, strides, dilations, strict=True):
+        total = max((math.ceil(size / s) - 1) * s + (k - 1) * d + 1 - size, 0)
+        small, large = total // 2, total - total // 2
+        before.append(small if mode == "SAME_UPPER" else large)
+        after.append(large if mode == "SAME_UPPER" else small)
+    return tuple(before), tuple(after)
+
+
+def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Tensor:
+    """Pad (or, where negative, crop) the trailing axes with a constant."""
+    pairs = [p for b, a in zip(reversed(before), reversed(after), strict=True) for p in (b, a)]
+    return F.pad(x, pairs, value=value) if any(pairs) else x
+
+
+# ------------------------------------------------------------------ convolution
+
+
+@ROWS.add("Conv", 1, 11, 22)
+def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Convolution; symmetric padding goes into the kernel."""
+    rank = x.dim() - 2
+    if rank not in CONV:
+        raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
+    strides, dilations = spread(node, "strides", rank), spread(node, "dilations", rank)
+    before, after = window_pads(node, x.shape[2:], w.shape[2:], strides, dilations)
+    if before != after:
+        x, before = pad_spatial(x, before, after), (0,) * rank
+    return CONV[rank](x, w, b, strides, before, dilations, integer(node, "group", 1))
+
+
+@ROWS.add("ConvTranspose", 1, 11, 22)
+def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Transposed convolution; uneven padding is cropped from the full result."""
+    rank = x.dim() - 2
+    if rank not in CONV_TRANSPOSE:
+        raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
+    strides, dilations = spread(node, "strides", rank), spread(node, "dilations", rank)
+    extra = ints(node, "output_padding") or (0,) * rank
+    group = integer(node, "group", 1)
+    before, after = _transpose_pads(node, x.shape[2:], w.shape[2:], strides, dilations, extra)
+    even = before == after and all(p >= 0 for p in before)
+    # torch wants output_padding < stride or dilation; a larger one is only more padding
+    if even and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
+        return CONV_TRANSPOSE[rank](x, w, b, strides, before, extra, group, dilations)
+    full = CONV_TRANSPOSE[rank](x, w, None, strides, 0, 0, group, dilations)
+    full = pad_spatial(full, [-p for p in before], [e - p for e, p in zip(extra, after, strict=True)])
+    return full if b is None else full + b.view(-1, *[1] * rank)
+
+
+def _transpose_pads(
+    node: Node,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    extra: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What to crop from each side of the full result (ONNX's formula for output_shape and SAME)."""
+    mode, shape = text(node, "auto_pad", "NOTSET"), ints(node, "output_shape")
+    if shape is None and mode in ("NOTSET", "VALID"):
+        return window_pads(node, sizes, kernel, strides, dilations)
+    wanted = shape[-len(sizes) :] if shape else [n * s for n, s in zip(sizes, strides, strict=True)]
+    before, after = [], []
+    for n, k, s, d, e, out in zip(sizes, kernel, strides, dilations, extra, wanted, strict=True):
+        total = s * (n - 1) + e + (k - 1) * d + 1 - out
+        half = total // 2
+        before.append(half if mode == "SAME_UPPER" else total - half)
+        after.append(total - half if mode == "SAME_UPPER" else half)
+    return tuple(before), tuple(after)
+
+
+# ------------------------------------------------------------------ normalisation
+
+
+def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return torch.batch_norm(x, w, b, mean, var, False, 0.0, number(node, "epsilon", 1e-5), False)
+
+
+def _trained_batch_norm(
+    node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise by the batch; the new statistics are ``old · momentum + batch · (1 − momentum)``.
+
+    ONNX's running variance is the batch's variance s over n, torch's the one over n − 1; from torch's
+    v' = m·v + (1−m)·s·n/(n−1) ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
+    """
+    keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
+    count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
+    if count == 1:  # one value a channel: its own mean, no variance
+        y = torch.batch_norm(x, w, b, None, None, True, 0.0, eps, False)
+        seen = x.detach().reshape(-1).to(mean.dtype)
+        return y, mean * keep + seen * (1 - keep), var * keep
+    new_mean, new_var = mean.detach().clone(), var.detach().clone()
+    y = torch.batch_norm(x, w, b, new_mean, new_var, True, 1.0 - keep, eps, False)
+    return y, new_mean, new_var * ((count - 1) / count) + var.detach() * (keep / count)
+
+
+@ROWS.add("BatchNormalization", 14, 15)
+def batch_norm(node: Node, *inputs: Tensor) -> Any:
+    """Training form if ``training_mode`` says so."""
+    return (
+        _trained_batch_norm(node, *inputs)
+        if integer(node, "training_mode", 0)
+        else _batch_norm(node, *inputs)
+    )
+
+
+@ROWS.add("BatchNormalization", 7, 9)
+def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
+    """Training form if the node states more than one output; then the batch's own statistics follow."""
+    if len(node.outputs) == 1:
+        return _batch_norm(node, *inputs)
+    return _with_saved(node, *inputs)
+
+
+@ROWS.add("BatchNormalization", 1, 6)
+def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
+    """Training form unless ``is_test``."""
+    return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
+
+
+def _with_saved(node: Node, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    y, mean, var = _trained_batch_norm(node, x, *rest)
+    if not any(node.outputs[3:]):
+        return y, mean, var
+    axes = [0, *range(2, x.dim())]
+    return y, mean, var, x.detach().mean(axes), x.detach().var(axes, correction=0)
+
+
+@ROWS.add("InstanceNormalization", 1, 6, 22)
+def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Normalise each channel of each sample."""
+    return torch.instance_norm(x, w, b, None, None, True, 0.0, number(node, "epsilon", 1e-5), False)
+
+
+@ROWS.add("LayerNormalization", 17)
+def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+    """Normalise the axes from ``axis`` on; mean and inverse deviation are further outputs."""
+    axis = integer(node, "axis", -1) % x.dim()
+    shape = list(x.shape[axis:])
+    eps = number(node, "epsilon", 1e-5)
+    if list(w.shape) == shape and (b is None or list(b.shape) == shape):
+        y, mean, inverse = torch.native_layer_norm(x, shape, w, b, eps)
+    else:  # a scale that is broadcast over the normalised axes
+        y, mean, inverse = torch.native_layer_norm(x, shape, None, None, eps)
+        y = y * w if b is None else y * w + b
+    return y, mean, inverse
+
+
+@ROWS.add("GroupNormalization", 21)
+def group_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Normalise groups of channels; scale and shift a channel."""
+    return torch.group_norm(x, integer(node, "num_groups", 1), w, b, number(node, "epsilon", 1e-5), False)
+
+
+@ROWS.add("GroupNormalization", 18)
+def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As above, with a scale and a shift a group."""
+    each = x.shape[1] // integer(node, "num_groups", 1)
+    return group_norm(node, x, w.repeat_interleave(each), b.repeat_interleave(each))
+
+
+@ROWS.add("RMSNormalization", 23)
+def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
+    """Divide the axes from ``axis`` on by their root mean square."""
+    axis = integer(node, "axis", -1) % x.dim()
+    wide = (
+        x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
+    )
+    square = wide.pow(2).mean(tuple(range(axis, x.dim())), keepdim=True)
+    return (wide * torch.rsqrt(square + number(node, "epsilon", 1e-5))).to(x.dtype) * w
+
+
+@ROWS.add("LRN", 1, 13)
+def local_response_norm(node: Node, x: Tensor) -> Tensor:
+    """Divide by a power of the squares summed over neighbouring channels (the longer side above)."""
+    size = integer(node, "size", 1)
+    alpha, beta, bias = number(node, "alpha", 1e-4), number(node, "beta", 0.75), number(node, "bias", 1.0)
+    flat = x.reshape(x.shape[0], 1, x.shape[1], -1)
+    squares = F.pad(flat * flat, (0, 0, (size - 1) // 2, size // 2))
+    mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
+    return x / (mean * alpha + bias) ** beta
+
+
+@ROWS.add("MeanVarianceNormalization", 9, 13)
+def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
+    """Zero mean and unit deviation over ``axes``."""
+    axes = ints(node, "axes") or (0, 2, 3)
+    centred = x - x.mean(axes, keepdim=True)
+    deviation = (x.pow(2).mean(axes, keepdim=True) - x.mean(axes, keepdim=True).pow(2)).sqrt()
+    return centred / (deviation + 1e-9)
+
+
+@ROWS.add("LpNormalization", 1, 22)
+def lp_norm(node: Node, x: Tensor) -> Tensor:
+    """Divide by the L1 or L2 norm along an axis; where that is zero the result is zero."""
+    norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
+    return torch.where(
+        norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
+    )
+
+
+# ------------------------------------------------------------------ dropout
+
+
+@ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
+def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
+    """Torch's own dropout in training mode, nothing otherwise. The second output is the mask."""
+    p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
+    if training is None or not bool(training.reshape(())) or p == 0.0:
+        return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
+    return torch.native_dropout(x, p, True)
+
+
+@ROWS.add("Dropout", 7, 10)
+def dropout_at_inference(node: Node, x: Tensor) -> Any:
+    """These opsets have no training flag: the node passes its input on."""
+    return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
+
+
+@ROWS.add("Dropout", 1, 6, random=True)
+def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
+    """Training form unless ``is_test``."""
+    if integer(node, "is_test", 0):
+        return dropout_at_inference(node, x)
+    return torch.native_dropout(x, number(node, "ratio", 0.5), True)

@@ -1,0 +1,150 @@
+"""Rows of the op table: pooling, with ONNX's rules for padding, ceiling, dilation and indices."""
+
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.nn import pad_spatial, spread, window_pads
+from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, number, refuse, text
+
+ROWS = Rows()
+
+MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a pooling window stands. ``reach`` is the padding after each axis that the last window needs."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reach: tuple[int, ...]
+    ceil: bool
+
+    @property
+    def native(self) -> bool:
+        """Whether torch's own pooling takes it: even padding of at most half a kernel."""
+        return self.before == self.after and all(
+            2 * p <= k for p, k in zip(self.before, self.kernel, strict=True)
+        )
+
+
+def window(node: Node, x: Tensor) -> Window:
+    """The node's window on this input, by ONNX's output-size formula."""
+    kernel = ints(node, "kernel_shape")
+    rank = x.dim() - 2
+    if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
+        raise refuse(node, f"kernel_shape {kernel} on an input with {rank} spatial axes")
+    strides, dilations = spread(node, "strides", rank), spread(node, "dilations", rank)
+    before, after = window_pads(node, x.shape[2:], kernel, strides, dilations)
+    ceil = bool(integer(node, "ceil_mode", 0)) and text(node, "auto_pad", "NOTSET") == "NOTSET"
+    reach = []
+    for n, k, s, d, b, a in zip(x.shape[2:], kernel, strides, dilations, before, after, strict=True):
+        span = n + b + a - ((k - 1) * d + 1)
+        steps = math.ceil(span / s) if ceil else span // s
+        if ceil and steps * s >= n + b:  # a window that would start in the padding after the input is dropped
+            steps -= 1
+        reach.append(steps * s + (k - 1) * d + 1 - n - b)
+    return Window(kernel, strides, dilations, before, after, tuple(reach), ceil)
+
+
+@ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
+def max_pool(node: Node, x: Tensor) -> Any:
+    """Maximum of each window; the second output is its place in the flattened input."""
+    w = window(node, x)
+    indices = len(node.outputs) > 1 and bool(node.outputs[1])
+    exact = (
+        x if x.is_floating_point() else x.to(torch.float32)
+    )  # torch pools floats only; eight bits are exact
+    if w.native:
+        pads, padded = w.before, exact
+    else:
+        pads, padded = (0,) * len(w.kernel), pad_spatial(exact, w.before, w.reach, -math.inf)
+    result = MAX_POOL[len(w.kernel)](
+        padded, w.kernel, w.strides, pads, w.dilations, w.ceil and w.native, indices
+    )
+    if not indices:
+        return result.to(x.dtype)
+    values, places = result
+    return values.to(x.dtype), _global_places(
+        node, x, padded, places, (0,) * len(pads) if w.native else w.before
+    )
+
+
+def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:
+    """Torch counts within one padded plane, ONNX through the whole tensor (by rows, or by columns)."""
+    sizes, coordinates, rest = padded.shape[2:], [], places
+    for size, shift in zip(reversed(sizes), reversed(before), strict=True):
+        coordinates.append(rest % size - shift)
+        rest = rest // size
+    order = list(zip(reversed(coordinates), x.shape[2:], strict=True))
+    if integer(node, "storage_order", 0):
+        order.reverse()
+    flat = torch.zeros_like(places)
+    for coordinate, size in order:
+        flat = flat * size + coordinate
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * math.prod(x.shape[2:])
+    return flat + planes.view(x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
+
+
+@ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
+def average_pool(node: Node, x: Tensor) -> Tensor:
+    """Mean of each window, over the padding too if ``count_include_pad``."""
+    w = window(node, x)
+    counted = bool(integer(node, "count_include_pad", 0))
+    rank = len(w.kernel)
+    if w.native and set(w.dilations) == {1}:
+        return AVG_POOL[rank](x, w.kernel, w.strides, w.before, w.ceil, counted)
+    total = _window_sum(pad_spatial(x, w.before, w.reach), w)
+    ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    ones = pad_spatial(ones, w.before, w.after, 1.0 if counted else 0.0)
+    over = [r - a for r, a in zip(w.reach, w.after, strict=True)]
+    return total / _window_sum(pad_spatial(ones, (0,) * rank, over), w)
+
+
+def _window_sum(x: Tensor, w: Window) -> Tensor:
+    planes = x.reshape(-1, 1, *x.shape[2:])
+    ones = torch.ones((1, 1, *w.kernel), dtype=x.dtype, device=x.device)
+    total = CONV[len(w.kernel)](planes, ones, None, w.strides, 0, w.dilations)
+    return total.reshape(*x.shape[:2], *total.shape[2:])
+
+
+@ROWS.add("LpPool", 1, 2, 11, 18, 22)
+def lp_pool(node: Node, x: Tensor) -> Tensor:
+    """The p-norm of each window."""
+    w = window(node, x)
+    p = number(node, "p", 2)
+    return _window_sum(pad_spatial(x.abs().pow(p), w.before, w.reach), w).pow(1.0 / p)
+
+
+@ROWS.add("GlobalAveragePool", 1, 22)
+def global_average_pool(node: Node, x: Tensor) -> Tensor:
+    """Mean of each channel."""
+    return x.mean(tuple(range(2, x.dim())), keepdim=True)
+
+
+@ROWS.add("GlobalMaxPool", 1, 22)
+def global_max_pool(node: Node, x: Tensor) -> Tensor:
+    """Maximum of each channel."""
+    return x.amax(tuple(range(2, x.dim())), keepdim=True)
+
+
+@ROWS.add("GlobalLpPool", 1, 2, 22)
+def global_lp_pool(node: Node, x: Tensor) -> Tensor:
+    """The p-norm of each channel."""
+    norm: Tensor = torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)
+    return norm

@@ -1,0 +1,102 @@
+"""Rows of the op table: whole numbers that stand for reals by a scale and a zero point.
+
+Differentiable in the scale, and in what is quantised where the rounding between is not: there the gradient is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse
+from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
+
+ROWS = Rows()
+
+QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
+
+
+def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
+    """A scale or zero point for each element: of the tensor, of an axis, or of blocks along an axis."""
+    if values.numel() == 1:
+        return values.reshape(())
+    if values.dim() == 1:
+        return values.reshape(-1, *[1] * (x.dim() - 1 - axis % x.dim()))
+    block = integer(node, "block_size", 0)
+    if block < 1:
+        raise refuse(node, f"a scale of shape {tuple(values.shape)} without a block size")
+    return values.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.int32) if x.dtype in QUANTISED else x
+
+
+def _quantisable(node: Node) -> None:
+    stated = integer(node, "output_dtype", 0)
+    if stated and ONNX_DTYPES.get(stated) not in QUANTISED:
+        raise refuse(node, f"the element type {stated} cannot be computed with")
+
+
+@ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
+def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """``round(x / scale) + zero``, held within the type's ends; the type is the zero point's."""
+    axis = integer(node, "axis", 1)
+    stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
+    dtype = stated if zero is None else zero.dtype
+    if dtype not in QUANTISED:
+        raise refuse(node, f"{str(dtype).removeprefix('torch.')} is no type to quantise to")
+    steps = _along(node, scale, x, axis)
+    if precision := ONNX_DTYPES.get(integer(node, "precision", 0)):
+        x, steps = x.to(precision), steps.to(precision)
+    whole = torch.round(x / steps).to(torch.int32)
+    if zero is not None:
+        whole = whole + _along(node, _wide(zero), x, axis)
+    ends = torch.iinfo(dtype)
+    return whole.clamp(ends.min, ends.max).to(dtype)
+
+
+@ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
+def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """``(x − zero) · scale``, in the scale's type unless another is stated."""
+    axis = integer(node, "axis", 1)
+    if x.dtype not in QUANTISED and x.dtype != torch.int32:
+        raise refuse(node, f"{str(x.dtype).removeprefix('torch.')} is no type to quantise to")
+    whole = _wide(x) if zero is None else _wide(x) - _along(node, _wide(zero), x, axis)
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    y = whole.to(wide) * _along(node, scale, x, axis).to(wide)
+    return y.to(ONNX_DTYPES.get(integer(node, "output_dtype", 0), scale.dtype))
+
+
+@ROWS.add("DynamicQuantizeLinear", 11)
+def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    """Bytes over the range of the input with zero; the scale; the zero point."""
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = (high - low) / 255
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = torch.round((-low / scale).clamp(0, 255))
+    return (torch.round(x / scale) + zero).clamp(0, 255).to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+@ROWS.add("MatMulInteger", 10)
+def matmul_integer(
+    node: Node,  # noqa: ARG001
+    a: Tensor,
+    b: Tensor,
+    a_zero: Tensor | None = None,
+    b_zero: Tensor | None = None,
+) -> Tensor:
+    """The product of whole numbers less their zero points (a's by row, b's by column)."""
+    left, right = _wide(a), _wide(b)
+    if a_zero is not None:
+        left = left - (
+            _wide(a_zero).unsqueeze(-1) if a_zero.dim() == 1 and a_zero.numel() > 1 else _wide(a_zero)
+        )
+    if b_zero is not None:
+        right = right - _wide(b_zero)
+    if left.device.type == "cpu":
+        return torch.matmul(left, right)
+    return torch.matmul(left.double(), right.double()).to(
+        left.dtype
+    )  # exact; other devices multiply no integers

@@ -1,0 +1,234 @@
+"""Rows of the op table: RNN, GRU and LSTM, unrolled step by step so that their steps are planned like any ops.
+
+Shapes: X (steps, batch, inputs), W (directions, gates·hidden, inputs), R (directions, gates·hidden, hidden),
+B (directions, 2·gates·hidden), states (directions, batch, hidden); with ``layout`` the batch comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse, text
+
+ROWS = Rows()
+
+Activation = Callable[[Tensor], Tensor]
+State = tuple[Tensor, ...]
+
+# Activations by lower-case name: the defaults of alpha and beta (None: it takes none), and the function.
+ACTIVATIONS: dict[str, tuple[float | None, float | None, Callable[[Tensor, float, float], Tensor]]] = {
+    "affine": (1.0, 0.0, lambda x, a, b: x * a + b),
+    "elu": (1.0, None, lambda x, a, b: F.elu(x, a)),
+    "hardsigmoid": (0.2, 0.5, lambda x, a, b: (x * a + b).clamp(0, 1)),
+    "leakyrelu": (0.01, None, lambda x, a, b: F.leaky_relu(x, a)),
+    "relu": (None, None, lambda x, a, b: torch.relu(x)),
+    "scaledtanh": (1.0, 1.0, lambda x, a, b: a * torch.tanh(b * x)),
+    "sigmoid": (None, None, lambda x, a, b: torch.sigmoid(x)),
+    "softplus": (None, None, lambda x, a, b: F.softplus(x)),
+    "softsign": (None, None, lambda x, a, b: F.softsign(x)),
+    "tanh": (None, None, lambda x, a, b: torch.tanh(x)),
+    "thresholdedrelu": (1.0, None, lambda x, a, b: F.threshold(x, a, 0.0)),
+}
+DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recurrent op: its number of gates, of states, its default activations, and one step.
+
+    ``step(node, activations, projected, state, weights)``: the next state, from X·Wᵀ of the step.
+    """
+
+    gates: int
+    states: int
+    activations: tuple[str, ...]
+    step: Callable[[Node, Sequence[Activation], Tensor, State, Weights], State]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One direction's recurrent weights: R, its bias (None if the op has none), peepholes i, o, f."""
+
+    r: Tensor
+    bias: Tensor | None
+    peepholes: tuple[Tensor, ...] = ()
+
+
+def _check(kind: Kind) -> Callable[[Node], None]:
+    def check(node: Node) -> None:
+        direction = text(node, "direction", "forward")
+        if direction not in DIRECTIONS:
+            raise refuse(node, f"direction is {direction!r}")
+        for name in _names(node, kind):
+            if name.lower() not in ACTIVATIONS:
+                raise refuse(node, f"the activation {name!r} is not supported")
+
+    return check
+
+
+def _names(node: Node, kind: Kind) -> tuple[str, ...]:
+    directions = len(DIRECTIONS[text(node, "direction", "forward")])
+    stated: Any = node.attributes.get("activations") or kind.activations * directions
+    names = tuple(v.decode() if isinstance(v, bytes) else str(v) for v in stated)
+    if len(names) != directions * len(kind.activations):
+        raise refuse(node, f"{len(names)} activations for {directions} directions")
+    return names
+
+
+def _activations(node: Node, kind: Kind) -> list[list[Activation]]:
+    """The activations of each direction, each clipped before; alphas and betas go to those that take them."""
+    alphas, betas = (_stated(node, f"activation_{k}") for k in ("alpha", "beta"))
+    limit: Any = node.attributes.get("clip")
+    found = []
+    for name in _names(node, kind):
+        alpha, beta, function = ACTIVATIONS[name.lower()]
+        a = next(alphas, alpha) if alpha is not None else 0.0
+        b = next(betas, beta) if beta is not None else 0.0
+        found.append(_clipped(function, a or 0.0, b or 0.0, limit))
+    each = len(kind.activations)
+    return [found[i : i + each] for i in range(0, len(found), each)]
+
+
+def _stated(node: Node, name: str) -> Iterator[float]:
+    values: Any = node.attributes.get(name, ())
+    return iter(float(v) for v in values)
+
+
+def _clipped(
+    function: Callable[[Tensor, float, float], Tensor], a: float, b: float, limit: float | None
+) -> Activation:
+    if limit is None:
+        return lambda x: function(x, a, b)
+    return lambda x: function(x.clamp(-limit, limit), a, b)
+
+
+# ------------------------------------------------------------------ one step of each kind
+
+
+def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:  # noqa: ARG001
+    return (act[0](x + F.linear(state[0], w.r, w.bias)),)
+
+
+def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
+    """Gates z, r, h; ``linear_before_reset`` decides whether r scales the state or its product."""
+    (h,), n = state, w.r.shape[1]
+    if integer(node, "linear_before_reset", 0):
+        hidden = F.linear(h, w.r, w.bias)
+        z, r = act[0](x[:, : 2 * n] + hidden[:, : 2 * n]).chunk(2, 1)
+        new = act[1](x[:, 2 * n :] + r * hidden[:, 2 * n :])
+    else:
+        bias = (None, None) if w.bias is None else (w.bias[: 2 * n], w.bias[2 * n :])
+        z, r = act[0](x[:, : 2 * n] + F.linear(h, w.r[: 2 * n], bias[0])).chunk(2, 1)
+        new = act[1](x[:, 2 * n :] + F.linear(r * h, w.r[2 * n :], bias[1]))
+    return ((1 - z) * new + z * h,)
+
+
+def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
+    """Gates i, o, f, c; peepholes let the gates see the cell."""
+    h, c = state
+    i, o, f, g = (x + F.linear(h, w.r, w.bias)).chunk(4, 1)
+    if w.peepholes:
+        i, f = i + w.peepholes[0] * c, f + w.peepholes[2] * c
+    i = act[0](i)
+    f = 1 - i if integer(node, "input_forget", 0) else act[0](f)
+    c = f * c + i * act[1](g)
+    o = act[0](o + w.peepholes[1] * c if w.peepholes else o)
+    return o * act[2](c), c
+
+
+RNN = Kind(1, 1, ("Tanh",), _rnn_step)
+GRU = Kind(3, 1, ("Sigmoid", "Tanh"), _gru_step)
+LSTM = Kind(4, 2, ("Sigmoid", "Tanh", "Tanh"), _lstm_step)
+
+
+# ------------------------------------------------------------------ the sequence
+
+
+def _run(node: Node, kind: Kind, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    absent: list[Tensor | None] = [None] * (8 - len(inputs))
+    x, w, r, b, lengths, *states = [*inputs, *absent]
+    assert x is not None
+    assert w is not None
+    assert r is not None
+    peepholes = states[2] if kind.states == 2 else None
+    batch_first = bool(integer(node, "layout", 0))
+    x = x.transpose(0, 1) if batch_first else x
+    begin = [s.transpose(0, 1) if batch_first and s is not None else s for s in states[: kind.states]]
+    ends, sequences = [], []
+    for d, (backward, act) in enumerate(
+        zip(DIRECTIONS[text(node, "direction", "forward")], _activations(node, kind), strict=True)
+    ):
+        half = kind.gates * r.shape[2]
+        bias = (None, None) if b is None else (b[d, :half], b[d, half:])
+        parts = () if peepholes is None else tuple(peepholes[d].chunk(3))
+        zero = x.new_zeros((x.shape[1], r.shape[2]))
+        state = tuple(zero if s is None else s[d] for s in begin)
+        projected = F.linear(_turned(x, lengths) if backward else x, w[d], bias[0])
+        outputs, end = _unrolled(node, kind, act, projected, state, Weights(r[d], bias[1], parts), lengths)
+        sequences.append(_turned(outputs, lengths) if backward else outputs)
+        ends.append(end)
+    y = torch.stack(sequences, 1)
+    last = [torch.stack(parts) for parts in zip(*ends, strict=True)]
+    if batch_first:
+        return (y.permute(2, 0, 1, 3), *(s.transpose(0, 1) for s in last))
+    return (y, *last)
+
+
+def _unrolled(
+    node: Node,
+    kind: Kind,
+    act: Sequence[Activation],
+    projected: Tensor,
+    state: State,
+    weights: Weights,
+    lengths: Tensor | None,
+) -> tuple[Tensor, State]:
+    """Every step's output, zero beyond a sequence's length, and the state at each sequence's end."""
+    outputs = []
+    for t, x in enumerate(projected.unbind(0)):
+        new = kind.step(node, act, x, state, weights)
+        if lengths is None:
+            state, shown = new, new[0]
+        else:
+            inside = (lengths > t).unsqueeze(1)
+            state = tuple(torch.where(inside, n, s) for n, s in zip(new, state, strict=True))
+            shown = torch.where(inside, new[0], torch.zeros_like(new[0]))
+        outputs.append(shown)
+    if not outputs:
+        return projected.new_zeros((0, *state[0].shape)), state
+    return torch.stack(outputs), state
+
+
+def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """The steps in reverse, each sequence within its own length."""
+    if lengths is None:
+        return x.flip(0)
+    steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    n = lengths.to(torch.int64).unsqueeze(0)
+    places = torch.where(steps < n, n - 1 - steps, steps)
+    return torch.gather(x, 0, places.unsqueeze(-1).expand_as(x))
+
+
+@ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
+def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b)."""
+    return _run(node, RNN, inputs)
+
+
+@ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
+def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Gated recurrent unit."""
+    return _run(node, GRU, inputs)
+
+
+@ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
+def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Long short-term memory, with or without peepholes."""
+    return _run(node, LSTM, inputs)

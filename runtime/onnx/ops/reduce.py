@@ -1,0 +1,241 @@
+"""Rows of the op table: reductions, softmax, matrix products."""
+
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Known, Rows, given, integer, ints, known_ints, number, text
+
+ROWS = Rows()
+
+
+# ------------------------------------------------------------------ reductions
+
+Reduction = Callable[[Tensor, tuple[int, ...], bool], Tensor]
+
+
+def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = torch.prod(x, axis, keepdim=keep)
+    return x
+
+
+def _extreme(function: Reduction, of_none: float) -> Reduction:
+    """Torch refuses the extreme of nothing; ONNX says it is the type's other end."""
+
+    def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+        if x.numel():
+            return (
+                function(x.to(torch.uint8), axes, keep).to(x.dtype)
+                if x.dtype == torch.bool
+                else function(x, axes, keep)
+            )
+        shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keep or a not in axes]
+        end = of_none if x.is_floating_point() else _type_end(x.dtype, of_none)
+        return torch.full(shape, end, dtype=x.dtype, device=x.device)
+
+    return run
+
+
+def _type_end(dtype: torch.dtype, sign: float) -> float:
+    if dtype == torch.bool:
+        return float(sign > 0)
+    return float(torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min)
+
+
+def _log_sum_exp(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    exact = x if x.is_floating_point() else x.double()
+    return torch.logsumexp(exact, axes, keep).to(x.dtype)
+
+
+def _mean(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    return x.mean(axes, keep) if x.is_floating_point() else x.double().mean(axes, keep).to(x.dtype)
+
+
+def _sum(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    return torch.sum(x, axes, keep, dtype=x.dtype)
+
+
+def _norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    exact = x if x.is_floating_point() else x.double()
+    norm: Tensor = torch.linalg.vector_norm(exact, 2, axes, keep)
+    return norm.to(x.dtype)
+
+
+REDUCTIONS: dict[tuple[str, tuple[int, ...]], tuple[int, Reduction]] = {
+    # op and its since_versions: (the first opset with axes as an input, what it computes)
+    ("ReduceL1", (1, 11, 13, 18)): (18, lambda x, axes, keep: _sum(x.abs(), axes, keep)),
+    ("ReduceL2", (1, 11, 13, 18)): (18, _norm),
+    ("ReduceLogSum", (1, 11, 13, 18, 28)): (18, lambda x, axes, keep: _sum(x, axes, keep).log().to(x.dtype)),
+    ("ReduceLogSumExp", (1, 11, 13, 18, 28)): (18, _log_sum_exp),
+    ("ReduceMax", (1, 11, 12, 13, 18, 20)): (18, _extreme(torch.amax, -math.inf)),
+    ("ReduceMean", (1, 11, 13, 18)): (18, _mean),
+    ("ReduceMin", (1, 11, 12, 13, 18, 20)): (18, _extreme(torch.amin, math.inf)),
+    ("ReduceProd", (1, 11, 13, 18)): (18, _product),
+    ("ReduceSum", (1, 11, 13)): (13, _sum),
+    ("ReduceSumSquare", (1, 11, 13, 18)): (18, lambda x, axes, keep: _sum(x * x, axes, keep)),
+}
+
+
+def _by_attribute(function: Reduction) -> Callable[[Node, Tensor], Tensor]:
+    def run(node: Node, x: Tensor) -> Tensor:
+        return _reduced(node, x, ints(node, "axes"), function)
+
+    return run
+
+
+def _by_input(function: Reduction) -> Callable[..., Tensor]:
+    def run(node: Node, x: Tensor, axes: Known = None) -> Tensor:
+        wanted = known_ints(axes) or None
+        if wanted is None and integer(node, "noop_with_empty_axes", 0):
+            return _reduced(node, x.unsqueeze(0), (0,), function, keep=False)
+        return _reduced(node, x, wanted, function)
+
+    return run
+
+
+def _reduced(
+    node: Node, x: Tensor, axes: tuple[int, ...] | None, function: Reduction, keep: bool | None = None
+) -> Tensor:
+    keep = bool(integer(node, "keepdims", 1)) if keep is None else keep
+    if x.dim() == 0:
+        return function(x.unsqueeze(0), (0,), False)
+    every = tuple(range(x.dim())) if axes is None else tuple(a % x.dim() for a in axes)
+    return function(x, every, keep)
+
+
+for (_op, _since), (_turn, _reduction) in REDUCTIONS.items():
+    ROWS.add(_op, *(v for v in _since if v < _turn))(_by_attribute(_reduction))
+    ROWS.add(_op, *(v for v in _since if v >= _turn), known=(1,))(_by_input(_reduction))
+
+
+def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    axis, keep = integer(node, "axis", 0), bool(integer(node, "keepdims", 1))
+    if not integer(node, "select_last_index", 0):
+        return function(x, axis, keep)
+    last: Tensor = x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
+    return last
+
+
+@ROWS.add("ArgMax", 1, 11, 12, 13)
+def arg_max(node: Node, x: Tensor) -> Tensor:
+    """Where the maximum stands."""
+    return _arg_extreme(node, x, torch.argmax)
+
+
+@ROWS.add("ArgMin", 1, 11, 12, 13)
+def arg_min(node: Node, x: Tensor) -> Tensor:
+    """Where the minimum stands."""
+    return _arg_extreme(node, x, torch.argmin)
+
+
+@ROWS.add("CumSum", 11, 14, known=(1,))
+def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
+    """Running sum along an axis, from either end, with or without the element itself."""
+    at = int(axis.reshape(()))
+    if integer(node, "reverse", 0):
+        x = x.flip(at)
+    total = torch.cumsum(x, at, dtype=x.dtype)
+    if integer(node, "exclusive", 0):
+        total = total - x
+    return total.flip(at) if integer(node, "reverse", 0) else total
+
+
+# ------------------------------------------------------------------ softmax and losses
+
+
+def softmax(x: Tensor, axis: int) -> Tensor:
+    """Torch's, but for float16: there rounded after each step of ONNX's definition, not once at the end."""
+    if x.dtype != torch.float16:
+        return torch.softmax(x, axis)
+    raised = torch.exp(x - x.detach().amax(axis, keepdim=True))
+    return raised / raised.sum(axis, keepdim=True)
+
+
+SOFTMAX: dict[str, Callable[..., Tensor]] = {"Softmax": softmax, "LogSoftmax": torch.log_softmax}
+
+
+def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
+    return lambda node, x: function(x, integer(node, "axis", -1))
+
+
+def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
+    """Before opset 13 all axes from ``axis`` on count as one."""
+
+    def run(node: Node, x: Tensor) -> Tensor:
+        axis = integer(node, "axis", 1) % max(x.dim(), 1)
+        return function(x, -1) if axis == x.dim() - 1 else function(x.flatten(axis), -1).reshape(x.shape)
+
+    return run
+
+
+for _op, _function in SOFTMAX.items():
+    ROWS.add(_op, 13)(_softmax(_function))
+    ROWS.add(_op, 1, 11)(_flat_softmax(_function))
+
+
+@ROWS.add("Hardmax", 13)
+def hardmax(node: Node, x: Tensor) -> Tensor:
+    """One at the first maximum along an axis, zero elsewhere."""
+    axis = integer(node, "axis", -1)
+    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
+
+
+@ROWS.add("Hardmax", 1, 11)
+def flat_hardmax(node: Node, x: Tensor) -> Tensor:
+    """As above over all axes from ``axis`` on."""
+    flat = x.flatten(integer(node, "axis", 1) % x.dim())
+    return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
+
+
+# ------------------------------------------------------------------ matrix products
+
+
+@ROWS.add("MatMul", 1, 9, 13)
+def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
+    """Numpy's matrix product."""
+    return torch.matmul(a, b)
+
+
+@ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
+def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """``alpha A·B + beta C``; a linear layer's form goes to torch's linear."""
+    alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
+    a = a.t() if integer(node, "transA", 0) else a
+    plain = alpha == beta == 1.0 and integer(node, "transB", 0) and a.is_floating_point()
+    if plain and (c is None or c.shape == b.shape[:1]):
+        return F.linear(a, b, c)
+    b = b.t() if integer(node, "transB", 0) else b
+    if not a.is_floating_point():
+        return _integer_gemm(torch.matmul(a, b), c, alpha, beta)
+    if c is None:
+        return torch.mm(a, b) if alpha == 1.0 else torch.mm(a, b) * alpha
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    scaled = product if alpha == 1.0 else (product * alpha).to(product.dtype)
+    if c is None:
+        return scaled
+    return scaled + (c if beta == 1.0 else (c * beta).to(product.dtype))
+
+
+@ROWS.add("Einsum", 12, 28)
+def einsum(node: Node, *tensors: Tensor) -> Tensor:
+    """The sum that the equation states."""
+    return torch.einsum(text(node, "equation", ""), *given(tensors))
+
+
+@ROWS.add("Det", 11, 22)
+def det(node: Node, x: Tensor) -> Tensor:
+    """Determinants of the last two axes."""
+    result: Tensor = torch.linalg.det(x)
+    return result

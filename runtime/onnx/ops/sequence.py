@@ -1,0 +1,106 @@
+"""Rows of the op table: sequences of tensors: Python lists while a graph runs, nothing in a capture.
+
+Their operands arrive as they are: tensors, or numpy arrays where values are known.
+"""
+
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse, stated
+from rematplan.runtime.onnx.ops.values import to_tensor
+
+ROWS = Rows()
+
+Value = Any  # Tensor | np.ndarray
+
+
+@ROWS.add("SequenceEmpty", 11, raw=True)
+def sequence_empty(node: Node) -> list[Value]:
+    """No tensors."""
+    return []
+
+
+@ROWS.add("SequenceConstruct", 11, raw=True)
+def sequence_construct(node: Node, *values: Value) -> list[Value]:
+    """The inputs in order."""
+    return list(values)
+
+
+@ROWS.add("SequenceInsert", 11, raw=True)
+def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
+    """A copy with one more, at the end or before a place."""
+    place = len(items) if at is None else _place(node, at, len(items), end=True)
+    return [*items[:place], value, *items[place:]]
+
+
+@ROWS.add("SequenceErase", 11, raw=True)
+def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
+    """A copy without the last, or without that at a place."""
+    place = _place(node, np.asarray(-1) if at is None else at, len(items))
+    return [*items[:place], *items[place + 1 :]]
+
+
+@ROWS.add("SequenceAt", 11, raw=True)
+def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
+    """The tensor at a place."""
+    return items[_place(node, at, len(items))]
+
+
+@ROWS.add("SequenceLength", 11, raw=True)
+def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
+    """How many there are."""
+    return np.asarray(len(items), np.int64)
+
+
+@ROWS.add("ConcatFromSequence", 11, raw=True)
+def concat_from_sequence(node: Node, items: list[Value]) -> Value:
+    """All of them along an axis, or along a new one."""
+    axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
+    if not items:
+        raise refuse(node, "nothing can be made of an empty sequence")
+    if all(isinstance(v, np.ndarray) for v in items):
+        return np.stack(items, axis) if new else np.concatenate(items, axis)
+    device = next(v.device for v in items if isinstance(v, Tensor))
+    tensors = [v if isinstance(v, Tensor) else to_tensor(v).to(device) for v in items]
+    return torch.stack(tensors, axis) if new else torch.cat(tensors, axis)
+
+
+@ROWS.add("SplitToSequence", 11, 24, raw=True)
+def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
+    """Parts of stated sizes, or of one size each and the last smaller; single slices drop the axis if asked to."""
+    axis = integer(node, "axis", 0)
+    length = value.shape[axis]
+    if sizes is None:
+        parts = _cut(value, [1] * length, axis)
+        return parts if integer(node, "keepdims", 1) else [p.squeeze(axis) for p in parts]
+    wanted = stated(node, 1, sizes)
+    if wanted.ndim:
+        each = [int(n) for n in wanted]
+    else:
+        size = int(wanted)
+        if size < 1:
+            raise refuse(node, f"parts of size {size}")
+        each = [min(size, length - start) for start in range(0, length, size)]
+    return _cut(value, each, axis)
+
+
+def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
+    if isinstance(value, np.ndarray):
+        return list(np.split(value, np.cumsum(sizes)[:-1], axis))
+    return list(torch.split(value, list(sizes), axis))
+
+
+def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
+    """A place from the front, of one that may be counted from the end. ``end``: behind the last is one too."""
+    place = int(stated(node, len(node.inputs) - 1, at))
+    if not -count <= place < count + end:
+        raise refuse(node, f"place {place} of {count}")
+    return place + count if place < 0 else place

@@ -1,0 +1,373 @@
+"""Rows of the op table: shapes, views, slicing, gathering, padding, resizing's neighbours and type casts."""
+
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import (
+    Known,
+    Rows,
+    given,
+    integer,
+    ints,
+    known_ints,
+    number,
+    refuse,
+    text,
+)
+from rematplan.runtime.onnx.ops.values import ONNX_DTYPES, to_tensor
+
+ROWS = Rows()
+
+
+# ------------------------------------------------------------------ shapes as values
+
+
+def stated_sizes(node: Node, x: Tensor) -> list[int]:
+    """The sizes that a Shape node asks for."""
+    end = integer(node, "end", x.dim())
+    return list(x.shape)[integer(node, "start", 0) : end]
+
+
+@ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
+def shape(node: Node, x: Tensor) -> Tensor:
+    """The input's sizes from ``start`` to ``end``. The interpreter answers this from the sizes alone."""
+    return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
+
+
+@ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
+def size(node: Node, x: Tensor) -> Tensor:
+    """The number of elements."""
+    return torch.tensor(math.prod(x.shape), dtype=torch.int64)
+
+
+def _filled(shape: np.ndarray) -> int:
+    return math.prod(abs(int(d)) for d in shape.ravel())
+
+
+@ROWS.add("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
+def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
+    """A tensor of one value."""
+    value = node.attributes.get("value", np.zeros(1, np.float32))
+    fill = to_tensor(np.asarray(value), "ConstantOfShape's value")
+    return torch.full(known_ints(shape), np.asarray(value).ravel()[0].item(), dtype=fill.dtype)  # type: ignore[arg-type]
+
+
+@ROWS.add("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
+def constant(node: Node) -> Tensor:
+    """A stated tensor (the loader turns most of these into weights)."""
+    return to_tensor(np.asarray(node.attributes["value"]), "Constant's value")
+
+
+def _range_size(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> int:
+    return max(0, math.ceil((float(limit) - float(start)) / float(delta)))
+
+
+@ROWS.add("Range", 11, 27, known=(0, 1, 2), size=_range_size)
+def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
+    """``start``, ``start + delta``, ... below ``limit``."""
+    dtype = to_tensor(start).dtype
+    return torch.arange(start.item(), limit.item(), delta.item(), dtype=dtype)
+
+
+@ROWS.add("EyeLike", 9, 22)
+def eye_like(node: Node, x: Tensor) -> Tensor:
+    """Ones on a diagonal."""
+    dtype = ONNX_DTYPES[integer(node, "dtype", 0)] if "dtype" in node.attributes else x.dtype
+    rows, columns = x.shape
+    shifted = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device)[:, None]
+    return (shifted == integer(node, "k", 0)).to(dtype)
+
+
+@ROWS.add("NonZero", 9, 13)
+def non_zero(node: Node, x: Tensor) -> Tensor:
+    """Where the input is not zero, a row an axis."""
+    return torch.nonzero(x).t().contiguous() if x.dim() else torch.nonzero(x).t()
+
+
+# ------------------------------------------------------------------ views
+
+
+@ROWS.add("Identity", 1, 13, 14, 16, 19, 21, 23, 24, 25)
+def identity(node: Node, x: Tensor) -> Tensor:
+    """The input."""
+    return x
+
+
+@ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
+def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
+    """Zero keeps the input's size (unless ``allowzero``), −1 takes what is left."""
+    sizes = known_ints(shape) or ()
+    if not integer(node, "allowzero", 0):
+        sizes = tuple(x.shape[i] if s == 0 and i < x.dim() else s for i, s in enumerate(sizes))
+    return x.reshape(sizes)
+
+
+@ROWS.add("Reshape", 1)
+def reshape_by_attribute(node: Node, x: Tensor) -> Tensor:
+    """The shape is an attribute."""
+    return reshape(node, x, np.asarray(ints(node, "shape") or (), np.int64))
+
+
+@ROWS.add("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
+def flatten(node: Node, x: Tensor) -> Tensor:
+    """Two axes: those before ``axis`` and those from it on."""
+    axis = integer(node, "axis", 1)
+    axis = axis + x.dim() if axis < 0 else axis
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+@ROWS.add("Transpose", 1, 13, 21, 23, 24, 25)
+def transpose(node: Node, x: Tensor) -> Tensor:
+    """Axes in another order, reversed by default."""
+    return x.permute(ints(node, "perm") or tuple(reversed(range(x.dim()))))
+
+
+@ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
+def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
+    """New axes of size one, counted in the result."""
+    wanted = known_ints(axes) or ()
+    rank = x.dim() + len(wanted)
+    places = {a % rank for a in wanted}
+    if len(places) != len(wanted) or any(not -rank <= a < rank for a in wanted):
+        raise refuse(node, f"axes {wanted} do not fit a result of {rank} axes")
+    for axis in sorted(places):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@ROWS.add("Unsqueeze", 1, 11)
+def unsqueeze_by_attribute(node: Node, x: Tensor) -> Tensor:
+    """The axes are an attribute."""
+    return unsqueeze(node, x, np.asarray(ints(node, "axes") or (), np.int64))
+
+
+@ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
+def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
+    """Drop axes of size one: the stated ones, or all."""
+    wanted = known_ints(axes)
+    wanted = tuple(a for a, n in enumerate(x.shape) if n == 1) if wanted is None else wanted
+    if any(x.shape[a] != 1 for a in wanted):
+        raise refuse(node, f"axes {wanted} of shape {tuple(x.shape)} are not all of size one")
+    return x.squeeze(wanted)
+
+
+@ROWS.add("Squeeze", 1, 11)
+def squeeze_by_attribute(node: Node, x: Tensor) -> Tensor:
+    """The axes are an attribute."""
+    axes = ints(node, "axes")
+    return squeeze(node, x, None if axes is None else np.asarray(axes, np.int64))
+
+
+def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
+    return _filled(shape) * max(1, x.size)
+
+
+@ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
+def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
+    """Broadcast to a shape, which may itself have ones where the input is larger."""
+    return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
+
+
+@ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
+def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
+    """Copies side by side along each axis."""
+    return x.repeat(known_ints(repeats) or ())
+
+
+@ROWS.add("Concat", 4, 11, 13)
+def concat(node: Node, *tensors: Tensor) -> Tensor:
+    """One after another along an axis."""
+    return torch.cat(given(tensors), integer(node, "axis", 1))
+
+
+@ROWS.add("Concat", 1)
+def concat_default(node: Node, *tensors: Tensor) -> Tensor:
+    """As above; the axis has a default."""
+    return concat(node, *tensors)
+
+
+def _split(node: Node, x: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, ...]:
+    axis = integer(node, "axis", 0)
+    if not sizes:
+        parts = integer(node, "num_outputs", len(node.outputs))
+        each = -(-x.shape[axis] // parts)
+        sizes = [max(0, min(each, x.shape[axis] - each * i)) for i in range(parts)]
+    return torch.split(x, list(sizes), axis)
+
+
+@ROWS.add("Split", 13, 18, known=(1,))
+def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+    """Parts along an axis, of stated sizes or even."""
+    return _split(node, x, known_ints(sizes))
+
+
+@ROWS.add("Split", 2, 11)
+def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
+    """The sizes are an attribute."""
+    return _split(node, x, ints(node, "split"))
+
+
+@ROWS.add("Split", 1, known=(1,))
+def split_either_way(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+    """The sizes are an attribute or an input."""
+    return _split(node, x, ints(node, "split") or known_ints(sizes))
+
+
+# ------------------------------------------------------------------ slicing
+
+
+@ROWS.add("Slice", 10, 11, 13, known=(1, 2, 3, 4))
+def slice_(
+    node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
+) -> Tensor:
+    """Numpy's slices along some axes; a negative step runs backwards."""
+    first, last = known_ints(starts) or (), known_ints(ends) or ()
+    along = known_ints(axes) or tuple(range(len(first)))
+    stride = known_ints(steps) or (1,) * len(first)
+    for axis, start, end, step in zip(along, first, last, stride, strict=True):
+        picked = range(x.shape[axis])[slice(start, end, step)]
+        if step < 0:
+            x = x.flip(axis)
+            mirror = x.shape[axis] - 1
+            picked = range(mirror - picked.start, mirror - picked.stop, -step)
+        if len(picked) < x.shape[axis]:
+            x = _taken(x, axis, picked)
+    return x
+
+
+def _taken(x: Tensor, axis: int, picked: range) -> Tensor:
+    whole = [slice(None)] * x.dim()
+    whole[axis] = slice(picked.start, picked.stop, picked.step) if len(picked) else slice(0, 0)
+    return x[tuple(whole)]
+
+
+@ROWS.add("Slice", 1)
+def slice_by_attributes(node: Node, x: Tensor) -> Tensor:
+    """Starts, ends and axes are attributes."""
+    starts, ends, axes = (ints(node, k) for k in ("starts", "ends", "axes"))
+    return slice_(node, x, *(None if v is None else np.asarray(v, np.int64) for v in (starts, ends, axes)))  # type: ignore[arg-type]
+
+
+PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+
+
+def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequence[int] | None) -> Tensor:
+    """Pad each axis before and after; negative pads crop."""
+    mode, rank = text(node, "mode", "constant"), x.dim()
+    along = [a % rank for a in (axes if axes is not None else range(rank))]
+    before, after = dict(zip(along, pads, strict=False)), dict(zip(along, pads[len(along) :], strict=True))
+    if mode not in PAD_MODES:
+        raise refuse(node, f"mode is {mode!r}")
+    if mode == "constant":
+        pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
+        return F.pad(x, pairs, value=value) if any(pairs) else x
+    for axis in along:  # one gather an axis: torch's own modes cover fewer ranks
+        n, low, high = x.shape[axis], before[axis], after[axis]
+        if low or high:
+            x = x.index_select(axis, _mirror(mode, n, low, high).to(x.device))
+    return x
+
+
+def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
+    places = torch.arange(-low, n + high)
+    if mode == "edge":
+        return places.clamp(0, n - 1)
+    if mode == "wrap" or n == 1:
+        return places % n
+    period = 2 * (n - 1)
+    return (n - 1) - ((places % period) - (n - 1)).abs()
+
+
+@ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
+def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
+    """Pads, value and axes are inputs."""
+    fill = 0.0 if value is None or not value.size else value.reshape(()).item()
+    return _pad(node, x, known_ints(pads) or (), fill, known_ints(axes))
+
+
+@ROWS.add("Pad", 2)
+def pad_by_attributes(node: Node, x: Tensor) -> Tensor:
+    """Pads and value are attributes."""
+    return _pad(node, x, ints(node, "pads") or (), number(node, "value", 0.0), None)
+
+
+@ROWS.add("Pad", 1)
+def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
+    """As above; the attribute was named ``paddings``."""
+    return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
+
+
+@ROWS.add("CenterCropPad", 18, known=(1,))
+def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
+    """The middle of each axis, or zeros around it; of an odd difference the smaller half lies before."""
+    axes = ints(node, "axes") or tuple(range(x.dim()))
+    pairs = [0] * (2 * x.dim())
+    for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
+        more = wanted - x.shape[axis]
+        before = more // 2 if more >= 0 else -(-more // 2)
+        at = 2 * (x.dim() - 1 - axis % x.dim())
+        pairs[at : at + 2] = before, more - before
+    return F.pad(x, pairs) if any(pairs) else x
+
+
+@ROWS.add("Trilu", 14, known=(1,))
+def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
+    """One triangle of the last two axes."""
+    at = 0 if k is None else int(k.reshape(()))
+    return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
+
+
+# ------------------------------------------------------------------ blocks of space
+
+
+@ROWS.add("DepthToSpace", 1, 11, 13, 28)
+def depth_to_space(node: Node, x: Tensor) -> Tensor:
+    """Channels spread over blocks of the plane."""
+    block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
+    if text(node, "mode", "DCR") == "CRD":
+        return F.pixel_shuffle(x, block)
+    blocks = x.reshape(n, block, block, c // (block * block), h, w)
+    return blocks.permute(0, 3, 4, 1, 5, 2).reshape(n, c // (block * block), h * block, w * block)
+
+
+@ROWS.add("SpaceToDepth", 1, 13, 28)
+def space_to_depth(node: Node, x: Tensor) -> Tensor:
+    """Blocks of the plane gathered into channels."""
+    block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
+    if text(node, "mode", "DCR") == "CRD":
+        return F.pixel_unshuffle(x, block)
+    blocks = x.reshape(n, c, h // block, block, w // block, block)
+    return blocks.permute(0, 3, 5, 1, 2, 4).reshape(n, c * block * block, h // block, w // block)
+
+
+# ------------------------------------------------------------------ types
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _castable(node: Node) -> None:
+    if integer(node, "to", 0) not in ONNX_DTYPES:
+        raise refuse(node, f"the element type {integer(node, 'to', 0)} cannot be computed with")
+
+
+@ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
+def cast(node: Node, x: Tensor) -> Tensor:
+    """Another element type."""
+    return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
+
+
+@ROWS.add("CastLike", 15, 19, 21, 23, 24, 25)
+def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
+    """The other input's element type."""
+    return _cast(x, like.dtype)

@@ -1,0 +1,63 @@
+"""Rows of the op table: Fourier transforms and the windows before them. Complex numbers are pairs in the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Known, Rows, integer
+from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
+
+ROWS = Rows()
+
+
+def _complex(x: Tensor) -> Tensor:
+    """In double precision, as the standard's own code has it: half of torch's types have no transform at all."""
+    wide = x.double()
+    return wide.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
+
+
+@ROWS.add("DFT", 20, known=(1, 2))
+def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
+    """The transform along an axis, cut or filled up to a length; one-sided ones keep or take half of it."""
+    along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
+    size = None if length is None else int(length.reshape(()))
+    half, values = bool(integer(node, "onesided", 0)), _complex(x)
+    if integer(node, "inverse", 0):
+        if half:
+            back: Tensor = torch.fft.irfft(values, size, along)
+            return back.unsqueeze(-1).to(x.dtype)
+        return torch.view_as_real(torch.fft.ifft(values, size, along)).to(x.dtype)
+    found = torch.fft.fft(values, size, along)
+    if half:
+        found = found.narrow(along, 0, found.shape[along] // 2 + 1)
+    return torch.view_as_real(found.resolve_conj()).to(x.dtype)
+
+
+@ROWS.add("DFT", 17, known=(1,))
+def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
+    """The axis is an attribute."""
+    return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
+
+
+WINDOWS: dict[str, Callable[..., Tensor]] = {
+    "BlackmanWindow": torch.blackman_window,
+    "HammingWindow": lambda n, **more: torch.hamming_window(n, alpha=25 / 46, beta=21 / 46, **more),
+    "HannWindow": torch.hann_window,
+}
+
+
+def _window(make: Callable[..., Tensor]) -> Callable[[Node, np.ndarray], Tensor]:
+    def run(node: Node, size: np.ndarray) -> Tensor:
+        values = make(int(size.reshape(())), periodic=bool(integer(node, "periodic", 1)), dtype=torch.float64)
+        return values.to(ONNX_DTYPES[integer(node, "output_datatype", 1)])
+
+    return run
+
+
+for _op, _make in WINDOWS.items():
+    ROWS.add(_op, 17, known=(0,), size=lambda size: int(size.reshape(())))(_window(_make))

@@ -1,0 +1,87 @@
+"""Rows of the op table: what goes through a sequence with a state: linear attention, causal convolution."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import Rows, integer, number, refuse, text
+
+ROWS = Rows()
+
+RULES: dict[
+    str, tuple[bool, bool]
+] = {  # whether the state decays, whether what it holds already is taken off
+    "linear": (False, False),
+    "gated": (True, False),
+    "delta": (False, True),
+    "gated_delta": (True, True),
+}
+
+
+def _heads(node: Node, x: Tensor, heads: int) -> Tensor:
+    if heads < 1 or x.dim() != 3 or x.shape[2] % heads:
+        raise refuse(node, f"{heads} heads do not divide an input of shape {tuple(x.shape)}")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+@ROWS.add("LinearAttention", 27)
+def linear_attention(
+    node: Node,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Tensor | None = None,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A state of keys by values, added to at each step and read by the query; Y and the last state."""
+    rule = text(node, "update_rule", "gated_delta")
+    heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
+    if rule not in RULES or RULES[rule] != (decay is not None, beta is not None):
+        raise refuse(node, f"the rule {rule!r} does not fit its inputs")
+    if heads < 1 or readers % heads:
+        raise refuse(node, f"{heads} heads of keys do not divide {readers} of queries")
+    q, k, v = _heads(node, query, readers), _heads(node, key, heads), _heads(node, value, heads)
+    kept = None if decay is None else _heads(node, decay, heads).exp()
+    rates = None if beta is None else _heads(node, beta, beta.shape[2])
+    shape = (q.shape[0], heads, k.shape[3], v.shape[3])
+    state = q.new_zeros(shape) if past is None else past.to(q.dtype)
+    read = []
+    for t in range(q.shape[2]):
+        state = _stepped(
+            state, k[:, :, t], v[:, :, t], *(None if g is None else g[:, :, t] for g in (kept, rates))
+        )
+        seen = state.repeat_interleave(readers // heads, 1) if readers > heads else state
+        read.append(torch.matmul(q[:, :, t].unsqueeze(2), seen).squeeze(2))
+    scale = number(node, "scale", 0.0) or 1 / math.sqrt(k.shape[3])
+    y = (torch.stack(read, 2) * scale).transpose(1, 2).flatten(2)
+    return y.to(query.dtype), state.to(query.dtype if past is None else past.dtype)
+
+
+def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Tensor | None) -> Tensor:
+    if kept is not None:
+        state = state * kept.unsqueeze(-1)
+    if rate is not None:
+        v = rate * (v - torch.matmul(k.unsqueeze(2), state).squeeze(2))
+    return state + k.unsqueeze(-1) * v.unsqueeze(-2)
+
+
+@ROWS.add("CausalConvWithState", 27)
+def causal_conv(
+    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A convolution of each channel by itself that looks back only; Y and the last inputs, for the next block."""
+    activation, back = text(node, "activation", "none"), weight.shape[2] - 1
+    if activation not in ("none", "silu", "swish"):
+        raise refuse(node, f"activation is {activation!r}")
+    padded = F.pad(x, (back, 0)) if past is None else torch.cat([past, x], 2)
+    y = F.conv1d(padded, weight, bias, groups=x.shape[1])
+    # a copy, for an output must not be a view of an input
+    state = padded.narrow(2, padded.shape[2] - back, back).clone()
+    return (y if activation == "none" else F.silu(y)), state

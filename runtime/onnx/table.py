@@ -1,0 +1,77 @@
+"""The op table: a row for each (domain, op, since_version), gathered from the themes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rematplan.ir.errors import ModelError
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops import (
+    attention,
+    index,
+    loss,
+    math,
+    nn,
+    pool,
+    quantise,
+    recurrent,
+    reduce,
+    resize,
+    sequence,
+    shape,
+    signal,
+    spatial,
+    stateful,
+    text_ops,
+)
+from rematplan.runtime.onnx.ops.rows import Row
+
+THEMES = (
+    attention,
+    index,
+    loss,
+    math,
+    nn,
+    pool,
+    quantise,
+    recurrent,
+    reduce,
+    resize,
+    sequence,
+    shape,
+    signal,
+    spatial,
+    stateful,
+    text_ops,
+)
+
+
+def _table() -> dict[tuple[str, str], dict[int, Row]]:
+    table: dict[tuple[str, str], dict[int, Row]] = {}
+    for theme in THEMES:
+        for row in theme.ROWS.rows:
+            versions = table.setdefault((row.domain, row.op), {})
+            if row.since in versions:
+                raise ValueError(f"two rows for {row.op} of opset {row.since}")
+            versions[row.since] = row
+    return table
+
+
+TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
+
+
+def row_of(node: Node) -> Row:
+    """The row that gives the node its meaning: of its op's rows the newest that its opset knows.
+
+    Raises:
+        ModelError: the table has no such row, or the row cannot do what the node's attributes ask for.
+    """
+    versions = TABLE.get((node.domain, node.op), {})
+    known = [since for since in versions if since <= node.version]
+    if not known:
+        where = f"domain {node.domain or 'ai.onnx'!r}, opset {node.version}"
+        raise ModelError(f"node {node.name!r}: the op {node.op} is not supported ({where})")
+    row = versions[max(known)]
+    if row.check is not None:
+        row.check(node)
+    return row

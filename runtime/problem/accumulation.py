@@ -1,0 +1,83 @@
+"""A step beside gradients of earlier steps, to which autograd adds those that it gives."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Free, Schedule
+from rematplan.planner.core.simulator import resident_bytes
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.loss_boundary import turned
+from rematplan.runtime.problem.segments import gradient_segments
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A plan of a step beside earlier gradients. ``spare``: see `spare_bytes`; empty where the new ones are charged to
+    the end."""
+
+    step: CapturedStep
+    plan: Plan
+    spare: tuple[int, ...] = ()
+
+
+def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
+    """The problem of a step in which the gradients of parameters ``names`` go once they are made.
+
+    They are added to what is there, which is charged beside the problem. That they are made is asked for by outputs
+    without bytes. What goes on its way with the end of a segment only is seen to by `spare_bytes`.
+    """
+    added = _added(step, names)
+    marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}
+
+    def marking(op: Op) -> Op:
+        return replace(op, writes=(*op.writes, *(marks[t] for t in op.writes if t in marks)))
+
+    return replace(
+        graph,
+        name=f"{graph.name} beside earlier gradients",
+        tensors=(*graph.tensors, *(Tensor(mark, 0) for mark in marks.values())),
+        outputs=tuple(marks.get(t, t) for t in graph.outputs),
+        ops=tuple(map(marking, graph.ops)),
+    )
+
+
+def _added(step: CapturedStep, names: Set[str]) -> frozenset[str]:
+    """The storages that hold nothing but gradients of these parameters, and no more bytes than those."""
+    bytes_of = {i.target: _bytes(step, i.value) for i in step.inputs if i.kind == "parameter"}
+    held: dict[str, float] = {}
+    for o in step.outputs:
+        its = bytes_of.get(o.target, 0) if o.kind == "gradient" and o.target in names else -math.inf
+        storage = step.values[o.value].storage
+        held[storage] = held.get(storage, 0) + its
+    return frozenset(s for s, most in held.items() if step.storage_bytes[s] <= most)
+
+
+def _bytes(step: CapturedStep, value: str) -> int:
+    fake = step.values[value].fake
+    return allocated(fake.nbytes, fake.device)
+
+
+def spare_bytes(
+    step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
+) -> tuple[int, ...] | None:
+    """What each step of a schedule of an `adding_problem` leaves of a budget; None if the schedule goes beyond it.
+
+    A gradient waits for the end of its segment, and is charged here until then. Segments end early enough where they
+    can; one op may have to run after a gradient is made and before it can leave.
+    """
+    spare = tuple(budget - held for held in resident_bytes(graph, schedule))
+    own, added = turned(step, schedule), _added(step, names)
+    left = [spare[at] for at in own.positions]
+    freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
+    for segment in gradient_segments(step, own.schedule, own.turn, tuple(left)):
+        for storage in {step.values[o.value].storage for o in segment.outputs} & added & freed.keys():
+            for at in range(bisect(own.positions, freed[storage]), segment.end):
+                left[at] -= step.storage_bytes[storage]
+    return spare if min(left, default=0) >= 0 else None

@@ -1,0 +1,78 @@
+"""What a user wants kept, or never run again, by the names of modules and ops; as ops of the planning problem."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rematplan.ir import UsageError
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+
+EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
+"""Namespaces of ops that do more than compute what they return: they never run again, whoever asks."""
+
+Name = str | Callable[..., Any]
+"""A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``, or the op."""
+
+
+def ops_that_run_once(
+    step: CapturedStep, keep: Iterable[Name] = (), never_rerun: Iterable[Name] = ()
+) -> tuple[str, ...]:
+    """The ops that a plan may run only once, so that what they make stays for its last reader.
+
+    ``keep``: of a module, the ops that make what others read of it; of an op, the op. ``never_rerun``: of a module, all
+    its ops. Collectives and the like are always among them.
+
+    Raises:
+        UsageError: a name that neither a module nor an op of the step has; shows the nearest.
+    """
+    once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
+    for name in keep:
+        inside = _inside(step, name)
+        once |= _boundary(step, inside) if inside else _named(step, name)
+    for name in never_rerun:
+        once |= _inside(step, name) or _named(step, name)
+    return tuple(c.name for c in step.calls if c.name in once and not c.is_view)
+
+
+def _inside(step: CapturedStep, name: Name) -> set[str]:
+    """The calls of the module of that name."""
+    return {c.name for c in step.calls if c.module and (c.module == name or c.module.startswith(f"{name}."))}
+
+
+def _named(step: CapturedStep, name: Name) -> set[str]:
+    """The calls of the op of that name, of all its overloads if none is named."""
+    wanted = _dotted(name)
+    found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
+    if not found:
+        known = {*(c.module for c in step.calls if c.module), *(_packet(c) for c in step.calls)}
+        near = difflib.get_close_matches(wanted, sorted(known), 3, 0.3) or sorted(known)[:3]
+        raise UsageError(f"{wanted} is neither a module nor an op of {step.name}; near it: {', '.join(near)}")
+    return found
+
+
+def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
+    """Of some calls those that make what other forward calls read, or what the step gives."""
+    read = {
+        step.values[r.value].storage
+        for c in step.calls
+        if c.name not in calls and not c.backward and not c.is_view
+        for r in refs((c.args, c.kwargs))
+    }
+    read |= {step.values[o.value].storage for o in step.outputs}
+    forward = (c for c in step.calls if c.name in calls and not c.backward)
+    return {c.name for c in forward if not read.isdisjoint(step.writes(c))}
+
+
+def _dotted(target: Name) -> str:
+    return str(target).replace("::", ".").removeprefix("torch.ops.")
+
+
+def _packet(call: Call) -> str:
+    """The op's name without its overload."""
+    return ".".join(_dotted(call.target).split(".")[:2])
+
+
+def _namespace(call: Call) -> str:
+    return _dotted(call.target).split(".")[0]

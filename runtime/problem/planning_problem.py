@@ -1,0 +1,90 @@
+"""From a captured step and the costs of its calls to the planning problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.ir.training_graph import LIBRARIES, THREADS
+from rematplan.runtime.graph.allocator import REST, allocated
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind, refs
+
+RNG_STATES = "rng_states"
+
+
+def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
+    """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view, and an inverse).
+
+    Views are folded into the storage they view. The saved generator states of the random calls, needed to
+    draw the same numbers when they run again, are charged as one more input. A call whose results take no more than
+    its state never runs again: they can be held in the state's place. So is what libraries keep for good.
+    """
+    seeded = [c.name for c in step.calls if c.seeded]
+    sizes = dict(step.storage_bytes)
+    for name, cost in costs.items():
+        for result, real in zip(step.call[name].results, cost.results, strict=False):
+            if result:
+                storage = step.values[result].storage
+                sizes[storage] = max(sizes[storage], allocated(real, step.values[result].fake.device))
+    inputs: dict[str, InputKind] = {}
+    for i in step.inputs:
+        inputs.setdefault(step.values[i.value].storage, i.kind)
+    split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
+    for storage, kind in inputs.items():
+        split[kind] += sizes[storage]
+    drawing = {step.drawing_device(c) for c in step.calls if c.seeded}
+    state = max(map(_state_bytes, drawing), default=0)
+    kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
+    if len(kept) < len(seeded):
+        sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
+    left_over = REST if step.device.type == "cuda" else 0  # of a block, in small steps beyond the share
+    library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
+    if library:
+        sizes[LIBRARIES] = split[LIBRARIES] = library
+    ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
+    inverses = tuple(replace(_op(step, c, costs[c.name]), phase=None) for c in step.inverses)
+    used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
+    beside = tuple(name for name in (RNG_STATES, LIBRARIES) if name in split)
+    used |= dict.fromkeys(beside)
+    return TrainingGraph(
+        name=step.name,
+        tensors=tuple(Tensor(name, sizes[name]) for name in used),
+        inputs=(*inputs, *beside),
+        outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
+        ops=ops,
+        inverses=inverses,
+        ordered=tuple(seeded),
+        never_rerun=tuple(kept),
+        fixed_split=split,
+    )
+
+
+def _state_bytes(device: torch.device) -> int:
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return state.numel()
+
+
+def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
+    return Op(
+        name=call.name,
+        reads=step.reads(call),
+        writes=step.writes(call),
+        cost=cost.time,
+        workspace=cost.workspace,
+        phase="backward" if call.backward else "forward",
+        gain=call.gain,
+        noise=_grain(step, call) if call.noise is None else call.noise,
+    )
+
+
+def _grain(step: CapturedStep, call: Call) -> float:
+    """Two roundings of a call's result, if it is less precise than what is read; else 0."""
+    results = [step.values[r].fake.dtype for r in call.results if r]
+    reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
+    coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)
+    fine = max((torch.finfo(d).eps for d in reads if d.is_floating_point), default=coarse)
+    return coarse if coarse > fine else 0.0
