@@ -23,7 +23,8 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.bounds.search import CLOSED, lower_bound
+from rematplan.planner.bounds.cut_bounds import CLOSED
+from rematplan.planner.bounds.search import lower_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.peak_report import floor_text
 

@@ -30,7 +30,7 @@ from rematplan.planner.overlap.two_lanes import on_two_lanes, saved
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.pricing import priced
+from rematplan.plans.pricing import priced
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.execute.compile import bind_inputs, named_tensors

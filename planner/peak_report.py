@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rematplan.ir import TrainingGraph, show_bytes
-from rematplan.planner.bounds.search import PeakBound, min_peak_bound
+from rematplan.planner.bounds.cut_bounds import PeakBound, min_peak_bound
 from rematplan.planner.core.plan import Plan, peak_op
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.core.simulator import simulate

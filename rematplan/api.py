@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rematplan.budgets import plan_within
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.onnx.graph import Graph, Value
 from rematplan.ir.onnx.load import load_onnx
@@ -21,7 +20,9 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.pricing import priced
+from rematplan.plans.budgets import plan_within
+from rematplan.plans.pricing import priced
+from rematplan.plans.tradeoff import trace_curves
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.fake_weights import is_weightless, without_data
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
@@ -36,7 +37,6 @@ from rematplan.runtime.onnx.module import OnnxModule
 from rematplan.runtime.onnx.ops.values import torch_dtype
 from rematplan.runtime.onnx.rebatch import rebatched
 from rematplan.runtime.problem.planning_problem import training_graph
-from rematplan.tradeoff import trace_curves
 
 __all__ = [
     "LoadedStep",
@@ -268,7 +268,7 @@ def problem(
 ) -> TrainingGraph:
     """The planning problem of a step.
 
-    ``costs``, ``device``, ``max_inversion_error``: see `rematplan.pricing.priced`.
+    ``costs``, ``device``, ``max_inversion_error``: see `rematplan.plans.pricing.priced`.
 
     Raises:
         UsageError: unknown costs or device model, or a profile that lacks an op of the step.

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
 from rematplan.runtime.problem.constraints import Name
-from rematplan.step_planner import StepPlanner
 
 COMPILERS = ("eager", "inductor")
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.planned_module import Planning, planned_module
 from rematplan.runtime.problem.constraints import Name
-from rematplan.step_planner import StepPlanner
 
 
 def plan_module(

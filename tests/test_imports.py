@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -33,6 +34,39 @@ WALLS = {
     "rematplan": Wall(("rematplan",), ("matplotlib", "numpy", "onnx", "rich", "torch")),
 }
 
+LAYERS = {
+    "ir": ("errors training_graph recoverable problem_json", "onnx"),
+    "planner": (
+        "core",
+        "caches",
+        "arrays",
+        "blocks",
+        "ilp",
+        "annealing",
+        "overlap",
+        "bounds",
+        "strategies",
+        "auto",
+        "registry peak_report",
+    ),
+    "runtime": (
+        "graph",
+        "costs",
+        "guards",
+        "capture/patches",
+        "capture",
+        "problem",
+        "inversion",
+        "execute",
+        "onnx/ops",
+        "onnx",
+        "module",
+    ),
+    "rematplan": ("plans", "api drop_in compile_backend onnx_backend", "report", "cli", "__main__"),
+}
+"""The rooms of each folder, lowest first: a file imports files of its own room and of lower ones. An entry names a
+subfolder, or files of the folder itself. A file in another subfolder belongs to the nearest folder with an entry."""
+
 ONLY_IN = {
     "onnx": ("ir/onnx/*.py", "rematplan/onnx_backend.py"),
     "onnx_ir": ("ir/onnx/*.py",),
@@ -42,11 +76,16 @@ ONLY_IN = {
         "planner/bounds/max_flow.py",
         "planner/ilp/steps.py",
     ),
-    "matplotlib": ("rematplan/plot*.py",),
+    "matplotlib": ("rematplan/report/plot*.py",),
 }
 """Third-party packages that stay behind one or a few doors."""
 
-FILES = sorted(p.relative_to(ROOT) for folder in WALLS for p in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT)
+    for folder in WALLS
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
 
 
 @cache
@@ -61,13 +100,34 @@ def _imported(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            # `from rematplan import ir` names a subpackage; `from rematplan.ir import Op` a thing in one.
-            inner = (
-                [f"{node.module}.{a.name}" for a in node.names]
-                if node.module == "rematplan"
-                else [node.module]
-            )
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            # `from rematplan.ir.onnx import graph` names a module; `from rematplan.ir import Op` a thing in one.
+            ours = str(node.module).split(".")[0] == "rematplan"
+            inner = [name if ours and module_file(name) else node.module for name in names]
             yield from ((node.lineno, str(name)) for name in inner)
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module or package of rematplan, relative to the root; None if there is none of that name."""
+    parts = name.split(".")
+    folders = parts[1:] if len(parts) > 1 and parts[1] in WALLS else parts
+    path = Path(*folders) if folders else Path("rematplan")
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if (ROOT / candidate).is_file():
+            return candidate
+    return None
+
+
+def layer(file: Path) -> int | None:
+    """The place of a file among its folder's layers; None for a folder's front, which may know all of them."""
+    inside = file.relative_to(file.parts[0]).with_suffix("").as_posix()
+    if inside == "__init__":
+        return None
+    rooms = {room: at for at, rooms in enumerate(LAYERS[file.parts[0]]) for room in rooms.split()}
+    while inside not in rooms:
+        inside, cut, _ = inside.rpartition("/")
+        assert cut, f"{file} is in no room of LAYERS"
+    return rooms[inside]
 
 
 def within(name: str, allowed: tuple[str, ...]) -> bool:
@@ -103,3 +163,75 @@ def test_every_package_that_is_imported_is_a_dependency() -> None:
     declared = {re.split(r"[<>=!~;\[ ]", text)[0].replace("-", "_") for text in project["dependencies"]}
     used = {name.split(".")[0] for file in FILES for _, name in imported(ROOT / file)}
     assert used - set(sys.stdlib_module_names) - {"rematplan"} <= declared
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parts[0] in LAYERS], ids=str)
+def test_a_file_imports_only_its_own_room_and_lower_ones(file: Path) -> None:
+    mine = layer(file)
+    for line, name in imported(ROOT / file):
+        other = module_file(name) if within(name, ("rematplan",)) else None
+        if mine is None or other is None or other.parts[0] != file.parts[0] or other == file:
+            continue
+        yours = layer(other)
+        front = yours is None and file.parts[0] != "ir"  # the types of `ir` are imported from its front
+        assert not front, f"{file}:{line} imports {name}, the front of its own folder"
+        assert yours is None or yours <= mine, f"{file}:{line} imports {name}, which is in a higher room"
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    edges = {
+        file: {module_file(name) for _, name in imported(ROOT / file) if within(name, ("rematplan",))}
+        for file in FILES
+    }
+    done: set[Path] = set()
+
+    def visit(file: Path, path: tuple[Path, ...]) -> None:
+        assert file not in path, " -> ".join(map(str, (*path[path.index(file) :], file)))
+        if file not in done:
+            for other in edges.get(file, ()):
+                if other is not None and other.name != "__init__.py":
+                    visit(other, (*path, file))
+            done.add(file)
+
+    for file in FILES:
+        visit(file, ())
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name == "__init__.py"], ids=str)
+def test_a_front_only_hands_names_on(file: Path) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    assert functions in ([], ["__getattr__"], ["main"]), f"{file} defines {functions}"
+
+
+def loaded_by(program: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after a program."""
+    printed = f"{program}; import sys; print(*sys.modules)"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", printed], check=True, capture_output=True, text=True, cwd=ROOT
+        ).stdout.split()
+    )
+
+
+def test_the_executor_loads_no_solver() -> None:
+    loaded = loaded_by("import rematplan.runtime.execute.compile, rematplan.runtime.module.planned_module")
+    assert not loaded & {"numba", "ortools", "rematplan.planner.registry", "onnx", "matplotlib", "rich"}
+
+
+def test_the_package_alone_loads_no_torch() -> None:
+    assert not loaded_by("import rematplan") & {"torch", "numba", "ortools", "onnx", "matplotlib", "rich"}
+
+
+def test_plan_module_loads_no_reports() -> None:
+    assert not loaded_by("from rematplan import plan_module") & {"onnx", "onnx_ir", "matplotlib", "rich"}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "missing.onnx", "--budget", "60%"]], ids=" ".join)
+def test_help_and_simple_mistakes_need_no_torch(argv: list[str]) -> None:
+    program = f"from rematplan.cli import main\ntry: main({argv!r})\nexcept SystemExit: pass\nprint()"
+    printed = f"{program}\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", printed], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    assert "torch" not in done.stdout.splitlines()[-1].split()

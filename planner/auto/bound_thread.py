@@ -6,7 +6,8 @@ import math
 import threading
 from types import TracebackType
 
-from rematplan.planner.bounds.search import CLOSED, BoundSearch
+from rematplan.planner.bounds.cut_bounds import CLOSED
+from rematplan.planner.bounds.search import BoundSearch
 
 LAST_WORDS = 0.5
 """Seconds that the search may take to end when told to: it may be writing a program down."""

@@ -14,7 +14,7 @@ from rematplan.planner.arrays.phases import with_turn
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.bounds.search import min_peak_bound
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of

@@ -21,8 +21,9 @@ from rematplan.planner.auto.block_starts import VAST, leanest_plans, members_pla
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.bounds.search import CLOSED, Bound, BoundSearch, min_peak_bound
+from rematplan.planner.bounds.search import BoundSearch
 from rematplan.planner.caches.graph_cache import remember
 from rematplan.planner.caches.plan_cache import keep_plan, kept_plans
 from rematplan.planner.caches.warm_starts import begun_with

@@ -15,13 +15,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
+from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.cut_places import in_line, prominence
 from rematplan.planner.bounds.rounding import first_held
-
-if TYPE_CHECKING:
-    from rematplan.planner.bounds.search import BoundSearch
 
 Cuts = tuple[int, ...]
 
@@ -51,7 +48,7 @@ class Growth:
     ``enough``: asked between programs with the bound so far; True ends it.
     """
 
-    def __init__(self, search: BoundSearch, time_limit: float, enough: Callable[[float], bool]) -> None:
+    def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
         self.search, self.enough = search, enough
         self.began, self.time_limit = time.monotonic(), time_limit
         self._relaxed: dict[Cuts, float] = {}

@@ -1,97 +1,23 @@
-"""Proven floors: of the overhead of any schedule within a budget, and of the peak of any schedule at all.
-
-They hold for every order of the ops, any number of runs of each, and frees anywhere. docs/lower-bound.md has
-the proofs. Only the solver's dual bound is used, never the value of a solution it found, less a margin for
-its arithmetic.
-"""
+"""The search for the best proven floor of the overhead at one budget. docs/lower-bound.md has the proofs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.precedence import precedence, working_sets
+from rematplan.planner.bounds.cut_bounds import Bound, CutBounds
 from rematplan.planner.bounds.cut_growth import Growth
-from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, needed_line
-from rematplan.planner.bounds.loop_rows import pairs, violated
-from rematplan.planner.bounds.max_flow import flow_bound
-from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
-from rematplan.planner.bounds.rounding import rounded_runs
-from rematplan.planner.caches.graph_cache import remember
-from rematplan.planner.core.plan import Plan
 from rematplan.planner.ilp.solver import Solver
 
-MARGIN = 0.01
-"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5
-variables."""
 
-GAP = 0.05
-"""Within which integer programs are solved, in cost units."""
-
-ROUNDING = 1e-9
-"""Subtracted from a priced cut: its sums are of floats."""
-
-TINY = 1e-5
-"""Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE`
-ops."""
-LARGE = 200
-PLACES = 24
-"""Places along the network at which cuts are tried."""
-
-VAST = 3000
-"""Ops beyond which no integer programs are solved: one of this size may prove nothing for a minute."""
-VAST_PLACES = 8
-
-CLOSED = 1e-6
-"""A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """``overhead``: no schedule within the budget has less; infinite if it is proven that there is none."""
-
-    overhead: float
-
-    @property
-    def unreachable(self) -> bool:
-        """Whether it is proven that no schedule fits the budget."""
-        return self.overhead == math.inf
-
-
-class BoundSearch:
+class BoundSearch(CutBounds):
     """The search for a bound at one budget; it can be asked, and told to stop, from another thread.
 
-    First each of a few places is cut on its own, priced by maximum flows; from the best of them a set of cuts grows
-    (`bounds_growth`). What was proven for a budget holds for smaller ones, and is remembered for them.
-
-    ``rounded``: the run sequence of the last integer program's solution, empty if there is none; ``nearest``: of the
-    one that proved most so far. Both may be over the budget.
+    First each of a few places is cut on its own, and maximum flows bound it; from the best of them a set of cuts grows
+    (`cut_growth`).
     """
 
-    def __init__(self, graph: TrainingGraph, budget: int) -> None:
-        self.graph, self.budget = graph, budget
-        self.order = precedence(graph)
-        self.chain = heaviest_chain(graph, self.order)
-        self.quantum = _quantum(graph)
-        self.vast = len(graph.ops) > VAST
-        self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
-        self.turn = self.places[0] if self.places else -1
-        # Where branches stand side by side the chain may pass by what matters (docs/lower-bound.md).
-        aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
-        self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
-        self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
-        self._proven: dict[int, float] = remember(graph, "bounds", dict)
-        known = [floor for larger, floor in self._proven.items() if larger >= budget]
-        least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
-        self.best = Bound(max([least, *known]))
-        self.loops = dict.fromkeys(pairs(graph, self.order))
-        self.rounded: Sequence[str] = ()
-        self.nearest: Sequence[str] = ()
-        self._stopped = False
-        self._solver = Solver()
-        self._growth: Growth | None = None
+    _growth: Growth | None = None
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
         """Work for up to ``time_limit`` seconds; returns, and keeps, the best bound.
@@ -108,115 +34,7 @@ class BoundSearch:
         if self._growth is not None:
             self._growth.time_limit = self._growth.spent + seconds
 
-    def price(self, cut: int) -> float:
-        """Take in the bound of the cut at a needed op, quickly, and return it; with inverses there is none."""
-        if not self.graph.base_cost or self.graph.inverses:
-            return -1.0
-        found = flow_bound(self.graph, self.order, cut, self.budget)
-        self._raise(found - ROUNDING)
-        return found
-
-    def _raise(self, overhead: float) -> None:
-        """Take a proven floor in; infinite if no schedule fits."""
-        floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
-        self.best = Bound(max(self.best.overhead, floor))
-        self._proven[self.budget] = self.best.overhead
-
-    def reached(self, overhead: float) -> bool:
-        """Whether an overhead is as low as the bound, within what counts as closed."""
-        return overhead <= self.best.overhead + CLOSED
-
-    def closed(self, plan: Plan | None) -> bool:
-        """Whether the plan is proven optimal; with none, whether it is proven that there is none."""
-        return self.reached(math.inf if plan is None else plan.estimate.overhead)
-
-    def stop(self) -> None:
-        """End the search at once; what the program being solved would have proven is lost."""
-        self._stopped = True
-        self._solver.stop()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it has been told to."""
-        return self._stopped
-
-    def _floor(self) -> float:
-        """Every needed op runs once."""
-        needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
-        return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
-
-    def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
-        """Solve the program of these cuts, or its relaxation, and take its bound in.
-
-        Returns the overhead that it proves and whether there is no more to learn from it. Loops (`bounds_loops`) that
-        its solution has are ruled out from the next program on.
-        """
-        tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
-        program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
-        rows = program.rows
-        if rows.impossible:
-            self._raise(math.inf)
-            return math.inf, True
-        if not rows.cost:
-            return self.best.overhead, True
-        answer = self._solver.solve(rows, seconds, integer=integer, gap=GAP)
-        if integer:
-            self.rounded = ()
-        proven = answer.dual
-        if math.isfinite(proven):
-            proven = (proven + rows.constant - MARGIN) * COST_UNIT - 1
-        self._raise(proven)
-        if not integer or answer.values is None:
-            return proven, answer.done
-        loops = violated(program, answer.values) if self.graph.inverses else ()
-        self.loops.update(dict.fromkeys(loops))
-        self.rounded = rounded_runs(program, answer.values)
-        if answer.done and self.reached(proven):
-            self.nearest = self.rounded
-        return proven, answer.done and not loops
-
-    def _rounded_up(self, overhead: float) -> float:
-        """The least overhead not below this one that sums of the ops' costs can have."""
-        if not self.quantum:
-            return overhead
-        steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
-        return steps * self.quantum / self.graph.base_cost - 1
-
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
     """A proven floor of the overhead of any schedule of the problem whose peak is within ``budget`` bytes."""
     return BoundSearch(graph, budget).run(time_limit)
-
-
-@dataclass(frozen=True, slots=True)
-class PeakBound:
-    """No schedule has a peak below ``bytes``. ``op`` bounds it: its working set does; None: inputs and
-    outputs do."""
-
-    bytes: int
-    op: str | None
-
-
-def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """The largest working set among the ops that every schedule must run, inputs included; or what the end
-    holds."""
-    inputs = set(graph.inputs)
-    outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
-    needed = precedence(graph).needed
-    own = zip(working_sets(graph), graph.ops, strict=True)
-    sets = [(bytes_, op.name) for i, (bytes_, op) in enumerate(own) if needed >> i & 1]
-    largest, name = max(sets, key=lambda row: row[0], default=(0, ""))
-    if largest < outputs or not sets:
-        return PeakBound(graph.input_bytes + outputs, None)
-    return PeakBound(graph.input_bytes + largest, name)
-
-
-def _quantum(graph: TrainingGraph) -> float:
-    """A number that every cost is a whole multiple of, or 0 where none is coarse enough to be of use."""
-    thousandths = [round(op.cost * 1000) for op in (*graph.ops, *graph.inverses)]
-    exact = all(
-        abs(op.cost * 1000 - n) <= 1e-9 * max(1, n)
-        for op, n in zip((*graph.ops, *graph.inverses), thousandths, strict=True)
-    )
-    quantum = math.gcd(*thousandths) / 1000
-    return quantum if exact and quantum > 10 * COST_UNIT * graph.base_cost else 0.0

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.budgets import least_plan, parse_budget
 from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
-from rematplan.overlapping import ON, overlapped
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.warm_starts import begin_with, carried_over
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
@@ -25,32 +23,23 @@ from rematplan.planner.core.strategy import Progress, Strategy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.tables import comparison_table
+from rematplan.plans.budgets import least_plan, parse_budget
+from rematplan.plans.overlapping import ON, overlapped
+from rematplan.report.rival import Rival
+from rematplan.report.tables import comparison_table
 
 if TYPE_CHECKING:
-    from rematplan.api import StepReport
+    pass
 
 HALF = 50
 """Percent of the no-recompute peak: the budget for networks without inverses."""
 
 
 @dataclass(frozen=True)
-class Rival:
-    """A way to run the step. ``extra``: predicted time beyond that of the step without recomputation, as a share of
-    it. ``error``: predicted, of what inverses bring back. ``report``: None if it was not run."""
+class PlannedRival(Rival):
+    """A row with the problem that its plan is of."""
 
-    name: str
-    source: Source
-    plan: Plan
-    extra: float
-    error: float
-    report: StepReport | None = None
-
-    @property
-    def gradient_error(self) -> float | None:
-        """Measured: the largest relative difference from plain autograd, 0 where all is bit-equal."""
-        checked = self.report.verification if self.report else None
-        return checked.error if checked else None
+    source: Source = field(kw_only=True)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +87,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         *dict.fromkeys((*plain.notes, *inverted.notes)), comparison_table(plain.graph.name, budget, rivals)
     )
     if args.png:
-        from rematplan.plot_comparison import save_comparison  # matplotlib is slow to load
+        from rematplan.report.plot_comparison import save_comparison  # matplotlib is slow to load
 
         save_comparison(args.png, f"{plain.graph.name}: keep, recompute or invert", rivals)
     out.data(_document(plain, budget, rivals) | {"files": {"png": args.png and str(args.png)}})
@@ -108,12 +97,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _rivals(
     plain: Source, inverted: Source, budget: int, time_limit: float, progress: Progress
-) -> Iterator[Rival]:
+) -> Iterator[PlannedRival]:
     base = plain.graph.base_cost
 
-    def rival(name: str, source: Source, plan: Plan) -> Rival:
+    def rival(name: str, source: Source, plan: Plan) -> PlannedRival:
         extra = plan.estimate.cost / base - 1 if base else 0.0
-        return Rival(name, source, plan, extra, worst_error(source.graph, plan.schedule))
+        return PlannedRival(name, plan, extra, worst_error(source.graph, plan.schedule), source=source)
 
     auto = Auto(time_limit=time_limit)
     progress(0.0, "without inverses")
@@ -133,7 +122,9 @@ def _rivals(
     yield replace(best, name=both.name)
 
 
-def _overlapped(rivals: list[Rival], budget: int, args: argparse.Namespace, out: Output) -> list[Rival]:
+def _overlapped(
+    rivals: list[PlannedRival], budget: int, args: argparse.Namespace, out: Output
+) -> list[PlannedRival]:
     """The plan that is done first on two lanes, if there is one; named after the best on one."""
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))
@@ -144,7 +135,7 @@ def _overlapped(rivals: list[Rival], budget: int, args: argparse.Namespace, out:
         if plan.lanes:
             extra = plan.lanes.makespan / base - 1 if base else 0.0
             error = worst_error(source.graph, plan.schedule)
-            found.append(Rival(f"{last.name}, overlap", source, plan, extra, error))
+            found.append(PlannedRival(f"{last.name}, overlap", plan, extra, error, source=source))
     return sorted(found, key=lambda r: (max(r.plan.peak, budget), r.extra))[:1]
 
 
@@ -161,7 +152,7 @@ def _within(strategy: Strategy, source: Source, budget: int, progress: Progress)
         return least_plan(strategy, source.graph, progress)
 
 
-def _run(rivals: list[Rival], steps: int, out: Output) -> list[Rival]:
+def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRival]:
     from rematplan import api
 
     done = []
@@ -174,7 +165,7 @@ def _run(rivals: list[Rival], steps: int, out: Output) -> list[Rival]:
     return done
 
 
-def _document(plain: Source, budget: int, rivals: list[Rival]) -> dict[str, Any]:
+def _document(plain: Source, budget: int, rivals: list[PlannedRival]) -> dict[str, Any]:
     rows = []
     for r in rivals:
         e = r.plan.estimate

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.budgets import Budget, least_plan, parse_budget
 from rematplan.cli.arguments import (
     add_strategy_options,
     check_outputs,
@@ -26,8 +25,9 @@ from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.tables import measured_table, trade_off_table
-from rematplan.tradeoff import curves_csv, key, rows_at, spread, trace_curves
+from rematplan.plans.budgets import Budget, least_plan, parse_budget
+from rematplan.plans.tradeoff import curves_csv, key, rows_at, spread, trace_curves
+from rematplan.report.tables import measured_table, trade_off_table
 
 if TYPE_CHECKING:
     from rematplan.api import StepReport
@@ -161,7 +161,7 @@ def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
         measured = {key(r.plan): (r.measured_peak, r.seconds, r.eager_seconds) for r in trade_off.reports}
         write_whole(csv, curves_csv(trade_off.curves, trade_off.base, measured))
     if png:
-        from rematplan.plot import MeasuredPoint, save_trade_off  # matplotlib is slow to load
+        from rematplan.report.plot import MeasuredPoint, save_trade_off  # matplotlib is slow to load
 
         points = [
             MeasuredPoint(r.measured_peak, r.seconds / trade_off.reports[0].seconds - 1)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import parse_budget
 from rematplan.cli import curve, step
 from rematplan.cli.arguments import several_strategies
 from rematplan.cli.export import write_network
@@ -20,7 +19,8 @@ from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.tradeoff import rows_at
+from rematplan.plans.budgets import parse_budget
+from rematplan.plans.tradeoff import rows_at
 
 STEPS = 3
 DRAWN = [name for name in STRATEGIES if name not in (Anneal.name, ILP.name, Reversible.name)]

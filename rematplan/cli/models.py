@@ -16,8 +16,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """List the zoo."""
     del args
     from rematplan.models import ZOO, build  # here: `rematplan --help` does not wait for torch
+    from rematplan.report.tables import models_table
     from rematplan.runtime.capture.fake_weights import shapes_only
-    from rematplan.tables import models_table
 
     counted = []
     with shapes_only():

@@ -9,10 +9,10 @@ from rematplan.cli.arguments import positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.source import PROFILE, Source
 from rematplan.ir import UsageError
-from rematplan.overlapping import MODES, overlapped, sharing_here
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.overlap.two_lanes import PAYS, USUAL
+from rematplan.plans.overlapping import MODES, overlapped, sharing_here
 
 
 def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rematplan.budgets import least_plan, parse_budget, plan_within
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
-from rematplan.inverting import plan_either
 from rematplan.ir import save_problem
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
@@ -23,7 +21,9 @@ from rematplan.planner.overlap.two_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.tables import pairs_table, plan_table, split_for_people, split_table
+from rematplan.plans.budgets import least_plan, parse_budget, plan_within
+from rematplan.plans.inverting import plan_either
+from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
 
 
 def add(parser: argparse.ArgumentParser) -> None:

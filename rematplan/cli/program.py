@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Sequence
+from importlib import import_module, metadata
 
-from rematplan.cli import compare, curve, demo, export, models, plan, profile, step
 from rematplan.cli.arguments import Parser
 from rematplan.cli.output import Output
 from rematplan.ir import RematplanError
@@ -18,26 +15,17 @@ from rematplan.ir import RematplanError
 CANNOT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command: its options, and what it does (returns the exit status)."""
-
-    name: str
-    summary: str
-    add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Output], int]
-
-
-COMMANDS = (
-    Command("models", "list the networks that have a name", models.add, models.run),
-    Command("export", "write a network as an ONNX file in training form", export.add, export.run),
-    Command("plan", "plan a training step within a memory budget", plan.add, plan.run),
-    Command("curve", "show the memory/overhead trade-off", curve.add, curve.run),
-    Command("compare", "keep, recompute or invert: peak, time and gradient error", compare.add, compare.run),
-    Command("profile", "measure a training step's ops, for plans made elsewhere", profile.add, profile.run),
-    Command("step", "run a planned training step and measure it", step.add, step.run),
-    Command("demo", "plan and run U-Net and ResNet-50, from ONNX files", demo.add, demo.run),
-)
+COMMANDS = {
+    "models": "list the networks that have a name",
+    "export": "write a network as an ONNX file in training form",
+    "plan": "plan a training step within a memory budget",
+    "curve": "show the memory/overhead trade-off",
+    "compare": "keep, recompute or invert: peak, time and gradient error",
+    "profile": "measure a training step's ops, for plans made elsewhere",
+    "step": "run a planned training step and measure it",
+    "demo": "plan and run U-Net and ResNet-50, from ONNX files",
+}
+"""Name and summary. The module `rematplan.cli.NAME` has ``add`` (its options) and ``run`` (returns the exit status)."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +33,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what this terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = parser().parse_args(argv)
+        args = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
         status: int = args.run(args, Output(json=args.json, quiet=args.quiet))
         sys.stdout.flush()
         return status
@@ -66,19 +54,22 @@ def run(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def parser() -> Parser:
-    """The parser of all commands."""
+def parser(argv: Sequence[str]) -> Parser:
+    """The parser of all commands; only the command that ``argv`` names is imported, as some take seconds to."""
     root = Parser(
         prog="rematplan", description="A training step within a memory budget, at the least extra time."
     )
     root.add_argument("--version", action="version", version=f"rematplan {metadata.version('rematplan')}")
     commands = root.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.summary, description=command.summary)
-        command.add(child)
-        child.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        child.add_argument("--quiet", action="store_true", help="no tables and no progress")
-        child.set_defaults(run=command.run)
+    wanted = next((word for word in argv if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        child = commands.add_parser(name, help=summary, description=summary)
+        if name == wanted:
+            command = import_module(f"rematplan.cli.{name}")
+            command.add(child)
+            child.add_argument("--json", action="store_true", help="one JSON document on standard output")
+            child.add_argument("--quiet", action="store_true", help="no tables and no progress")
+            child.set_defaults(run=command.run)
     return root
 
 

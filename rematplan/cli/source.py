@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from rematplan.planner.strategies.reversible import Reversible
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
+DRIVERS = ("libcuda.so.1", "nvcuda.dll", "libamdhip64.so")
+"""The driver's library of devices that torch calls cuda: NVIDIA's on Linux and Windows, AMD's."""
 PROFILE, ROOFLINE = "profile", "roofline"
 MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
 """Options that mean nothing for a problem file."""
@@ -155,8 +158,9 @@ def load_model(
             hear that.
         RematplanError: the model cannot be read.
     """
+    check_reachable(args.model, args.device)
     from rematplan import api  # here, so that problem files are planned without waiting for torch
-    from rematplan.pricing import check_costs
+    from rematplan.plans.pricing import check_costs
     from rematplan.runtime.costs.device_models import device_model
 
     check_costs(getattr(args, "costs", None) or PROFILE)
@@ -174,6 +178,27 @@ def load_model(
             inverses=inverses,
             device=args.device or "cpu",
         )
+
+
+def check_reachable(model: str, device: str | None) -> None:
+    """Refuse a missing file and an impossible device before torch is loaded, which takes seconds.
+
+    Raises:
+        UsageError: the file does not exist, or no driver for the device is on this machine.
+    """
+    if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
+        raise UsageError(f"{model}: cannot be read: No such file or directory")
+    kind = (device or "cpu").partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not any(map(_loads, DRIVERS))):
+        raise UsageError(f"there is no device {device!r} here; write cpu, cuda or cuda:1")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def price(

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.budgets import parse_budget
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
@@ -17,7 +16,8 @@ from rematplan.cli.source import Source, add_costs, add_model, costs_of, load, p
 from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.tables import plan_table, split_table, step_table
+from rematplan.plans.budgets import parse_budget
+from rematplan.report.tables import plan_table, split_table, step_table
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep, StepReport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematplan.budgets import parse_budget
+from rematplan.plans.budgets import parse_budget
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.budgets import least_plan, parse_budget
-from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.warm_starts import carried_over
@@ -22,6 +20,8 @@ from rematplan.planner.core.inversion_error import inverses_run
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import least_plan, parse_budget
+from rematplan.plans.inverting import plan_either
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs

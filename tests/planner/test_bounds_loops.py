@@ -8,7 +8,7 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.precedence import precedence
-from rematplan.planner.bounds import search as bounds
+from rematplan.planner.bounds import cut_bounds
 from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.multi_cut_program import CutProgram
 from rematplan.planner.bounds.search import BoundSearch, lower_bound
@@ -45,7 +45,7 @@ def optimum(graph: TrainingGraph, budget: int) -> float:
 @pytest.mark.parametrize("seen", [True, False], ids=["given", "found"])
 def test_the_bound_is_the_optimum(parts: int, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:
-        monkeypatch.setattr(bounds, "pairs", lambda *_: [])
+        monkeypatch.setattr(cut_bounds, "pairs", lambda *_: [])
     for kept in range(3):  # nothing fits between these budgets and z's working set but some of the parts
         budget, graph = Z + 2 + kept * parts, joined(parts)
         assert lower_bound(graph, budget).overhead == pytest.approx(optimum(graph, budget))

@@ -2,16 +2,16 @@
 
 import pytest
 
-from rematplan.budgets import plan_within
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.bounds.search import min_peak_bound
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.peak_report import floor_text, peak_cause, transients
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.plans.budgets import plan_within
 
 
 def two_ops(output: int = 8) -> TrainingGraph:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rematplan import overlapping
 from rematplan.ir import ModelError
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans import overlapping
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.read_fx import _on_one_device
 from rematplan.runtime.costs.profile import SyntheticArguments

@@ -17,9 +17,9 @@ from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import STRATEGIES
+from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.module.planned_module import planned_module
-from rematplan.step_planner import StepPlanner
 
 
 class Block(nn.Module):

@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rematplan.ir.problem_json import write_whole
-from rematplan.plot import COLOURS, MARKERS, unit_of
+from rematplan.report.plot import COLOURS, MARKERS, unit_of
 
 if TYPE_CHECKING:
-    from rematplan.cli.compare import Rival
+    from rematplan.report.rival import Rival
 
 LEAST = 1e-18
 """Where an error of 0 is drawn."""

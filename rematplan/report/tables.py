@@ -15,12 +15,12 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.two_lanes import saved
 from rematplan.planner.peak_report import peak_split
-from rematplan.tradeoff import Row
+from rematplan.plans.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
     from rematplan.api import StepReport
-    from rematplan.cli.compare import Rival
     from rematplan.models import ZooEntry
+    from rematplan.report.rival import Rival
 
 LABELS = {
     "parameter": "parameters",

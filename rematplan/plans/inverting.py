@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from rematplan.budgets import Budget, least_plan, plan_within
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.strategy import Auto
@@ -19,6 +18,7 @@ from rematplan.planner.caches.warm_starts import begin_with, carried_over
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import Budget, least_plan, plan_within
 
 PLAIN = 0.4
 """Share of the time for the problem without inverses."""

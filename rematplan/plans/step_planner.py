@@ -10,10 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from rematplan.budgets import Budget, least_plan, parse_budget, parse_loss_memory, plan_within
-from rematplan.inverting import plan_either
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
-from rematplan.overlapping import OFF, check_mode, overlapped, sharing_here
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.warm_starts import begin_with, carried_over
 from rematplan.planner.core.lanes import Sharing
@@ -23,7 +20,10 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.pricing import check_costs, copies_priced, priced
+from rematplan.plans.budgets import Budget, least_plan, parse_budget, parse_loss_memory, plan_within
+from rematplan.plans.inverting import plan_either
+from rematplan.plans.overlapping import OFF, check_mode, overlapped, sharing_here
+from rematplan.plans.pricing import check_costs, copies_priced, priced
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.accumulation import Beside, adding_problem, spare_bytes

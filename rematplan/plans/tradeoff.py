@@ -7,10 +7,10 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rematplan.budgets import Budget
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.plans.budgets import Budget
 
 Curves = Mapping[str, Sequence[Plan]]
 """By strategy, its plans by rising overhead and falling peak."""
