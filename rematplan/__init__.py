@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from rematplan.ir import (
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rematplan.compile_backend import backend
     from rematplan.drop_in import plan_module, planning
     from rematplan.planner.core.plan import Plan, save_plan
+
+__version__: str
 
 __all__ = [
     "InfeasibleBudget",
@@ -82,6 +85,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("rematplan")
     if name not in _HOMES:
         raise AttributeError(f"module 'rematplan' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
