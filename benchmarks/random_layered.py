@@ -9,11 +9,9 @@ what a plan in the given order pays at least, by what must be held or run again 
 0.0–0.9 and 0.2–2.8 % at shares of .9 and .8 over the first twelve seeds, seed 0 the highest; for the published graph
 0.26 and 1.07 %. At 1000 ops it is above the 0.7 % that MOCCASIN publishes for .9 for each of the first four seeds.
 
-The last column, with ``--single-runs``, is what an annealing after FastSA's description reaches on the same graph in
-the same time (`single_run_annealing`; not its authors' code): the published figures are of other graphs.
+MOCCASIN's and FastSA's published figures are of other graphs of the same kind.
 
 usage: python benchmarks/random_layered.py [--ops 100 250 500 1000] [--shares .9 .8 .7] [--seeds 1] [--keep-order]
-       [--single-runs]
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import time
 from itertools import pairwise
 
 from ortools.linear_solver import pywraplp
-from single_run_annealing import annealed_by_single_runs
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.auto.compile_kernels import compile_kernels
@@ -167,8 +164,8 @@ def floor_in_order(graph: TrainingGraph, budget: int) -> float:
     return 100 * float(solver.Objective().Value()) / graph.base_cost
 
 
-def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool, single: bool) -> str:
-    """One line of the table. ``single``: with the last column."""
+def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool) -> str:
+    """One line of the table."""
     ops, edges = len(graph.ops), sum(len(op.reads) for op in graph.ops)
     peak = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     in_order = floor_in_order(graph, int(share * peak))
@@ -180,11 +177,7 @@ def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool, s
         found = f"{'least':>11} {error.smallest / peak:>8.3f}"
     moccasin, fastsa = OTHERS.get((ops, share), ("–", "–"))
     took = time.monotonic() - began
-    text = f"{ops:>5} {edges:>6} {share:>6} {found} {in_order:>9.2f} {took:>8.1f} {moccasin:>9} {fastsa:>7}"
-    if not single:
-        return text
-    reached = annealed_by_single_runs(graph, int(share * peak), seconds)
-    return text + (f" {100 * reached:>12.3f}" if math.isfinite(reached) else f" {'none':>12}")
+    return f"{ops:>5} {edges:>6} {share:>6} {found} {in_order:>9.2f} {took:>8.1f} {moccasin:>9} {fastsa:>7}"
 
 
 def main() -> None:
@@ -196,19 +189,17 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.8, 0.7])
     parser.add_argument("--seeds", type=int, default=1, help="graphs of each size")
     parser.add_argument("--keep-order", action="store_true", help="recompute in the given order")
-    parser.add_argument("--single-runs", action="store_true", help="anneal by single runs too")
     options = parser.parse_args()
     compile_kernels()
     print(
         f"{'n':>5} {'m':>6} {'share':>6} {'overhead %':>11} {'bound %':>8} {'in order':>9} {'seconds':>8} "
-        f"{'MOCCASIN':>9} {'FastSA':>7}" + " single runs" * options.single_runs
+        f"{'MOCCASIN':>9} {'FastSA':>7}"
     )
     for ops in options.ops:
         for seed in range(options.seeds):
             graph = random_layered(ops, *PUBLISHED[ops], seed)
             for share in options.shares:
-                args = (share, options.seconds, options.keep_order, options.single_runs)
-                print(line(graph, *args), flush=True)
+                print(line(graph, share, options.seconds, options.keep_order), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rematplan.ir import ModelError
 from rematplan.ir.onnx.graph import Graph, Node, Weight
 from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.onnx.module import OnnxModule
-from rematplan.runtime.onnx.ops.values import TEXT, to_array, to_tensor
+from rematplan.runtime.onnx.ops.values import to_array, to_tensor
 from rematplan.runtime.onnx.table import row_of
 
 
@@ -53,9 +53,7 @@ class OnnxModelRep(BackendRep):
         """
         values = self.module.graph.inputs
         given = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
-        arrays = [
-            np.asarray(a, TEXT if v.dtype == TEXT else None) for v, a in zip(values, given, strict=False)
-        ]
+        arrays = [np.asarray(array) for array in given]
         if self.symbolic:
             places = [f"{v.name}.{at}" for v in values for at in range(len(v.shape or ()))]
             sizes = dict(zip(places, (n for a in arrays for n in a.shape), strict=True))
@@ -63,11 +61,8 @@ class OnnxModelRep(BackendRep):
         else:
             module = self.module
         with torch.no_grad():
-            results = module(*(self._operand(a) for a in arrays))
+            results = module(*(to_tensor(array, "an input").to(self.device) for array in arrays))
         return tuple(to_array(y) if isinstance(y, torch.Tensor) else y for y in results)
-
-    def _operand(self, array: np.ndarray) -> Any:
-        return array if array.dtype == TEXT else to_tensor(array, "an input").to(self.device)
 
 
 class RematplanBackend(Backend):

@@ -25,13 +25,12 @@ from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.init_weights import first_readers, initialise
 from rematplan.runtime.onnx.ops.rows import Row, refuse, stated
 from rematplan.runtime.onnx.ops.shape import stated_sizes
-from rematplan.runtime.onnx.ops.text_ops import ON_TEXT, check_text
-from rematplan.runtime.onnx.ops.values import TEXT, constant_tensor, to_array, to_tensor, torch_dtype
+from rematplan.runtime.onnx.ops.values import constant_tensor, to_array, to_tensor, torch_dtype
 from rematplan.runtime.onnx.table import row_of
 
 MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
 
-Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value or text, a sequence, an absent input
+Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value, a sequence, an absent input
 
 
 def torch_name(name: str) -> str:
@@ -85,10 +84,8 @@ class OnnxModule(nn.Module):
         super().__init__()
         self.graph = graph
         self.program = _program(graph)
-        check_text(graph)
         for value in graph.inputs:
-            if value.dtype != TEXT:
-                torch_dtype(value.dtype, f"the graph input {value.name!r}")
+            torch_dtype(value.dtype, f"the graph input {value.name!r}")
         self.known = _known_weights(graph.weights)
         tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
             self.known
@@ -100,8 +97,6 @@ class OnnxModule(nn.Module):
         for weight in graph.weights:
             if weight.name not in tensors:
                 continue
-            if weight.dtype == TEXT:
-                raise ModelError(f"the constant {weight.name!r} holds strings, which cannot be computed with")
             random = weight.generated and seed is not None
             tensor = _made(weight, device, filled=not random)
             if random and device != "meta":
@@ -157,7 +152,7 @@ class OnnxModule(nn.Module):
 
     def _tensor(self, name: str, value: Value) -> Tensor:
         """A value as a tensor: a known one that is a weight is that weight's buffer."""
-        if not isinstance(value, np.ndarray) or value.dtype == TEXT:
+        if not isinstance(value, np.ndarray):
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
@@ -170,9 +165,7 @@ class OnnxModule(nn.Module):
                 return (SIZES[node.op](node, args[0]),)
             if step.inner:
                 return self._differentiate(step, args)
-            if any(isinstance(a, np.ndarray) and a.dtype == TEXT for a in args) and node.op in ON_TEXT:
-                results = ON_TEXT[node.op](*args)
-            elif row.raw:
+            if row.raw:
                 results = row.run(node, *args)
             elif _all_known(args) and _stays_small(row, args):
                 return _known_results(row, node, args)
@@ -356,7 +349,9 @@ def _made(weight: Weight, device: str, filled: bool) -> Tensor:
 
 
 def _check_memory(weights: Iterable[Weight]) -> None:
-    needed = sum(math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != TEXT)
+    needed = sum(
+        math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != "object"
+    )
     check_fits(needed, "its weights")
 
 

@@ -22,7 +22,6 @@ from rematplan.runtime.onnx.ops import (
     signal,
     spatial,
     stateful,
-    text_ops,
 )
 from rematplan.runtime.onnx.ops.rows import Row
 
@@ -42,7 +41,6 @@ THEMES = (
     signal,
     spatial,
     stateful,
-    text_ops,
 )
 
 

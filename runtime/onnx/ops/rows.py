@@ -46,7 +46,7 @@ class Row:
     check: Callable[[Node], None] | None = None
     """Refuses a node whose attributes ask for what the handler cannot do, before anything runs."""
     raw: bool = False
-    """Inputs arrive as they are: tensors, numpy arrays of known values or of text, lists of tensors."""
+    """Inputs arrive as they are: tensors, numpy arrays of known values, lists of tensors."""
 
 
 @dataclass

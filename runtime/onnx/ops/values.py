@@ -28,7 +28,6 @@ ONNX_DTYPES: dict[int, torch.dtype] = {
     15: torch.complex128,
     16: torch.bfloat16,
 }
-TEXT = "object"  # numpy's name for the type of arrays of strings
 BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONNX_DTYPES.values()}
 
 
@@ -39,7 +38,8 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
         ModelError: torch has no such type.
     """
     if name not in BY_NAME:
-        raise ModelError(f"{what} is of type {name}, which cannot be computed with")
+        kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
+        raise ModelError(f"{what} is of type {kind}, which cannot be computed with")
     return BY_NAME[name]
 
 
