@@ -23,9 +23,9 @@ from functools import cached_property
 
 from rematplan.ir.training_graph import Op, TrainingGraph
 
-SMALL = 16
+NEGLIGIBLE_RATIO = 16
 """A tensor this many times smaller than the one to be recovered counts as held."""
-MOST = 4000
+MOST_TENSORS_SEARCHED = 4000
 """Tensors looked at for one recovery."""
 
 
@@ -162,7 +162,7 @@ class _Way:
         self.look, self.target = look, target
         self.before = look.ancestors[look.graph.producer[target]]
         self.moment = look.last_read[target]
-        self.limit = look.graph.size[target] // SMALL
+        self.limit = look.graph.size[target] // NEGLIGIBLE_RATIO
 
     def _held(self, tensor: str) -> bool:
         look = self.look
@@ -190,7 +190,7 @@ class _Way:
         recipes = {r.name: r for r in self.look.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]
         seen = {self.target}
-        while pending and len(seen) < MOST:
+        while pending and len(seen) < MOST_TENSORS_SEARCHED:
             tensor = pending.pop()
             if tensor in seen or self._held(tensor):
                 continue

@@ -25,7 +25,7 @@ class Wall:
 
 
 WALLS = {
-    "ir": Wall(("rematplan.ir",), ("numpy", "networkx", "onnx", "onnx_ir")),
+    "ir": Wall(("rematplan.ir",), ("numpy", "networkx", "onnx", "onnx_ir", "platformdirs")),
     "planner": Wall(("rematplan.ir", "rematplan.planner"), ("numpy", "numba", "networkx", "ortools")),
     "runtime": Wall(
         ("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")
@@ -35,7 +35,7 @@ WALLS = {
 }
 
 LAYERS = {
-    "ir": ("errors training_graph recoverable problem_json", "onnx"),
+    "ir": ("errors training_graph recoverable problem_json cache_folder", "onnx"),
     "planner": (
         "core",
         "caches",
@@ -70,6 +70,7 @@ subfolder, or files of the folder itself. A file in another subfolder belongs to
 ONLY_IN = {
     "onnx": ("ir/onnx/*.py", "rematplan/onnx_backend.py"),
     "onnx_ir": ("ir/onnx/*.py",),
+    "platformdirs": ("ir/cache_folder.py",),
     "ortools": (
         "planner/ilp/solver.py",
         "planner/ilp/highs_process.py",

@@ -42,7 +42,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 TRIES = 24  # to find a tensor that is idle across a slot
 EARLY = 0.5  # share of the drops that run again while their inputs are there
-MOST = 2  # tensors drawn of which the best is dropped
+TENSORS_DRAWN = 2  # tensors drawn of which the best is dropped
 TOGETHER = 0.5  # share of the drops that bring siblings along, and of those that hold inputs again
 ROOM = 64  # lines of the log that are kept free
 
@@ -176,7 +176,7 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
     """Of a few tensors that are idle across a slot the op of the one that it pays most to drop, and the node before
     which it runs again; op -1 if none is worth a try."""
     most, place, chosen = -allowed, -1, -1
-    for _ in range(1 + below(S.random, MOST)):
+    for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)
         if reader < 0:
             break

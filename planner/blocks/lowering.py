@@ -65,7 +65,7 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
     return Partition(tuple(blocks), tuple(ix.tensors[t] for t in sorted(kept)))
 
 
-SMALL = 8
+LEAN_RATIO = 8
 """A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the
 rest."""
 
@@ -84,7 +84,7 @@ def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
 def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bool) -> list[int]:
     crossing = [t for t, readers in outer if readers & ~mask]
     further = [t for t, readers in outer if not readers & ~mask]
-    most = sum(ix.bytes[t] for t in crossing) // SMALL
+    most = sum(ix.bytes[t] for t in crossing) // LEAN_RATIO
     return crossing + [t for t in further if not lean or ix.bytes[t] <= most]
 
 

@@ -30,7 +30,7 @@ from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
 
 DEPTH = 24
 """Ops upstream of a stage's op that may run again in its stage."""
-SMALL = 5e-4
+SMALL_TENSOR_SHARE = 5e-4
 """Share of the room up to which a tensor is small."""
 
 Key = tuple[int, int]
@@ -53,7 +53,7 @@ class StageProgram:
         self.room = max(1, self.budget - self.graph.input_bytes)
         self.producer = {t: k for k, op in enumerate(self.ops) for t in op.writes}
         self.reads = [tuple(dict.fromkeys(t for t in op.reads if t not in inputs)) for op in self.ops]
-        self.big = {t for t in self.producer if self.graph.size[t] > SMALL * self.room}
+        self.big = {t for t in self.producer if self.graph.size[t] > SMALL_TENSOR_SHARE * self.room}
         turn = next((k for k, op in enumerate(self.ops) if op.phase == "backward"), 0)
         self.repeats = self._repeats()
         self.again = [

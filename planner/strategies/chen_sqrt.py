@@ -18,14 +18,14 @@ from rematplan.planner.blocks.lower_sets import cut_points
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
-MOST = 24
+BLOCK_COUNTS_TRIED = 24
 
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
     """For k = 2 .. 2√n: cut at the first cut point at or after each k-th of the memory.
 
-    At most `MOST` values of k are tried, the small ones all, the large ones in geometric steps.
+    At most `BLOCK_COUNTS_TRIED` values of k are tried, the small ones all, the large ones in geometric steps.
     """
 
     name: ClassVar[str] = "chen_sqrt"
@@ -52,5 +52,5 @@ def _spread(low: int, high: int) -> list[int]:
     """Whole numbers from ``low`` to ``high``, denser below."""
     if high < low:
         return []
-    steps = {round(low * (high / low) ** (i / (MOST - 1))) for i in range(MOST)}
-    return sorted(steps | set(range(low, min(high + 1, low + MOST // 2))))
+    steps = {round(low * (high / low) ** (i / (BLOCK_COUNTS_TRIED - 1))) for i in range(BLOCK_COUNTS_TRIED)}
+    return sorted(steps | set(range(low, min(high + 1, low + BLOCK_COUNTS_TRIED // 2))))

@@ -41,7 +41,7 @@ class Case:
 
 
 CASES = (Case("unet", 2, 192, 32, "60%"), Case("resnet50", 8, 224, 64, "60%"))
-SMALL = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
+SMALL_CASES = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     start, worst = time.perf_counter(), 0
     documents = []
-    for case in SMALL if args.small else CASES:
+    for case in SMALL_CASES if args.small else CASES:
         status, document = _run_case(case, args.folder, out)
         worst = worst or status
         documents.append(document)

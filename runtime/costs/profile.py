@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from rematplan.ir import ProblemError
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.ir.problem_json import write_whole
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
@@ -61,7 +61,7 @@ def profile_costs(
     ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far.
     """
     calls = {c.name: signature(step, c) for c in step.priced_calls if only is None or c.name in only}
-    file = (cache or _cache_folder()) / f"profile-{_machine(step.device)}.json"
+    file = (cache or cache_folder()) / f"profile-{_machine(step.device)}.json"
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}
     try:
@@ -259,10 +259,6 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rematplan"
 
 
 def _load(file: Path) -> dict[str, CallCost]:

@@ -8,7 +8,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
 
-MOST = 2**20
+LARGEST_CONSTANT = 2**20
 """Elements beyond which a value is not computed: a scale is small."""
 DEEPEST = 24
 """Calls that a known value may be away from what it is computed from."""
@@ -42,7 +42,7 @@ class KnownValues:
         if call is None or call.seeded or not depth:
             return
         wanted = [self.step.values[r].fake for r in call.results if r]
-        if any(fake.numel() > MOST for fake in wanted):
+        if any(fake.numel() > LARGEST_CONSTANT for fake in wanted):
             return
         given = {r.value: self._find(r.value, depth - 1) for r in refs((call.args, call.kwargs))}
         if any(t is None for t in given.values()):

@@ -30,7 +30,7 @@ def _constant(value: float) -> Fill:
 
 
 ZEROS, ONES = _constant(0.0), _constant(1.0)
-SMALL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
+SMALL_NORMAL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
 
 # What a weight is, by who reads it and where. What is not here starts small.
 FILLS: Mapping[tuple[str, int], Fill] = {
@@ -78,6 +78,6 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
 def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
     """Fill a generated weight in place, by what reads it."""
     node, at = reader if reader is not None else (None, 0)
-    fill = FILLS.get((node.op, at), SMALL) if node is not None else SMALL
+    fill = FILLS.get((node.op, at), SMALL_NORMAL) if node is not None else SMALL_NORMAL
     with torch.no_grad():
         fill(tensor, node, seed)  # type: ignore[arg-type]

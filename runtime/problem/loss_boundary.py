@@ -26,7 +26,7 @@ COPIES = 5
 outputs among them: the mean of squares, l1, dice and divergences hold four, a squared difference written out five."""
 FEWER = 4
 """As many where the outputs are large. Cross entropy and a mean squared error hold three."""
-SMALL = 1 / 8
+AMPLE_SHARE = 1 / 8
 """Share of a step's peak up to which `COPIES` are set aside."""
 SCALARS = 8
 """Tensors of one number that a loss has besides: a sum of weights, a temperature, a penalty."""
@@ -70,7 +70,7 @@ class LossMemory:
         if not _read(step, used):
             return cls.of_peak(step, 0)
         ample = cls.of_copies(step, COPIES, used)
-        return ample if ample.peak <= SMALL * peak else cls.of_copies(step, FEWER, used)
+        return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, used)
 
 
 NO_LOSS = LossMemory(0, 0)

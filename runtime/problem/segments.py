@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepOutput
 
-MOST = 16
+MOST_SEGMENTS = 16
 """Segments at most: each costs some tens of microseconds on its way through autograd."""
-LEAST = 2**20
+LEAST_SEGMENT_BYTES = 2**20
 """Bytes of gradients below which it is not worth a segment."""
 
 
@@ -32,8 +32,8 @@ def gradient_segments(
     schedule: Schedule,
     start: int,
     spare: Sequence[int] = (),
-    most: int = MOST,
-    least: int = LEAST,
+    most: int = MOST_SEGMENTS,
+    least: int = LEAST_SEGMENT_BYTES,
 ) -> tuple[Segment, ...]:
     """The backward half of a schedule, from ``start`` on, in at least one and at most ``most`` segments, of about equal
     bytes of gradients, but no fewer than ``least``.

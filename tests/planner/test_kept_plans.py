@@ -109,11 +109,11 @@ def test_plans_worse_in_every_way_are_dropped_and_the_latest_come_first(problems
 
 
 def test_no_more_is_kept_than_is_soon_read(problems, folder, monkeypatch):
-    monkeypatch.setattr(module, "FILES", 3)
+    monkeypatch.setattr(module, "PROBLEMS_KEPT", 3)
     for length in range(3, 9):
         keep_plan(problems.chain(length), base(problems.chain(length)))
     assert len(list(folder.iterdir())) == 3
-    monkeypatch.setattr(module, "RUNS", 1)
+    monkeypatch.setattr(module, "RUNS_KEPT", 1)
     graph = problems.chain(8)
     lean = Anneal(moves=20_000).plan(graph, int(0.7 * base(graph).estimate.peak))
     keep_plan(graph, base(graph))

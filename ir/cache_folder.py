@@ -1,0 +1,15 @@
+"""The one place that says where rematplan keeps files between processes: plans and measured costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for rematplan: on Linux ``$XDG_CACHE_HOME/rematplan``, by default ``~/.cache/rematplan``.
+
+    The folder may not exist.
+    """
+    return Path(platformdirs.user_cache_dir("rematplan", appauthor=False))
