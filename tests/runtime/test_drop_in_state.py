@@ -184,16 +184,18 @@ def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon()
             model.temperature = 1 + k / 10
             step(model)
 
-    with pytest.warns(UserWarning, match="planned for 8 ways"):
+    with pytest.warns(UserWarning, match="planned for 8 ways") as said:
         equal_after(use, planned, plain)
+    assert said[0].filename == __file__
     assert len({id(plan.schedule) for plan in planned.plans}) == 1
 
 
 def test_hooks_of_parts_are_remarked_upon() -> None:
     model = net()
     model.norm.register_forward_pre_hook(lambda _m, _a: None)
-    with pytest.warns(UserWarning, match="hooks on norm"):
-        planned_and_plain(model)
+    with pytest.warns(UserWarning, match="hooks on norm") as said:
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert said[0].filename == __file__
 
 
 def test_backward_hooks_of_the_module_run() -> None:
@@ -296,8 +298,9 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
 def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
     planned, _ = planned_and_plain(net())
     planned.forward = lambda x: planned.body(x)
-    with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+    with pytest.warns(UserWarning, match="no plan and keeps no budget") as said:
         step(planned)
+    assert said[0].filename == __file__
     with pytest.raises(ModelError, match="replaced since"):
         rematplan.plan_module(planned, (X,), **SETTINGS)
     del planned.forward
