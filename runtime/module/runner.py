@@ -8,6 +8,7 @@ steps, when it first meets it.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -132,11 +133,18 @@ def _own_errors(
         raise own from None
 
 
+class _Forwards(threading.local):
+    """Counts the forwards of planned modules, in each thread by itself: what another thread runs meanwhile says
+    nothing of a call in this one."""
+
+    begun = 0
+
+
+FORWARDS = _Forwards()
+
+
 class Runner:
     """Plans and runs one model."""
-
-    calls = 0
-    """Of all forwards, so far."""
 
     def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
@@ -155,7 +163,7 @@ class Runner:
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
-        Runner.calls += 1
+        FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = flattened((args, kwargs))

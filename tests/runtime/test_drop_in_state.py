@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import pytest
@@ -306,6 +307,38 @@ def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
     del planned.forward
     with warnings.catch_warnings(action="error"):
         step(rematplan.plan_module(planned, (X,), **SETTINGS))
+
+
+def test_a_planned_forward_in_another_thread_does_not_hide_one_that_goes_past_the_plan() -> None:
+    planned, _ = planned_and_plain(net())
+    other, _ = planned_and_plain(net())
+    step(other)
+    begun, done = Event(), Event()
+
+    def run_other() -> None:
+        assert begun.wait(60)
+        step(other)
+        done.set()
+
+    def past_the_plan(x: Tensor) -> Tensor:
+        begun.set()
+        assert done.wait(60)
+        return planned.body(x)
+
+    planned.forward = past_the_plan
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(run_other)
+        with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+            step(planned)
+        ran.result()
+
+
+def test_a_planned_part_that_the_new_forward_calls_is_enough() -> None:
+    planned, _ = planned_and_plain(net())
+    part = rematplan.plan_module(planned.body, (X,), **SETTINGS)
+    planned.forward = lambda x: part(x)
+    with warnings.catch_warnings(action="error"):
+        step(planned)
 
 
 class Wrapped(Net):
