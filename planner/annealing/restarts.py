@@ -193,6 +193,8 @@ class Search:
     """The least overhead at the end of a hot round that looked for an order first, and of one that did not."""
     ended_early: bool = False
     """Whether the search gave up improving before its time was spent."""
+    interrupted: bool = False
+    """Whether a `KeyboardInterrupt` ended the search and `run` returned the best plan so far all the same."""
 
     @property
     def overhead(self) -> float:
@@ -204,7 +206,8 @@ class Search:
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
         """The best plan within the budget that the effort finds, the starts included, or None.
 
-        A `KeyboardInterrupt` ends the search; the best so far is returned all the same.
+        A `KeyboardInterrupt` ends the search; the best so far is returned all the same, and ``interrupted`` is set. It
+        is passed on where nothing fits yet.
         """
         self.prepare(starts)
         begun = self.best  # tidy: to find that again takes seconds where each op runs many times
@@ -216,6 +219,7 @@ class Search:
         except KeyboardInterrupt:
             if self.best is None:
                 raise
+            self.interrupted = True
         if self.best is not None and self.best is not begun:
             self._offer(self.annealer.tidied(runs_of(self.best.schedule), self.budget))
         return self.best

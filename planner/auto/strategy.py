@@ -128,6 +128,7 @@ class _Session:
         self.known = _known(self.given, auto.keep_order)
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
+        self.interrupted = False  # whether Ctrl-C ended an annealing, which returned all the same
         cores = (os.cpu_count() or 1) >= CORES
         self.two = graph.has_phases and cores  # without phases one search has two threads
         self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit)
@@ -143,7 +144,7 @@ class _Session:
         self.take((*begun_with(self.given), *annealed_, *self.known_without_inverses()))
         with self.proof:
             try:
-                if not self.bound.closed(self.best) and not self.solved_exhaustively():
+                if not self.finished and not self.solved_exhaustively():
                     self.gather()
                     self.search()
             except KeyboardInterrupt:
@@ -182,6 +183,11 @@ class _Session:
         return min(self.known, key=lambda p: p.estimate.peak, default=None)
 
     @property
+    def finished(self) -> bool:
+        """Whether nothing more is to be looked for: the gap is closed, or Ctrl-C ended an annealing."""
+        return self.interrupted or self.bound.closed(self.best)
+
+    @property
     def left(self) -> float:
         """Seconds."""
         return max(0.0, self.began + self.auto.time_limit - time.monotonic())
@@ -203,7 +209,7 @@ class _Session:
             self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, FIRST * self.left, alone=True)
-            if self.bound.closed(self.best):
+            if self.finished:
                 return
         self.take(members_plans(self.plain, self.budget, self.members_until, self.report))
         if self.graph.inverses:
@@ -245,18 +251,19 @@ class _Session:
     def search(self) -> None:
         """Anneal, without the inverses first; then wait for the bound."""
         begun = any(p.estimate.peak <= self.budget for p in begun_with(self.given))
-        if self.graph.inverses and not begun and not self.bound.closed(self.best):
+        if self.graph.inverses and not begun and not self.finished:
             self.anneal(self.plain, PLAIN * self.left)
-        if self.graph is not self.given and not self.bound.closed(self.best):
+        if self.graph is not self.given and not self.finished:
             self.anneal(self.graph, (1.0 if self.auto.keep_order else MARKED) * self.left)
-        if self.bound.closed(self.best):
+        if self.finished:
             return
-        if self.anneal(self.given, self.left) and not self.bound.closed(self.best):
+        if self.anneal(self.given, self.left) and not self.finished:
             self.proof.finish(self.left)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
         """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with
-        a seed of its own, and no second search beside it."""
+        a seed of its own, and no second search beside it. Where Ctrl-C ended it, nothing else is to be begun: that
+        is noted in ``interrupted``."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:
@@ -271,15 +278,13 @@ class _Session:
         other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
         search.suggest = other.suggest = lambda: self.bound.nearest
         other.suggested_to = (0,)
-        effort = Effort(seconds)
         try:
             with nullcontext() if alone else self.beside(other, usable, time.monotonic() + seconds):
-                search.run(usable, effort)
+                search.run(usable, Effort(seconds))
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])
-        if effort.spent() < seconds and not search.ended_early and not self.bound.closed(search.best):
-            raise KeyboardInterrupt  # nothing else ends it so, and it says no word of it where it has a plan
+        self.interrupted = search.interrupted
         return search.ended_early
 
     def beside(

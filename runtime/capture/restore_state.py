@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.snapshots import PLAIN
 
@@ -42,10 +42,7 @@ def untouched(module: nn.Module, name: str) -> Iterator[None]:
             for container, was in contents:
                 _refill(container, was)
     if left:
-        warnings.warn(
-            f"the forward of {name} sets {', '.join(left)}, which a planned one does not",
-            stacklevel=2,
-        )
+        warn(f"the forward of {name} sets {', '.join(left)}, which a planned one does not")
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -32,6 +31,7 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.kernel_of import kernel_of
+from rematplan.runtime.graph.warn import warn
 
 Progress = Callable[[float, str], None]
 
@@ -114,10 +114,9 @@ def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
     """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
     a laptop, and a workspace as large as all that it reads and writes."""
     moved = moved_bytes(step, call)
-    warnings.warn(
+    warn(
         f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
         ProfileWarning,
-        stacklevel=2,
     )
     return CallCost(device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved)
 

@@ -9,7 +9,6 @@ counts as read, also on a branch that is not taken.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from rematplan.runtime.graph.generators import GENERATORS
+from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import BOOKKEEPING, is_record
 from rematplan.runtime.guards.bytecode import (
     Names,
@@ -100,10 +100,7 @@ class Outside:
             named += [Named(shelf.values, row) for row in rows]
             changed.update(set(shelf.found).difference(*(row.names for row in rows)))
         if changed:
-            warnings.warn(
-                f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not",
-                stacklevel=2,
-            )
+            warn(f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not")
         return tuple(named)
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:

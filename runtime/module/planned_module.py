@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
@@ -19,7 +18,8 @@ from torch._compile import _disable_dynamo
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture.capture import check_traceable
-from rematplan.runtime.module.runner import LOCK, Planner, Runner
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
 
 
 def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> nn.Module:
@@ -174,13 +174,12 @@ class _Planned:
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called. That a forward put in our place goes past the plan is remarked upon."""
-        before = Runner.calls
+        before = FORWARDS.begun
         results = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if self._rematplan_replaced is not None and Runner.calls == before and torch.is_grad_enabled():
-            warnings.warn(
+        if self._rematplan_replaced is not None and FORWARDS.begun == before and torch.is_grad_enabled():
+            warn(
                 f"the forward of {self._rematplan.name} was replaced after it was planned, and the new one does not "
-                f"call it: this step has no plan and keeps no budget; plan what it calls",
-                stacklevel=4,
+                f"call it: this step has no plan and keeps no budget; plan what it calls"
             )
         return results
 

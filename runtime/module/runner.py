@@ -8,7 +8,7 @@ steps, when it first meets it.
 from __future__ import annotations
 
 import copy
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +31,7 @@ from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import Dependence, reads_of
 from rematplan.runtime.guards.call_key import (
     ModuleState,
@@ -132,11 +133,18 @@ def _own_errors(
         raise own from None
 
 
+class _Forwards(threading.local):
+    """Counts the forwards of planned modules, in each thread by itself: what another thread runs meanwhile says
+    nothing of a call in this one."""
+
+    begun = 0
+
+
+FORWARDS = _Forwards()
+
+
 class Runner:
     """Plans and runs one model."""
-
-    calls = 0
-    """Of all forwards, so far."""
 
     def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
@@ -155,7 +163,7 @@ class Runner:
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
-        Runner.calls += 1
+        FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = flattened((args, kwargs))
@@ -241,10 +249,9 @@ class Runner:
             targets = {target for name, target in way.targets.items() if name in names}
             found = self.planner.beside(way.captured, way.plan, held, targets)
         except InfeasibleBudget as error:
-            warnings.warn(
+            warn(
                 f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
-                f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more",
-                stacklevel=12,
+                f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more"
             )
             found = None
         if found is None:
@@ -267,10 +274,9 @@ class Runner:
         way = self._compile(planned, leaves, spec, state)
         self.ways.setdefault(key, []).append(way)
         if sum(map(len, self.ways.values())) == MANY:
-            warnings.warn(
+            warn(
                 f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
-                f"decided by costs a plan each time that it is another: give numbers as tensors",
-                stacklevel=9,
+                f"decided by costs a plan each time that it is another: give numbers as tensors"
             )
         return way
 
@@ -304,10 +310,9 @@ class Runner:
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:
-            warnings.warn(
+            warn(
                 f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
-                f"step is planned; what they compute is part of the plan, what else they do is done only then",
-                stacklevel=8,
+                f"step is planned; what they compute is part of the plan, what else they do is done only then"
             )
 
 

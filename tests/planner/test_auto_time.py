@@ -47,6 +47,24 @@ def test_an_interruption_in_any_phase_leaves_the_best_so_far(problems, phase):
     assert time.monotonic() - began < 30
 
 
+def test_nothing_is_begun_after_an_interrupted_annealing(problems):
+    graph = network(problems)
+    after = []
+    interrupted = False
+
+    def interrupt(_fraction, text):
+        nonlocal interrupted
+        if interrupted:
+            after.append(text)
+        elif text.startswith("overhead"):
+            interrupted = True
+            raise KeyboardInterrupt
+
+    Auto(time_limit=20, reuse=False).plan(graph, budget_of(graph, 0.6), interrupt)
+    assert interrupted
+    assert not after
+
+
 def test_an_interruption_before_anything_fits_is_passed_on(problems):
     graph = network(problems)
 

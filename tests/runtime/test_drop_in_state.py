@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import pytest
@@ -184,16 +185,18 @@ def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon()
             model.temperature = 1 + k / 10
             step(model)
 
-    with pytest.warns(UserWarning, match="planned for 8 ways"):
+    with pytest.warns(UserWarning, match="planned for 8 ways") as said:
         equal_after(use, planned, plain)
+    assert said[0].filename == __file__
     assert len({id(plan.schedule) for plan in planned.plans}) == 1
 
 
 def test_hooks_of_parts_are_remarked_upon() -> None:
     model = net()
     model.norm.register_forward_pre_hook(lambda _m, _a: None)
-    with pytest.warns(UserWarning, match="hooks on norm"):
-        planned_and_plain(model)
+    with pytest.warns(UserWarning, match="hooks on norm") as said:
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert said[0].filename == __file__
 
 
 def test_backward_hooks_of_the_module_run() -> None:
@@ -296,13 +299,46 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
 def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
     planned, _ = planned_and_plain(net())
     planned.forward = lambda x: planned.body(x)
-    with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+    with pytest.warns(UserWarning, match="no plan and keeps no budget") as said:
         step(planned)
+    assert said[0].filename == __file__
     with pytest.raises(ModelError, match="replaced since"):
         rematplan.plan_module(planned, (X,), **SETTINGS)
     del planned.forward
     with warnings.catch_warnings(action="error"):
         step(rematplan.plan_module(planned, (X,), **SETTINGS))
+
+
+def test_a_planned_forward_in_another_thread_does_not_hide_one_that_goes_past_the_plan() -> None:
+    planned, _ = planned_and_plain(net())
+    other, _ = planned_and_plain(net())
+    step(other)
+    begun, done = Event(), Event()
+
+    def run_other() -> None:
+        assert begun.wait(60)
+        step(other)
+        done.set()
+
+    def past_the_plan(x: Tensor) -> Tensor:
+        begun.set()
+        assert done.wait(60)
+        return planned.body(x)
+
+    planned.forward = past_the_plan
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(run_other)
+        with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+            step(planned)
+        ran.result()
+
+
+def test_a_planned_part_that_the_new_forward_calls_is_enough() -> None:
+    planned, _ = planned_and_plain(net())
+    part = rematplan.plan_module(planned.body, (X,), **SETTINGS)
+    planned.forward = lambda x: part(x)
+    with warnings.catch_warnings(action="error"):
+        step(planned)
 
 
 class Wrapped(Net):

@@ -386,8 +386,9 @@ class Counting(nn.Module):
 
 
 def test_what_the_forward_itself_sets_is_said_and_costs_no_further_plan() -> None:
-    with pytest.warns(UserWarning, match="Counting sets COUNT, LAST, which a planned one does not"):
+    with pytest.warns(UserWarning, match="Counting sets COUNT, LAST, which a planned one does not") as said:
         ours = planned(Counting())
+    assert said[0].filename == __file__
     for _ in range(3):
         globals().update(COUNT=COUNT + 1)
         ours(X).sum().backward()

@@ -39,8 +39,9 @@ def test_odd_modules_are_planned_and_left_as_they_were(budget: str) -> None:
     model = Odd()
     plain = copy.deepcopy(model)
     x = torch.randn(32, 16)
-    with pytest.warns(UserWarning, match="sets seen"):
+    with pytest.warns(UserWarning, match="sets seen") as said:
         planned = rematplan.plan_module(model, (x,), budget=budget, costs="roofline", time_limit=0.5)
+    assert said[0].filename == __file__
     assert not hasattr(planned, "last")
     assert planned.seen == []
     for _ in range(2):

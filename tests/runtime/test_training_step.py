@@ -378,8 +378,9 @@ class Picky(nn.Module):
 def test_a_call_that_refuses_synthetic_arguments_is_guessed_with_a_warning(tmp_path: Path) -> None:
     module, batch = Picky(), (torch.ones(4),)
     step = capture(module, batch, "picky")
-    with pytest.warns(ProfileWarning, match="whole numbers only"):
+    with pytest.warns(ProfileWarning, match="whole numbers only") as said:
         costs = profile_costs(step, cache=tmp_path)
+    assert said[0].filename == __file__
     guessed = costs["picky"]
     assert guessed.time > 0
     assert guessed.workspace == 32
