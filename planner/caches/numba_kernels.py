@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -67,6 +67,17 @@ def _stamp(made: object) -> None:
     file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
     if hasattr(file, "_source_stamp"):
         file._source_stamp = _sources()
+    if hasattr(file, "_load_index"):
+        file._load_index = partial(_readable, file._load_index)
+
+
+def _readable(load: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """An index of cached machine code; empty where it names a type that has been renamed or moved since, which numba
+    would raise for before it compares the stamps."""
+    try:
+        return load()
+    except (AttributeError, ImportError):
+        return {}
 
 
 def _widen(made: Any) -> None:
