@@ -103,7 +103,7 @@ class StepPlanner:
         if stated.kind in ("min", "bytes"):
             return stated
         if not self.fixed:
-            self.fixed.append(stated.bytes(no_recompute(graph).estimate.peak, lambda: 0))
+            self.fixed.append(stated.of(graph))
         return Budget(stated.text, "bytes", Fraction(self.fixed[0]))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:

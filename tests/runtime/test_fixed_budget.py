@@ -102,3 +102,16 @@ def test_each_graph_of_a_compiler_has_a_percentage_of_its_own() -> None:
         torch.compile(network(), backend=backend, dynamic=False)(rows(n))
     small, large = (plan.budget for plan in backend.plans)
     assert small < large
+
+
+def test_a_share_of_activations_becomes_bytes_too() -> None:
+    planned = planned_for(1024, "50% of activations")
+    most = planned_for(1024, "100% of activations").plan
+    first = planned.plan
+    parameters = sum(p.nbytes for p in planned.parameters())
+    assert most.estimate.reruns == 0
+    assert 2 * parameters < first.budget < most.budget
+    assert first.estimate.reruns
+    planned.prepare(rows(2))
+    assert planned.plan.budget == first.budget
+    assert planned.plan.estimate.reruns == 0
