@@ -63,6 +63,7 @@ class PlanningBackend:
         """A joint graph in two; see `torch._functorch.partitioners.default_partition`."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
+        self.planner.fixed.clear()  # a graph after a break, or of another model, has a peak of its own
         with unset_fake_temporarily(), _disable_current_modes():
             plan = self.planner.planned(step)
         graphs = plan_graphs(step, plan.schedule)
@@ -137,10 +138,11 @@ def backend(
     """A backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
 
     Arguments as for `plan_module`. The budget holds for each graph that is compiled, so for the whole model where
-    nothing breaks it in several. ``compiler``: ``eager`` runs the planned graphs as they are; ``inductor`` hands them
-    to Inductor, which fuses and reorders, so that the plan's peak and overhead are estimates there (it is kept from
-    changing the layout of convolutions, which costs memory beyond the plan). Sizes are fixed in
-    a plan, so that each new one is compiled anew, whatever ``dynamic`` says.
+    nothing breaks it in several; a percentage is of that graph's own peak, for each size anew. ``compiler``: ``eager``
+    runs the planned graphs as they are; ``inductor`` hands them to Inductor, which fuses and reorders, so that the
+    plan's peak and overhead are estimates there (it is kept from changing the layout of convolutions, which costs
+    memory beyond the plan). Sizes are fixed in a plan, so that each new one is compiled anew, whatever ``dynamic``
+    says.
 
     Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of
     PyTorch's own error.

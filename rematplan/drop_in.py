@@ -42,14 +42,18 @@ def plan_module(
     with ``dynamic=False``. So does another outcome of what the forward decides by the values of its inputs and buffers
     (``if mask.all()``, ``x[mask]``, ``lengths.tolist()``), which every call then computes again to compare.
 
-    ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation) or ``min``. It bounds all
-    that a forward and backward hold: parameters, buffers, inputs, outputs and their gradients, activations, gradients
-    of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps, and what the allocator may count
-    beyond a tensor's bytes. ``time_limit``: seconds for a strategy that searches; a plan for another shape begins with
-    the earlier ones, and has a quarter of them where one of those fits. ``options``: further options of the strategy.
-    ``costs``: ``profile`` measures ops on the present device, ``roofline`` models them, without workspaces; the path of
-    a file of ``rematplan profile`` takes them from there. Where parameters have gradients of earlier steps when the
-    module is called, and the plan does not fit beside them, another is made, or a warning says that there is none.
+    ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation), ``50% of activations``
+    (inputs, outputs and gradients stay whole, and the share is of what is beside them at that peak) or ``min``. A
+    percentage becomes bytes here, of the peak that ``args`` give in the model's present mode and state, and these bytes
+    hold for all later plans, and for copies and pickles of the module: give the largest batch that there will be.
+    ``min`` is of each way by itself. The budget bounds all that a forward and backward hold: parameters, buffers,
+    inputs, outputs and their gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA
+    also what cuBLAS keeps, and what the allocator may count beyond a tensor's bytes. ``time_limit``: seconds for a
+    strategy that searches; a plan for another shape begins with the earlier ones, and has a quarter of them where one
+    of those fits. ``options``: further options of the strategy. ``costs``: ``profile`` measures ops on the present
+    device, ``roofline`` models them, without workspaces; the path of a file of ``rematplan profile`` takes them from
+    there. Where parameters have gradients of earlier steps when the module is called, and the plan does not fit beside
+    them, another is made, or a warning says that there is none.
 
     ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
     (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as

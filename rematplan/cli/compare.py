@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
     default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
-    budget = wanted.bytes(base.estimate.peak, lambda: least) if wanted else default
+    budget = wanted.of(plain.graph, lambda: least) if wanted else default
     with out.progress(f"planning {plain.graph.name}") as progress:
         rivals = list(_rivals(plain, inverted, budget, args.time_limit, progress))
     rivals += _overlapped(rivals, budget, args, out)

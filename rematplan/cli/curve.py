@@ -25,7 +25,7 @@ from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.plans.budgets import Budget, least_plan, parse_budget
+from rematplan.plans.budgets import Budget, least_plan, parse_budget, whole_bytes
 from rematplan.plans.tradeoff import curves_csv, key, rows_at, spread, trace_curves
 from rematplan.report.tables import measured_table, trade_off_table
 
@@ -52,6 +52,11 @@ class TradeOff:
     budgets: Sequence[Budget]
     notes: tuple[str, ...]
     reports: tuple[StepReport, ...] = ()
+
+    @property
+    def whole(self) -> int:
+        """What a share of activations leaves as it is."""
+        return whole_bytes(self.source.graph)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +116,8 @@ def trace(
         UsageError: the problem is too large for every one of them.
     """
     base = no_recompute(source.graph)
-    amounts = [b.bytes(base.estimate.peak, lambda: 0) for b in budgets if b.kind != "min"]
+    whole = whole_bytes(source.graph)
+    amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if b.kind != "min"]
     chosen = strategies if source.graph.has_phases else _without_blocks(strategies)
     with out.progress(f"planning {source.graph.name}") as progress:
         curves, notes = trace_curves(source.graph, chosen, amounts, progress)
@@ -149,7 +155,9 @@ def measure(trade_off: TradeOff, out: Output) -> TradeOff:
 def show(trade_off: TradeOff, out: Output) -> None:
     """The tables."""
     name, base = trade_off.source.graph.name, trade_off.base
-    rows = rows_at(_without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak)
+    rows = rows_at(
+        _without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak, trade_off.whole
+    )
     out.show(*trade_off.notes, trade_off_table(name, base, rows))
     if trade_off.reports:
         out.show(measured_table(name, trade_off.reports))
@@ -175,7 +183,7 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
     """The JSON output."""
     base = trade_off.base.estimate
     plans = [p for curve in trade_off.curves.values() for p in curve]
-    rows = rows_at(trade_off.curves, trade_off.budgets, base.peak)
+    rows = rows_at(trade_off.curves, trade_off.budgets, base.peak, trade_off.whole)
     return {
         "problem": trade_off.source.graph.name,
         "notes": list(trade_off.notes),

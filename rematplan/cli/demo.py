@@ -76,8 +76,8 @@ def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
     """
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}
-    (row,) = rows_at(every, [stated], base)
-    limit = stated.bytes(base, lambda: row.smallest)
+    (row,) = rows_at(every, [stated], base, trade_off.whole)
+    limit = stated.bytes(base, lambda: row.smallest, trade_off.whole)
     if row.plan is None:
         raise InfeasibleBudget(row.strategy, limit, row.smallest)
     return replace(row.plan, budget=limit)

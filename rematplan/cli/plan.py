@@ -43,8 +43,9 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "--budget",
         required=required,
         metavar="SIZE",
-        help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, bytes, "
-        "or min for the least the strategy can reach",
+        help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, "
+        "'50%% of activations' (of what is beside inputs and gradients), bytes, or min for the least the "
+        "strategy can reach",
     )
     parser.add_argument(
         "--strategy", default="auto", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}; default auto"
@@ -102,8 +103,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
             return source, plan
         if budget.kind == "min":
             return source, least_plan(strategy, graph, progress)
-        base = no_recompute(graph).estimate.peak
-        return source, plan_within(strategy, graph, budget.bytes(base, lambda: 0), progress)
+        return source, plan_within(strategy, graph, budget.of(graph), progress)
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Budgets as a person states them: ``4GiB``, ``512MB``, ``60%``, bytes, or ``min``."""
+"""Budgets as a person states them: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, bytes, or ``min``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.store_all import no_recompute
 
 UNITS = {
     "": 1,
@@ -30,29 +31,48 @@ UNITS = {
 }
 """Bytes by unit, in lower case."""
 
-_NUMBER = re.compile(r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(%|[a-z]*)", re.IGNORECASE | re.ASCII)
-_FORMS = "write 4GiB, 512MB, 60% (of the no-recompute peak), a whole number of bytes, or min"
+_NUMBER = re.compile(
+    r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
+)
+_FORMS = (
+    "write 4GiB, 512MB, 60% (of the no-recompute peak), 50% of activations (inputs and gradients stay whole), a whole "
+    "number of bytes, or min"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A budget before the problem is known.
 
-    ``text``: as stated. ``kind``: ``bytes``, ``share`` or ``min``. ``amount``: bytes, or 0.6 for 60%.
+    ``text``: as stated. ``kind``: ``bytes``, ``share``, ``activations`` or ``min``. ``amount``: bytes, or 0.6 for 60%.
     """
 
     text: str
     kind: str
     amount: Fraction
 
-    def bytes(self, base_peak: int, smallest: Callable[[], int]) -> int:
+    def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
         """The budget in bytes, rounded down.
 
         ``base_peak``: what a percentage is of. ``smallest``: called for ``min``, the smallest reachable peak.
+        ``whole``: the part of ``base_peak`` that a share of activations leaves as it is; see `whole_bytes`.
         """
         if self.kind == "min":
             return smallest()
+        if self.kind == "activations":
+            assert whole is not None, "a share of activations is asked for, and nobody says what is none"
+            return whole + int(self.amount * (base_peak - whole))
         return int(self.amount * (base_peak if self.kind == "share" else 1))
+
+    def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
+        """The budget in bytes for a problem; ``smallest`` as for `bytes`."""
+        return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
+
+
+def whole_bytes(graph: TrainingGraph) -> int:
+    """Bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers): no plan has less
+    at its end, so that only the rest of a peak is there to be saved from."""
+    return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
 
 def parse_budget(text: str) -> Budget:
@@ -68,6 +88,8 @@ def parse_budget(text: str) -> Budget:
         number, unit = Fraction(match[1]), match[2].lower()
         if unit == "%":
             return Budget(text, "share", number / 100)
+        if unit.startswith("%"):
+            return Budget(text, "activations", number / 100)
         if unit in UNITS and (UNITS[unit] > 1 or number.denominator == 1):  # there is no half byte
             return Budget(text, "bytes", number * UNITS[unit])
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
@@ -82,7 +104,7 @@ def parse_loss_memory(text: str) -> Budget:
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))
-    if match and match[2] != "%":
+    if match and not match[2].startswith("%"):
         return parse_budget(text)
     raise UsageError(
         f"loss_memory {text[:40]!r} is not understood; write 1GiB, 512MB, a whole number of bytes, or 3x (three "

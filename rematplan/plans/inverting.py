@@ -17,7 +17,6 @@ from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.warm_starts import begin_with, carried_over
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 
 PLAIN = 0.4
@@ -39,7 +38,7 @@ def plan_either(
     """
     compile_kernels(progress)  # before the clock starts
     least = budget.kind == "min"
-    amount = 0 if least else budget.bytes(no_recompute(plain).estimate.peak, lambda: 0)
+    amount = 0 if least else budget.of(plain)
     began = time.monotonic()
     found: list[tuple[TrainingGraph, Plan]] = []
     failed: list[InfeasibleBudget] = []

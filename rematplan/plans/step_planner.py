@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TypeAlias
 
@@ -71,6 +72,9 @@ class StepPlanner:
     """Plans by all that decides which peaks there are: a step in which only a number is another needs no new search."""
     searched: Searched = field(default_factory=list, init=False, repr=False, compare=False)
     """The names of the ops of the problems that were searched last, and their plans: others are begun with those."""
+    fixed: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The bytes that a percentage became at the first plan, which hold for all later ones; empty before. A copy or a
+    pickle of a planned module has them with its planner."""
     better: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of two steps, without inverses and with them, the one that has the better plan."""
 
@@ -91,6 +95,16 @@ class StepPlanner:
     def stated_loss(self) -> Budget | None:
         """What the loss holds, if that is stated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
+
+    def limit(self, graph: TrainingGraph) -> Budget:
+        """The budget for a problem: ``min``, which each problem has of its own, or bytes. A percentage is of the first
+        problem's peak: a later one, of a smaller batch say, would else get less than the device has room for."""
+        stated = parse_budget(str(self.budget))
+        if stated.kind in ("min", "bytes"):
+            return stated
+        if not self.fixed:
+            self.fixed.append(stated.of(graph))
+        return Budget(stated.text, "bytes", Fraction(self.fixed[0]))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
         """What the loss holds beside the outputs and their gradients."""
@@ -138,8 +152,8 @@ class StepPlanner:
         if self.plan is not None:
             budget = plan.peak if plan.budget is None else plan.budget
         else:
-            base = no_recompute(self.problem(with_exact_inverses(step))).estimate.peak
-            budget = parse_budget(str(self.budget)).bytes(base + gradients, lambda: plan.peak + gradients)
+            stated = self.limit(self.problem(with_exact_inverses(step)))
+            budget = stated.bytes(0, lambda: plan.peak + gradients)
         if plan.peak + gradients <= budget:
             return None
         if self.plan is not None:
@@ -178,7 +192,7 @@ class StepPlanner:
                 return plain, self._planned(plain, graphs[0])
         both = self._key(graphs[0]), self._key(graphs[1])
         if both not in self.better:
-            auto, budget = self.chosen(), parse_budget(str(self.budget))
+            auto, budget = self.chosen(), self.limit(graphs[0])
             assert isinstance(auto, Auto)
             with self._saying_what_is_set_aside(graphs[0]):
                 graph, plan = plan_either(auto, *graphs, budget)
@@ -225,10 +239,10 @@ class StepPlanner:
         return self.made[*key, costs]
 
     def _searched(self, graph: TrainingGraph) -> Plan:
-        budget = parse_budget(str(self.budget))
+        budget = self.limit(graph)
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
-        bytes_ = budget.bytes(no_recompute(graph).estimate.peak, lambda: 0)
+        bytes_ = budget.bytes(0, lambda: 0)
         with self._saying_what_is_set_aside(graph):
             return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
 

@@ -60,11 +60,14 @@ def trace_curves(
     return {name: found[name] for name in strategies if name in found}, tuple(notes)
 
 
-def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int) -> tuple[Row, ...]:
-    """The table's rows: each strategy's plan of least overhead at each budget (``min``: its smallest)."""
+def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
+    """The table's rows: each strategy's plan of least overhead at each budget (``min``: its smallest).
+
+    ``base_peak`` and ``whole`` as for `Budget.bytes`.
+    """
     rows: list[Row] = []
     for budget in budgets:
-        here = [_row(budget, name, plans, base_peak) for name, plans in curves.items()]
+        here = [_row(budget, name, plans, base_peak, whole) for name, plans in curves.items()]
         least = min((r.plan.estimate.overhead for r in here if r.plan), default=None)
         rows += [
             Row(
@@ -79,9 +82,9 @@ def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int) -> tuple[
     return tuple(rows)
 
 
-def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int) -> Row:
+def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole: int) -> Row:
     smallest = min(p.estimate.peak for p in plans)
-    limit = budget.bytes(base_peak, lambda: smallest)
+    limit = budget.bytes(base_peak, lambda: smallest, whole)
     fitting = [p for p in plans if p.estimate.peak <= limit]
     best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
     return Row("smallest" if budget.kind == "min" else budget.text, name, best, smallest)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rematplan.plans.budgets import parse_budget
+from rematplan.ir import Op, Tensor, TrainingGraph, UsageError
+from rematplan.plans.budgets import parse_budget, parse_loss_memory
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,45 @@ def test_the_smallest_is_asked_for_only_when_needed() -> None:
         raise AssertionError
 
     assert parse_budget("60%").bytes(10, never) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("50% of activations", 699),  # 400 and half of the other 599, rounded down
+        ("50 % OF ACTIVATIONS ", 699),
+        ("0% of activations", 400),
+        ("100% of activations", 999),
+        ("12.5% of activations", 474),
+    ],
+)
+def test_a_share_of_activations_leaves_inputs_and_outputs_whole(text: str, wanted: int) -> None:
+    assert parse_budget(text).bytes(999, lambda: 77, 400) == wanted
+
+
+def small_step() -> TrainingGraph:
+    """A parameter, a batch, two activations, a gradient; the gradient may be made once both are there."""
+    return TrainingGraph(
+        name="small",
+        tensors=(Tensor("w", 100), Tensor("x", 20), Tensor("a", 40), Tensor("b", 8), Tensor("dw", 100)),
+        inputs=("w", "x"),
+        outputs=("dw",),
+        ops=(
+            Op("first", reads=("w", "x"), writes=("a",), cost=1),
+            Op("second", reads=("a",), writes=("b",), cost=1),
+            Op("last", reads=("a", "b"), writes=("dw",), cost=1),
+        ),
+    )
+
+
+def test_what_is_no_activation_is_read_off_the_problem() -> None:
+    graph = small_step()
+    assert parse_budget("100%").of(graph) == 268
+    assert parse_budget("100% of activations").of(graph) == 268
+    assert parse_budget("50% of activations").of(graph) == 220 + 24
+    assert parse_budget("0% of activations").of(graph) == 220
+
+
+def test_a_loss_has_no_share_of_activations() -> None:
+    with pytest.raises(UsageError, match="loss_memory"):
+        parse_loss_memory("50% of activations")

@@ -9,6 +9,7 @@ import pytest
 
 from rematplan import api
 from rematplan.cli import demo
+from rematplan.ir import load_problem
 from rematplan.models import ZOO
 from rematplan.planner.registry import STRATEGIES
 from rematplan.runtime.execute.planned_step import Difference, Verification
@@ -84,6 +85,18 @@ def test_curve_table_for_a_person(call, problem) -> None:
     ):
         assert words in result.out
     assert "chen_sqrt" not in result.out
+
+
+def test_curve_and_plan_of_a_share_of_activations(call, problem) -> None:
+    share = ("--problem", problem, "--budget", "80% of activations", "--strategy", "exact_dp")
+    planned = call("plan", *share, "--json").data
+    (row,) = call("curve", *share, "--json").data["table"]
+    graph = load_problem(problem)
+    whole = sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
+    assert planned["budget"] == whole + (planned["no_recompute_peak"] - whole) * 4 // 5
+    assert planned["peak"] <= planned["budget"] < planned["no_recompute_peak"]
+    assert row["budget"] == "80% of activations"
+    assert row["peak"] == planned["peak"]
 
 
 def test_curve_leaves_out_what_is_too_large(call, refused, problem) -> None:

@@ -92,12 +92,17 @@ def test_costs_are_checked_before_a_network_is_captured(call, refused, monkeypat
         "٣MB",
         "9" * 30,
         "60 % of it",
+        "of activations",
+        "60 of activations",
+        "60% activations",
+        "60%of activations",
     ],
 )
 def test_malformed_budgets(budget, call, refused, problem) -> None:
     result = call("plan", "--problem", problem, f"--budget={budget}")
     refused(result, 2)
     assert "4GiB" in result.err
+    assert "50% of activations" in result.err
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "h200"])

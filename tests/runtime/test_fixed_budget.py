@@ -1,0 +1,117 @@
+"""Laws of a percentage as the budget of a planned module: its first plan makes bytes of it, which hold from then on."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget
+
+WIDTH, CLASSES = 64, 10
+QUICK = {"strategy": "approx_dp", "costs": "roofline", "loss_memory": "3x"}
+
+
+def network() -> nn.Module:
+    """One whose parameters outweigh what a small batch needs beside them."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(WIDTH, CLASSES))
+
+
+def rows(n: int) -> Tensor:
+    return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n))
+
+
+def planned_for(n: int, budget: str = "60%", model: nn.Module | None = None) -> nn.Module:
+    return rematplan.plan_module(model or network(), (rows(n),), budget=budget, **QUICK)
+
+
+def test_the_last_batch_of_an_epoch_has_the_bytes_of_the_first() -> None:
+    planned, plain = planned_for(1024), network()
+    first = planned.plan
+    with pytest.raises(InfeasibleBudget):  # of its own peak it could not have so little
+        planned_for(2)
+    for model in (planned, plain):
+        torch.manual_seed(0)
+        for n in (1024, 1024, 2):
+            model.zero_grad()
+            functional.cross_entropy(model(rows(n)), torch.arange(n) % CLASSES).backward()
+    last = planned.plan
+    assert first.estimate.overhead > 0
+    assert last is not first
+    assert last.budget == first.budget
+    assert last.estimate.reruns == 0
+    for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+
+
+def test_other_modes_and_states_have_the_bytes_of_the_first() -> None:
+    planned = planned_for(1024)
+    budget = planned.plan.budget
+    planned.eval().prepare(rows(1024))
+    planned[:14].requires_grad_(False)
+    planned.prepare(rows(1024))
+    assert len(planned.plans) == 3
+    assert [p.budget for p in planned.plans] == [budget] * 3
+    assert planned.plan.estimate.reruns == 0  # frozen layers need less than the budget by themselves
+
+
+def test_a_larger_batch_is_judged_by_the_same_bytes() -> None:
+    planned = planned_for(1024)
+    first = planned.plan
+    planned.prepare(rows(1200))
+    assert planned.plan.budget == first.budget
+    assert planned.plan.peak <= first.budget
+    assert planned.plan.estimate.overhead >= first.estimate.overhead
+    with pytest.raises(InfeasibleBudget) as refused:
+        planned.prepare(rows(8192))
+    assert refused.value.budget == first.budget
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_and_pickles_have_the_same_bytes(copied) -> None:
+    planned = planned_for(1024)
+    twin = copied(planned)
+    twin.prepare(rows(2))
+    assert twin.plan.budget == planned.plan.budget
+    assert twin.plan.estimate.reruns == 0
+
+
+def test_a_module_that_is_planned_once_more_has_bytes_of_its_own() -> None:
+    planned = planned_for(1024)
+    again = planned_for(512, model=planned)
+    assert again.plan.budget < planned.plan.budget
+
+
+def test_the_least_is_of_each_shape_by_itself() -> None:
+    planned = planned_for(1024, "min")
+    large = planned.plan.peak
+    planned.prepare(rows(256))
+    assert planned.plan.peak < large
+    assert planned.plan.estimate.reruns
+
+
+def test_each_graph_of_a_compiler_has_a_percentage_of_its_own() -> None:
+    torch._dynamo.reset()
+    backend = rematplan.backend(budget="80%", strategy="approx_dp", costs="roofline")
+    for n in (512, 1024):
+        torch.compile(network(), backend=backend, dynamic=False)(rows(n))
+    small, large = (plan.budget for plan in backend.plans)
+    assert small < large
+
+
+def test_a_share_of_activations_becomes_bytes_too() -> None:
+    planned = planned_for(1024, "50% of activations")
+    most = planned_for(1024, "100% of activations").plan
+    first = planned.plan
+    parameters = sum(p.nbytes for p in planned.parameters())
+    assert most.estimate.reruns == 0
+    assert 2 * parameters < first.budget < most.budget
+    assert first.estimate.reruns
+    planned.prepare(rows(2))
+    assert planned.plan.budget == first.budget
+    assert planned.plan.estimate.reruns == 0
