@@ -61,19 +61,27 @@ class InfeasibleBudget(RematplanError):
         smallest: the smallest peak that the strategy is known to reach, bytes.
         known: what that says.
         floor: what no plan can have less than, and why, in words; empty if not said.
+        hint: what may have been meant instead, in words; empty if not said.
     """
 
     exit_status = 3
 
     def __init__(
-        self, strategy: str, budget: int, smallest: int, known: Known = "least", floor: str = ""
+        self,
+        strategy: str,
+        budget: int,
+        smallest: int,
+        known: Known = "least",
+        floor: str = "",
+        hint: str = "",
     ) -> None:
         self.strategy, self.budget, self.smallest = strategy, budget, smallest
-        self.known, self.floor = known, floor
+        self.known, self.floor, self.hint = known, floor, hint
         reason = _REFUSED[known].format(f"{show_bytes(smallest)} ({smallest} bytes)")
         super().__init__(
             f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) {reason}"
             + (f"; no plan can have less than {floor}" if floor else "")
+            + (f"; {hint}" if hint else "")
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from rematplan.cli.arguments import add_strategy_options, check_outputs, one_str
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.source import Source, add_costs, add_model, load
-from rematplan.ir import save_problem
+from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
@@ -21,7 +23,7 @@ from rematplan.planner.overlap.two_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import least_plan, parse_budget, plan_within
+from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
 from rematplan.plans.inverting import plan_either
 from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
 
@@ -93,7 +95,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
     """
     strategy, graph = one_strategy(args), source.graph
     budget = parse_budget(args.budget)
-    with out.progress(f"planning {graph.name}") as progress:
+    with asking_for_units(budget, graph), out.progress(f"planning {graph.name}") as progress:
         if source.without and isinstance(strategy, Auto):
             plain = source.without
             graph, plan = plan_either(strategy, plain.graph, graph, budget, progress)
@@ -104,6 +106,18 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
         if budget.kind == "min":
             return source, least_plan(strategy, graph, progress)
         return source, plan_within(strategy, graph, budget.of(graph), progress)
+
+
+@contextmanager
+def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
+    """A block whose refusal of a small number asks whether GiB or percent were meant."""
+    try:
+        yield
+    except InfeasibleBudget as e:
+        hint = unit_missing(budget, graph)
+        if not hint:
+            raise
+        raise InfeasibleBudget(e.strategy, e.budget, e.smallest, e.known, e.floor, hint) from None
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -31,6 +31,9 @@ UNITS = {
 }
 """Bytes by unit, in lower case."""
 
+FEW = 2**20
+"""Bytes below which a number alone may be one whose unit was forgotten."""
+
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
 )
@@ -93,6 +96,19 @@ def parse_budget(text: str) -> Budget:
         if unit in UNITS and (UNITS[unit] > 1 or number.denominator == 1):  # there is no half byte
             return Budget(text, "bytes", number * UNITS[unit])
     raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
+
+
+def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
+    """A question whether a budget that is a number alone lacks its unit; empty where it may well be bytes.
+
+    It is asked of few bytes which the inputs alone take, so that no plan whatever could fit.
+    """
+    number = budget.text.strip()
+    if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
+        return ""
+    if budget.amount > 100:  # more than all there is is no share
+        return f"a number alone is bytes: was --budget {number}MiB meant?"
+    return f"a number alone is bytes: was --budget {number}GiB or --budget {number}% (of the no-recompute peak) meant?"
 
 
 def parse_loss_memory(text: str) -> Budget:

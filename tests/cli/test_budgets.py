@@ -3,7 +3,7 @@
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph, UsageError
-from rematplan.plans.budgets import parse_budget, parse_loss_memory
+from rematplan.plans.budgets import parse_budget, parse_loss_memory, unit_missing
 
 
 @pytest.mark.parametrize(
@@ -84,3 +84,20 @@ def test_what_is_no_activation_is_read_off_the_problem() -> None:
 def test_a_loss_has_no_share_of_activations() -> None:
     with pytest.raises(UsageError, match="loss_memory"):
         parse_loss_memory("50% of activations")
+
+
+@pytest.mark.parametrize("text", ["1", "50", " 100 "])
+def test_a_small_number_alone_is_asked_about(text: str) -> None:
+    asked, number = unit_missing(parse_budget(text), small_step()), text.strip()
+    assert f"--budget {number}GiB or --budget {number}%" in asked
+
+
+def test_no_percentage_above_all_is_asked_about() -> None:
+    asked = unit_missing(parse_budget("120"), small_step())
+    assert "--budget 120MiB meant" in asked
+    assert "%" not in asked
+
+
+@pytest.mark.parametrize("text", ["0", "121", "50B", "0.05kB", "50%", "50% of activations", "min", "50GiB"])
+def test_what_has_a_unit_or_may_be_bytes_is_not_asked_about(text: str) -> None:
+    assert not unit_missing(parse_budget(text), small_step())

@@ -105,6 +105,15 @@ def test_malformed_budgets(budget, call, refused, problem) -> None:
     assert "50% of activations" in result.err
 
 
+@pytest.mark.parametrize("strategy", ["auto", "approx_dp"])
+def test_a_number_without_a_unit_is_asked_about(strategy, call, refused, problem) -> None:
+    result = call("plan", "--problem", problem, "--budget", "50", "--strategy", strategy)
+    refused(result, 3)
+    assert "budget 50 B (50 bytes)" in result.err
+    assert result.err.endswith("was --budget 50GiB or --budget 50% (of the no-recompute peak) meant?\n")
+    assert "meant" not in call("plan", "--problem", problem, "--budget", "50B", "--strategy", strategy).err
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "h200"])
 def test_a_device_that_is_not_there_is_named(device, call, refused) -> None:
     result = call("plan", "chain", "--budget", "min", "--device", device)
