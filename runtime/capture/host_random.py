@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch._dynamo
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def no_seeding() -> Iterator[None]:
         )
 
     # Dynamo looks for these functions once in a while; what it took for them here would be wrong for good.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    get_torch_obj_rule_map()
     with ExitStack() as stack:
         for owner in (torch, torch.random):
             for name in ("manual_seed", "seed", "initial_seed", "set_rng_state"):

@@ -11,9 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._C import DispatchKey
 
 from rematplan.runtime.capture.patches.eager_kernels import with_kernels
+from rematplan.runtime.graph.compat import DispatchKey, is_dispatch_key_excluded
 
 TO_COPY = torch.ops.aten._to_copy.default
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
@@ -33,8 +33,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
 
     def by_autocast(device: str, dtype: torch.dtype | None) -> bool:
         # While autocast casts, its key is left out, as it is wherever it is switched off.
-        left_out = torch._C._dispatch_tls_is_dispatch_key_excluded
-        if not switched_on.get(device) or not left_out(AUTOCAST[device]):
+        if not switched_on.get(device) or not is_dispatch_key_excluded(AUTOCAST[device]):
             return False
         return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.utils.checkpoint as checkpoints
 
+from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR
+
 
 def _run(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     return function(*args)
@@ -20,7 +22,7 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 _PASSING: dict[str, Any] = {
     "CheckpointFunction": SimpleNamespace(apply=_run),
-    "_checkpoint_without_reentrant_generator": _nothing_around,
+    CHECKPOINT_GENERATOR: _nothing_around,
 }
 
 

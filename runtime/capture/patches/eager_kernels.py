@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.runtime.capture.patches.eager_formulas import BY_VALUES, COMPOSITE, MEAN, NONE
+from rematplan.runtime.graph.compat import (
+    DispatchKey,
+    OpOverload,
+    disable_current_modes,
+    get_cudnn_enabled,
+    set_cudnn_enabled,
+)
 
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -51,7 +55,7 @@ def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
     """Whether the fused dropout, which scales by a number, gives the bits of a product with scaled noise."""
     if rate == 1:
         return False  # the fused one draws all the same
-    with _disable_current_modes():
+    with disable_current_modes():
         noise = torch.ones((), dtype=dtype).div_(1 - rate).double()
         return bool(noise == torch.tensor(1 / (1 - rate), dtype=torch.promote_types(dtype, torch.float32)))
 
@@ -95,20 +99,20 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
     def recurrent(*args: Any, **kwargs: Any) -> Any:
         if packed:
             args = (args[0], _real(args[1]), *args[2:])
-        before = torch._C._get_cudnn_enabled()
-        torch._C._set_cudnn_enabled(False)
+        before = get_cudnn_enabled()
+        set_cudnn_enabled(False)
         try:
             with with_kernels({(op, key): None for key in KEYS}):
                 return op(*args, **kwargs)
         finally:
-            torch._C._set_cudnn_enabled(before)
+            set_cudnn_enabled(before)
 
     return recurrent
 
 
 def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
     sizes = batch_sizes.tolist()
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.tensor(sizes)
 
 
