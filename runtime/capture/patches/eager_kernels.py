@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
+from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -171,12 +173,14 @@ def native_kernels() -> Iterator[None]:
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     flatten = nn.RNNBase.flatten_parameters
-    nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
-    try:
-        with with_kernels(kernels):
-            yield
-    finally:
-        nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
+    thread = get_ident()  # the method is everybody's
+
+    def flatten_for_cudnn(layer: nn.RNNBase) -> None:
+        if get_ident() != thread:
+            flatten(layer)
+
+    with patch.object(nn.RNNBase, "flatten_parameters", flatten_for_cudnn), with_kernels(kernels):
+        yield
 
 
 @contextmanager
