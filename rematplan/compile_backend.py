@@ -7,20 +7,22 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
+from rematplan.runtime.graph.compat import (
+    CustomPartitionerFn,
+    aot_autograd,
+    boxed_nop,
+    compile_fx,
+    disable_current_modes,
+    functorch_config,
+    inductor_config,
+    unset_fake_temporarily,
+)
 from rematplan.runtime.problem.constraints import Name
 
 COMPILERS = ("eager", "inductor")
@@ -64,7 +66,7 @@ class PlanningBackend:
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         self.planner.fixed.clear()  # a graph after a break, or of another model, has a peak of its own
-        with unset_fake_temporarily(), _disable_current_modes():
+        with unset_fake_temporarily(), disable_current_modes():
             plan = self.planner.planned(step)
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)

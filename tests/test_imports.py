@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+from rematplan.runtime.graph import compat
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,6 +83,9 @@ ONLY_IN = {
     "matplotlib": ("rematplan/report/plot*.py",),
 }
 """Third-party packages that stay behind one or a few doors."""
+
+COMPAT = Path("runtime/graph/compat.py")
+"""The one file that may say a private name of PyTorch's."""
 
 FILES = sorted(
     path.relative_to(ROOT)
@@ -205,6 +211,81 @@ def test_a_front_only_hands_names_on(file: Path) -> None:
     assert functions in ([], ["__getattr__"], ["main"]), f"{file} defines {functions}"
 
 
+def private_names_of_torch(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that a file imports of torch, or reads of a name of torch's, with a private part."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {"torch": "torch"}  # what stands for what of torch's
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _if_private(node, alias.name)
+                names |= {alias.asname: alias.name} if alias.asname and within(alias.name, ("torch",)) else {}
+        elif isinstance(node, ast.ImportFrom) and within(str(node.module), ("torch",)):
+            for alias in node.names:
+                yield from _if_private(node, f"{node.module}.{alias.name}")
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in names:
+                yield from _if_private(node, f"{names[root]}.{rest}")
+
+
+def _if_private(node: ast.stmt | ast.expr, name: str) -> Iterator[tuple[int, str]]:
+    # Ops have the names that they have in graphs, with or without an underscore.
+    if within(name, ("torch",)) and not within(name, ("torch.ops",)) and re.search(r"\._(?!_)", name):
+        yield node.lineno, name
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parts[0] in ("runtime", "rematplan")], ids=str)
+def test_private_names_of_torch_stay_behind_one_door(file: Path) -> None:
+    found = list(private_names_of_torch(ROOT / file))
+    assert file == COMPAT or not found, f"{file}: {found}; import what {COMPAT} has of it"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
+        ("x = torch._C._get_cudnn_enabled()", "torch._C._get_cudnn_enabled"),
+        ("from torch.nn.utils import parametrize as p; p._cache", "torch.nn.utils.parametrize._cache"),
+        ("import torch.compiler as c; c._is_compiling_flag = True", "torch.compiler._is_compiling_flag"),
+        ("torch.ops.aten._softmax, torch.__version__, x._version", None),
+    ],
+)
+def test_the_door_knows_private_names(line: str, name: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(line)
+    found = [private for _, private in private_names_of_torch(file)]
+    assert name in found if name else not found
+
+
+def test_the_door_says_which_torch_it_is_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert compat.TORCH in project["dependencies"]
+
+
+@pytest.mark.parametrize("name", sorted(set(compat.__all__) - {"clear_cublas_workspaces"}))
+def test_all_names_that_the_door_gives_are_there(name: str) -> None:
+    assert getattr(compat, name) is not None
+
+
+def test_a_private_name_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.LATER, "no_such_name", ("torch._C", "_no_such_name"))
+    with pytest.raises(
+        ImportError, match=f"torch {re.escape(torch.__version__)} .*_no_such_name.*pip install"
+    ):
+        compat.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_private_name_that_is_missing_at_once_is_named() -> None:
+    program = "import torch; del torch._C._get_mkldnn_enabled; import rematplan.runtime.graph.compat"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"ImportError: torch .*_get_mkldnn_enabled.*pip install", last), last
+
+
 def loaded_by(program: str) -> set[str]:
     """The modules that a fresh interpreter has loaded after a program."""
     printed = f"{program}; import sys; print(*sys.modules)"
@@ -218,6 +299,11 @@ def loaded_by(program: str) -> set[str]:
 def test_the_executor_loads_no_solver() -> None:
     loaded = loaded_by("import rematplan.runtime.execute.compile, rematplan.runtime.module.planned_module")
     assert not loaded & {"numba", "ortools", "rematplan.planner.registry", "onnx", "matplotlib", "rich"}
+
+
+def test_the_executor_loads_no_compiler() -> None:
+    loaded = loaded_by("import rematplan.runtime.execute.compile")
+    assert not loaded & {"torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd"}
 
 
 def test_the_package_alone_loads_no_torch() -> None:

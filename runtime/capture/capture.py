@@ -11,13 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch import nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -33,6 +30,15 @@ from rematplan.runtime.capture.patches.tensor_data import written_data
 from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
 from rematplan.runtime.capture.restore_state import untouched
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import (
+    COMPILING_FLAG,
+    OptimizedModule,
+    TracingContext,
+    aot_export_joint_with_descriptors,
+    functorch_config,
+    inductor_config,
+    tracing,
+)
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, Presumptions
 from rematplan.runtime.guards.tensor_reads import undecided
@@ -123,7 +129,7 @@ def check_traceable(module: nn.Module) -> None:
         raise ModelError(
             f"{name} is sharded, whole or in parts; plan first, then shard what is planned as one unit"
         )
-    if any(isinstance(m, torch._dynamo.OptimizedModule) for m in module.modules()):
+    if any(isinstance(m, OptimizedModule) for m in module.modules()):
         raise ModelError(
             f"{name} is compiled, whole or in parts; plan what it was made of, or see rematplan.backend"
         )
@@ -153,9 +159,9 @@ def _traced(
         torch.enable_grad(),
         _annotated(root),
         # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
-        torch._inductor.config.patch(fallback_random=True),
+        inductor_config.patch(fallback_random=True),
         # A backward is run after autocast's block, not in it.
-        torch._functorch.config.patch(backward_pass_autocast="off"),
+        functorch_config.patch(backward_pass_autocast="off"),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
         InPlaceLayouts(),
@@ -176,20 +182,10 @@ def _traced(
                     joint = untied.presumptions.traced(trace)
                 except VALUES_DECIDE:
                     # Models that look into their data to take a shortcut often do not when they are being compiled.
-                    stack.enter_context(_as_if_compiling())
+                    stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
                     untied.presumptions = Presumptions()
                     joint = untied.presumptions.traced(trace)
     return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
-
-
-@contextmanager
-def _as_if_compiling() -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 @contextmanager

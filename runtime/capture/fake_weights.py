@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+
+from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
 
 CPU = torch.device("cpu")
 DRAWS = frozenset(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import slots
+from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.attributes import Reads
 from rematplan.runtime.guards.call_key import check_no_hidden_tensors
 

@@ -4,16 +4,17 @@ traced, and those after the forward has put PyTorch's own generator somewhere el
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from threading import get_ident
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch._dynamo
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 
 @contextmanager
@@ -60,15 +61,22 @@ def no_seeding() -> Iterator[None]:
         ModelError: it seeds it, gives it another state, or asks for its seed.
     """
 
-    def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ModelError(
-            "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot do again"
-        )
+    thread = get_ident()  # the functions are everybody's
+
+    def refusing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return own(*args, **kwargs)
+            raise ModelError(
+                "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot do again"
+            )
+
+        return refused
 
     # Dynamo looks for these functions once in a while; what it took for them here would be wrong for good.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    get_torch_obj_rule_map()
     with ExitStack() as stack:
         for owner in (torch, torch.random):
             for name in ("manual_seed", "seed", "initial_seed", "set_rng_state"):
-                stack.enter_context(patch.object(owner, name, refused))
+                stack.enter_context(patch.object(owner, name, refusing(getattr(owner, name))))
         yield

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import (
@@ -28,6 +25,7 @@ from rematplan.runtime.graph.captured_step import (
     Value,
     refs,
 )
+from rematplan.runtime.graph.compat import FakeTensor, HigherOrderOperator, disable_current_modes
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 
 MODULE = "rematplan.module"
@@ -443,7 +441,7 @@ def _copy(
         made.append(Value(result, last.storage if view else result, result, fake))
 
     contiguous = torch.contiguous_format
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         turned = value.fake.permute(order)
         copied = torch.empty_like(turned, memory_format=contiguous)
         if order == dims:

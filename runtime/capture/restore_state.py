@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.snapshots import PLAIN
@@ -81,4 +81,4 @@ def _is_other(value: Any, before: Any) -> bool:
 
 
 def _tensors(value: Any) -> set[int]:
-    return {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return {id(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.capture.functional_call import call_with, slots
 from rematplan.runtime.costs.measure import check_fits
+from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode, detect_fake_mode
 from rematplan.runtime.graph.quiet_logs import quiet
 
 

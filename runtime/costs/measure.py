@@ -11,9 +11,16 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch._C import _autograd, _profiler
 
 from rematplan.ir.errors import ModelError, show_bytes
+from rematplan.runtime.graph.compat import (
+    ExperimentalConfig,
+    ProfilerConfig,
+    ProfilerState,
+    disable_profiler_legacy,
+    enable_profiler_legacy,
+    profiler_enabled,
+)
 
 T = TypeVar("T")
 
@@ -27,8 +34,10 @@ def synchronize(device: torch.device) -> None:
 def release_libraries(device: torch.device) -> None:
     """Give back what libraries keep on the device; they take it again when they need it."""
     if device.type == "cuda":
+        from rematplan.runtime.graph.compat import clear_cublas_workspaces  # not in a build for CPUs
+
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
@@ -67,7 +76,7 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
 def unprofiled(call: Callable[[], T]) -> T:
     """What ``call`` gives; run in a thread of its own where somebody profiles this one, since a thread has one
     profiler, and a peak is measured by another."""
-    if not _autograd._profiler_enabled():
+    if not profiler_enabled():
         return call()
     with ThreadPoolExecutor(1) as other:
         return other.submit(call).result()
@@ -83,12 +92,12 @@ class _Record:
     @contextmanager
     def thread(self) -> Iterator[None]:
         """A block of the present thread. PyTorch's newer profiler sees one thread's memory only."""
-        settings = (False, True, False, False, False, _profiler._ExperimentalConfig())
-        _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(_profiler.ProfilerState.CPU, *settings))
+        settings = (False, True, False, False, False, ExperimentalConfig())
+        enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
         try:
             yield
         finally:
-            found = [e for events in _autograd._disable_profiler_legacy() for e in events]
+            found = [e for events in disable_profiler_legacy() for e in events]
             self.first = self.first or found[0]
             memory = (e for e in found if str(e.kind()) == "memory_alloc")
             self.events += [(self.first.cpu_elapsed_us(e), e.cpu_memory_usage()) for e in memory]

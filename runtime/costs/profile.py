@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from rematplan.ir import ProblemError
 from rematplan.ir.cache_folder import cache_folder
@@ -29,6 +28,7 @@ from rematplan.runtime.costs.roofline import flops, moved_bytes
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.warn import warn
@@ -135,7 +135,9 @@ def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int
     run = partial(kernel_of(call.target), *args, **kwargs)
     library = kept_by_libraries(run, step.device)
     peak, result = peak_above_entry(run, step.device)
-    given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    given = {
+        t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+    }
     storages = [
         r.untyped_storage() if isinstance(r, torch.Tensor) else None
         for r in ((result,) if isinstance(result, torch.Tensor) else result)

@@ -19,6 +19,12 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.missing_tangents import lies_otherwise
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
+from rematplan.runtime.graph.compat import (
+    DelayedError,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    keeps_graph,
+)
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
 
 
@@ -174,7 +180,7 @@ class _Call:
                 f"{name}: a planned step goes backward for one gradient at a time; take many (is_grads_batched, "
                 f"vectorize, torch.func) of the model that it was made of"
             )
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = keeps_graph()
         self.way, self.notes = self.plan.way(tangents, kept), Notes()
         self.segments = self.plan.backward(self.way, self.notes)
         for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
@@ -202,8 +208,7 @@ class _Call:
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
-    functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor)
 
 
 def _once_differentiable(backward: Any) -> Any:
@@ -218,7 +223,7 @@ def _once_differentiable(backward: Any) -> Any:
         # The error must stand between the gradients and all that they depend on: where no way leads to what they are
         # differentiated by, autograd says that the derivative is zero.
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
-        error = torch._C._functions.DelayedError(
+        error = DelayedError(
             f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
             f"made of",
             len(given) + len(depend_on),

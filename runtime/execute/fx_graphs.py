@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._guards import detect_fake_mode
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.compat import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from rematplan.runtime.problem.loss_boundary import turned
 
 

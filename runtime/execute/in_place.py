@@ -16,6 +16,7 @@ import torch
 
 from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.compat import OpOverload
 
 ATEN = torch.ops.aten
 
@@ -94,9 +95,7 @@ def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:
 def _pointwise(call: Call) -> bool:
     target = call.target
     return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and torch.Tag.pointwise in target.tags
+        isinstance(target, OpOverload) and target.namespace == "aten" and torch.Tag.pointwise in target.tags
     )
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.compat import FakeTensorMode
 from rematplan.runtime.graph.storage_slices import lies_so
 
 ATEN = torch.ops.aten

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from rematplan.runtime.graph.compat import DataDependentOutputException, DynamicOutputShapeException
 
 T = TypeVar("T")
 VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import contains
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -284,11 +285,15 @@ BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """A block in which what is read of the modules' attributes, and of records that they hold, is noted."""
+    """A block in which what is read of the modules' attributes, and of records that they hold, is noted. What
+    other threads read or set, which may run the same modules, is nothing of the forward's."""
     reads = Reads(modules)
+    thread = get_ident()  # the methods are everybody's
 
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
+            if get_ident() != thread:
+                return get(holder, name)
             if name == "__dict__":
                 reads.note_attributes(holder, sys._getframe(1))
             reads.note_asked(holder, name)
@@ -305,7 +310,8 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
     def noting_answers(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
             value = get(holder, name)
-            reads.note_answer(holder, name, value)
+            if get_ident() == thread:
+                reads.note_answer(holder, name, value)
             return value
 
         return noted
@@ -313,7 +319,8 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
     def noting_sets(set_: Any) -> Any:
         def noted(module: nn.Module, name: str, value: Any) -> None:
             set_(module, name, value)
-            reads.note_set(module, name)
+            if get_ident() == thread:
+                reads.note_set(module, name)
 
         return noted
 

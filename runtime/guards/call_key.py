@@ -12,24 +12,34 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils import _device
-from torch.utils import _pytree as pytree
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import (
+    device_mode,
+    get_cudnn_enabled,
+    get_cudnn_sdp_enabled,
+    get_flash_sdp_enabled,
+    get_math_sdp_enabled,
+    get_mem_efficient_sdp_enabled,
+    get_mkldnn_enabled,
+    get_overrideable_sdp_enabled,
+    get_sdp_priority_order,
+    pytree,
+)
 
 AUTOCAST = ("cpu", "cuda")
 SETTINGS = (
     torch.get_default_dtype,
     torch.get_deterministic_debug_mode,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_overrideable_sdp_enabled,
-    lambda: tuple(torch._C._get_sdp_priority_order()),
-    lambda: _device.CURRENT_DEVICE or torch.device("cpu"),
+    get_mkldnn_enabled,
+    get_cudnn_enabled,
+    get_flash_sdp_enabled,
+    get_mem_efficient_sdp_enabled,
+    get_math_sdp_enabled,
+    get_cudnn_sdp_enabled,
+    get_overrideable_sdp_enabled,
+    lambda: tuple(get_sdp_priority_order()),
+    lambda: device_mode.CURRENT_DEVICE or torch.device("cpu"),
 )
 """What is set for the whole process, or a block of it, and decides which ops a forward makes: its default type and
 device, and which kernels it may use."""

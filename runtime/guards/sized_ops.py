@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.runtime.graph.compat import OpOverload, disable_current_modes, pytree
 
 ATEN = torch.ops.aten
 
@@ -29,7 +28,7 @@ def _told(op: OpOverload) -> Any:
         return op(*args, **kwargs)
 
     def fake(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
-        with _disable_current_modes():  # how many dimensions there are, and of what type, single zeros show
+        with disable_current_modes():  # how many dimensions there are, and of what type, single zeros show
             small = op(*pytree.tree_map_only(torch.Tensor, _single_zero, args), **kwargs)
         left = iter(sizes)
         return pytree.tree_map(

@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import _disable_current_modes
+
+from rematplan.runtime.graph.compat import (
+    DataDependentOutputException,
+    DisableAutocast,
+    disable_current_modes,
+)
 
 TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
 
@@ -62,5 +66,5 @@ def undecided() -> Iterator[None]:
 @contextmanager
 def plainly() -> Iterator[None]:
     """A block in which calls are made on real tensors as they are."""
-    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+    with disable_current_modes(), torch.no_grad(), DisableAutocast():
         yield

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematplan.runtime.graph.compat import (
+    DataDependentOutputException,
+    FunctionalTensor,
+    TorchDispatchMode,
+    is_functional_tensor,
+    pytree,
+)
 from rematplan.runtime.guards.static_shapes import STATIC
 from rematplan.runtime.guards.tensor_reads import asked, plainly
 
@@ -88,7 +91,7 @@ def _taken(of: Source | torch.Tensor, pools: _Pools) -> torch.Tensor:
 
 
 def _is_functional(tensor: torch.Tensor) -> bool:
-    return bool(torch._is_functional_tensor(tensor))
+    return bool(is_functional_tensor(tensor))
 
 
 def _same(a: Any, b: Any) -> bool:

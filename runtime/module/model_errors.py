@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from rematplan.runtime.capture.restore_state import untouched
+from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 
 def own_error(

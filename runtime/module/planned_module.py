@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture.capture import check_traceable
+from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
 
@@ -83,7 +83,7 @@ class _Forward:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         @functools.wraps(kind.forward)
-        @_disable_dynamo
+        @disable_dynamo
         def forward(self: _Planned, *args: Any, **kwargs: Any) -> Any:
             return self._rematplan(self, args, kwargs)
 
@@ -171,7 +171,7 @@ class _Planned:
     def __init_subclass__(cls, **options: Any) -> None:
         """A class that is planned is not announced as a further one to those that its bases register."""
 
-    @_disable_dynamo
+    @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called. That a forward put in our place goes past the plan is remarked upon."""
         before = FORWARDS.begun

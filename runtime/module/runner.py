@@ -17,11 +17,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from rematplan.ir import InfeasibleBudget, ModelError, show_bytes
 from rematplan.planner.core.plan import Plan
@@ -31,6 +26,15 @@ from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import (
+    FakeTensor,
+    FunctionalTensor,
+    forward_mode_level,
+    get_tracing_state,
+    parametrizations_are_cached,
+    peek_interpreter_stack,
+    pytree,
+)
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import Dependence, reads_of
 from rematplan.runtime.guards.call_key import (
@@ -167,7 +171,7 @@ class Runner:
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
         leaves, spec = flattened((args, kwargs))
-        if torch._C._get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
+        if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
         tensors = tensors_in(leaves)
         with LOCK.shared():
@@ -202,14 +206,16 @@ class Runner:
         return state
 
     def _check_first_order(self) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
             raise ModelError(
                 f"{self.name} is planned for the backward of a loss; torch.func's transforms and forward-mode "
                 f"derivatives are for the model that it was made of"
             )
 
     def _way(self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> Way:
-        if parametrize._cache_enabled and any("parametrizations" in a["_modules"] for a in state.attributes):
+        if parametrizations_are_cached() and any(
+            "parametrizations" in a["_modules"] for a in state.attributes
+        ):
             raise ModelError(
                 f"{self.name} is called in torch.nn.utils.parametrize.cached(), which lets calls share what a planned "
                 f"step computes in each; leave that block, or let the forward enter it"

@@ -15,12 +15,12 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.graph import Graph, Node, Weight
 from rematplan.ir.onnx.weight_roles import differentiated, trains_statistics
 from rematplan.runtime.costs.measure import check_fits
+from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.init_weights import first_readers, initialise
 from rematplan.runtime.onnx.ops.rows import Row, refuse, stated
@@ -259,7 +259,7 @@ def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
 
 def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
     """Run a row on known values, out of sight of any tracer."""
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         operands = [
             a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)
         ]

@@ -1,1 +1,5 @@
-"""What capture changes in PyTorch while it runs."""
+"""What capture changes in PyTorch while it runs; `PATCHES` has a row for each change."""
+
+from rematplan.runtime.capture.patches.index import PATCHES, Patch
+
+__all__ = ["PATCHES", "Patch"]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._C import DispatchKey
 
 from rematplan.runtime.capture.patches.eager_kernels import with_kernels
+from rematplan.runtime.graph.compat import DispatchKey, is_dispatch_key_excluded
 
 TO_COPY = torch.ops.aten._to_copy.default
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
@@ -25,21 +26,28 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
     switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}
-    switch = torch.set_autocast_enabled
+    thread = get_ident()  # the functions are everybody's, and so are the kernels
+    switch, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
 
     def note(device: str, on: bool) -> None:
-        switched_on[device] = on
+        if get_ident() == thread:
+            switched_on[device] = on
         switch(device, on)
+
+    def left() -> None:
+        if get_ident() == thread:
+            cast.clear()
+        else:
+            clear()
 
     def by_autocast(device: str, dtype: torch.dtype | None) -> bool:
         # While autocast casts, its key is left out, as it is wherever it is switched off.
-        left_out = torch._C._dispatch_tls_is_dispatch_key_excluded
-        if not switched_on.get(device) or not left_out(AUTOCAST[device]):
+        if not switched_on.get(device) or not is_dispatch_key_excluded(AUTOCAST[device]):
             return False
         return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
 
     def to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        shared = id(x) in known and by_autocast(x.device.type, kwargs.get("dtype"))
+        shared = get_ident() == thread and id(x) in known and by_autocast(x.device.type, kwargs.get("dtype"))
         if shared and id(x) in cast:
             return cast[id(x)]
         with with_kernels({(TO_COPY, DispatchKey.Autograd): None}):
@@ -55,7 +63,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
             with_kernels({(TO_COPY, DispatchKey.Autograd): to_copy}),
             patch.object(torch, "set_autocast_enabled", note),
             # Called where the outermost block of autocast is left.
-            patch.object(torch, "clear_autocast_cache", cast.clear),
+            patch.object(torch, "clear_autocast_cache", left),
         ):
             yield
     finally:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch.utils.checkpoint as checkpoints
+
+from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR
 
 
 def _run(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -18,20 +22,21 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-_PASSING: dict[str, Any] = {
-    "CheckpointFunction": SimpleNamespace(apply=_run),
-    "_checkpoint_without_reentrant_generator": _nothing_around,
-}
-
-
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """A block in which `torch.utils.checkpoint.checkpoint` only calls what it is given."""
-    before = {name: getattr(checkpoints, name) for name in _PASSING}
-    for name, passing in _PASSING.items():
-        setattr(checkpoints, name, passing)
-    try:
+    """A block in which `torch.utils.checkpoint.checkpoint` only calls what it is given; in this thread, for others may
+    train a model whose checkpoints they need."""
+    thread = get_ident()  # the functions are everybody's
+    with_reentry, without = checkpoints.CheckpointFunction.apply, getattr(checkpoints, CHECKPOINT_GENERATOR)
+
+    def apply(*args: Any) -> Any:
+        return (_run if get_ident() == thread else with_reentry)(*args)
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return (_nothing_around if get_ident() == thread else without)(*args, **kwargs)
+
+    with (
+        patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)),
+        patch.object(checkpoints, CHECKPOINT_GENERATOR, around),
+    ):
         yield
-    finally:
-        for name, own in before.items():
-            setattr(checkpoints, name, own)

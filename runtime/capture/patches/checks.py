@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematplan.runtime.graph.compat import TorchDispatchMode
 from rematplan.runtime.guards.assertions import CHECK_CONDITION, VALUES_DECIDE, Presumption, Presumptions
 
 ATEN = torch.ops.aten

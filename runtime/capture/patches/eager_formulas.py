@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import OpOverload
+
+from rematplan.runtime.graph.compat import AutoDispatchBelowAutograd, DispatchKey, OpOverload
 
 ATEN = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -48,7 +48,7 @@ def _but_one(x: torch.Tensor, dim: int) -> torch.Tensor:
 class _Prod(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             product: torch.Tensor = ATEN.prod.default(x) if dim is None else ATEN.prod.dim_int(x, dim, True)
         ctx.dim = dim
         ctx.save_for_backward(x, product)
@@ -81,7 +81,7 @@ class _MaskedFill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(mask)
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             filled: torch.Tensor = ATEN.masked_fill.Tensor(x, mask, value)
         return filled
 

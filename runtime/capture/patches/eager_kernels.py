@@ -13,15 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
+from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rematplan.runtime.capture.patches.eager_formulas import BY_VALUES, COMPOSITE, MEAN, NONE
+from rematplan.runtime.graph.compat import (
+    DispatchKey,
+    OpOverload,
+    disable_current_modes,
+    get_cudnn_enabled,
+    set_cudnn_enabled,
+)
 
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -51,7 +57,7 @@ def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
     """Whether the fused dropout, which scales by a number, gives the bits of a product with scaled noise."""
     if rate == 1:
         return False  # the fused one draws all the same
-    with _disable_current_modes():
+    with disable_current_modes():
         noise = torch.ones((), dtype=dtype).div_(1 - rate).double()
         return bool(noise == torch.tensor(1 / (1 - rate), dtype=torch.promote_types(dtype, torch.float32)))
 
@@ -95,20 +101,20 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
     def recurrent(*args: Any, **kwargs: Any) -> Any:
         if packed:
             args = (args[0], _real(args[1]), *args[2:])
-        before = torch._C._get_cudnn_enabled()
-        torch._C._set_cudnn_enabled(False)
+        before = get_cudnn_enabled()
+        set_cudnn_enabled(False)
         try:
             with with_kernels({(op, key): None for key in KEYS}):
                 return op(*args, **kwargs)
         finally:
-            torch._C._set_cudnn_enabled(before)
+            set_cudnn_enabled(before)
 
     return recurrent
 
 
 def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
     sizes = batch_sizes.tolist()
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.tensor(sizes)
 
 
@@ -167,12 +173,14 @@ def native_kernels() -> Iterator[None]:
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     flatten = nn.RNNBase.flatten_parameters
-    nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]  # it is for cuDNN's
-    try:
-        with with_kernels(kernels):
-            yield
-    finally:
-        nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
+    thread = get_ident()  # the method is everybody's
+
+    def flatten_for_cudnn(layer: nn.RNNBase) -> None:
+        if get_ident() != thread:
+            flatten(layer)
+
+    with patch.object(nn.RNNBase, "flatten_parameters", flatten_for_cudnn), with_kernels(kernels):
+        yield
 
 
 @contextmanager

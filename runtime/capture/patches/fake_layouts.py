@@ -11,14 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.types import Number
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import (
+    FakeTensorMode,
+    FunctionalTensor,
+    OpOverload,
+    TorchDispatchMode,
+    TorchDispatchModeKey,
+    disable_current_modes,
+    from_functional_tensor,
+    functionalize_commit_update,
+    functionalize_replace,
+    functionalize_sync,
+    get_dispatch_mode,
+    pytree,
+)
 
 ATEN = torch.ops.aten
 _NAMES = (
@@ -91,7 +101,7 @@ class TrueLayouts(FakeTensorMode):
             if func not in REFUSED:
                 raise
             result = None
-        with _disable_current_modes():
+        with disable_current_modes():
             number = 1 if func in DIVIDING else 0  # integers cannot be divided by 0
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: _real(t).fill_(number), (args, kwargs)
@@ -199,7 +209,7 @@ def _is_constant(tensor: Any) -> bool:
     """Whether a tracer takes a tensor for one that nothing changes, as what a module holds as a plain attribute."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    return get_dispatch_mode(TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def _writable(made: torch.Tensor) -> torch.Tensor:
@@ -209,12 +219,12 @@ def _writable(made: torch.Tensor) -> torch.Tensor:
 
 def _makes_anew(func: Any) -> bool:
     """Whether nothing that an op gives shares an argument's memory."""
-    return isinstance(func, torch._ops.OpOverload) and not any(r.alias_info for r in func._schema.returns)
+    return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
 
 
 def _is_view(func: Any) -> bool:
     """Whether an op gives a view of its first argument, or a list of views."""
-    return isinstance(func, torch._ops.OpOverload) and func.is_view and len(func._schema.returns) == 1
+    return isinstance(func, OpOverload) and func.is_view and len(func._schema.returns) == 1
 
 
 def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
@@ -226,29 +236,29 @@ def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
     return bool(size != step or x.dim() == 0 or x.shape[dim] % size)
 
 
-def _draw(func: torch._ops.OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
+def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
     """Let a tensor become what is drawn into it."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     numbers = [a for a in args if not isinstance(a, torch.Tensor)]
     name = f"{func._opname}.{func._overloadname}"
     drawn = torch.ops.rematplan.drawn.default(written, name, numbers, tensors)
-    torch._functionalize_replace(written.elem, torch._from_functional_tensor(drawn.elem))
-    torch._functionalize_commit_update(written.elem)
-    torch._functionalize_sync(written.elem)
+    functionalize_replace(written.elem, from_functional_tensor(drawn.elem))
+    functionalize_commit_update(written.elem)
+    functionalize_sync(written.elem)
     return written
 
 
 def _lay_anew(written: FunctionalTensor) -> None:
     """Let what now stands for a tensor lie in memory as the tensor does, where that can make a difference."""
-    torch._functionalize_sync(written.elem)
-    now = torch._from_functional_tensor(written.elem)
+    functionalize_sync(written.elem)
+    now = from_functional_tensor(written.elem)
     if now.stride() != written.stride() and not _in_whole_runs(written):
         laid = torch.ops.rematplan.laid.default(written, written.stride())
-        torch._functionalize_replace(written.elem, torch._from_functional_tensor(laid.elem))
+        functionalize_replace(written.elem, from_functional_tensor(laid.elem))
 
 
 def _writes_first(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and func._opname.endswith("_")
+    return isinstance(func, OpOverload) and func._schema.is_mutable and func._opname.endswith("_")
 
 
 def _in_whole_runs(tensor: torch.Tensor) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import FunctionalTensor
 
 DATA: Any = torch.Tensor.data
 

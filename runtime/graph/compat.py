@@ -1,0 +1,227 @@
+"""The private names of PyTorch that we use, all of them: no other file of runtime/ or rematplan/ says one.
+
+PyTorch may move or drop such a name in any version. Then this file says which, as soon as it is imported, rather than
+some step of a training run much later. Who reads the names gets PyTorch's own objects, so that a call costs no more.
+What takes PyTorch long to load (Dynamo, Inductor), or is not in every build of it, is looked up when a file asks for
+it; see `LATER`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint
+
+TORCH = "torch>=2.11,<2.14"
+"""The versions that have these names, as pyproject.toml has them."""
+
+
+def _missing(what: str) -> ImportError:
+    return ImportError(
+        f'torch {torch.__version__} lacks a private name that rematplan uses: {what}; pip install "{TORCH}", or say '
+        f"in rematplan/runtime/graph/compat.py what stands in its place"
+    )
+
+
+try:
+    from torch import _from_functional_tensor as from_functional_tensor
+    from torch import _functionalize_commit_update as functionalize_commit_update
+    from torch import _functionalize_replace as functionalize_replace
+    from torch import _functionalize_sync as functionalize_sync
+    from torch import _is_functional_tensor as is_functional_tensor
+    from torch._C import DispatchKey, _functions
+    from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
+    from torch._C import _DisableAutocast as DisableAutocast
+    from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_dispatch_key_excluded
+    from torch._C import _get_cudnn_enabled as get_cudnn_enabled
+    from torch._C import _get_cudnn_sdp_enabled as get_cudnn_sdp_enabled
+    from torch._C import _get_dispatch_mode as get_dispatch_mode
+    from torch._C import _get_flash_sdp_enabled as get_flash_sdp_enabled
+    from torch._C import _get_math_sdp_enabled as get_math_sdp_enabled
+    from torch._C import _get_mem_efficient_sdp_enabled as get_mem_efficient_sdp_enabled
+    from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
+    from torch._C import _get_overrideable_sdp_enabled as get_overrideable_sdp_enabled
+    from torch._C import _get_sdp_priority_order as get_sdp_priority_order
+    from torch._C import _get_tracing_state as get_tracing_state
+    from torch._C import _set_cudnn_enabled as set_cudnn_enabled
+    from torch._C import _TorchDispatchModeKey as TorchDispatchModeKey
+    from torch._C._autograd import _disable_profiler_legacy as disable_profiler_legacy
+    from torch._C._autograd import _enable_profiler_legacy as enable_profiler_legacy
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+    from torch._C._autograd import _profiler_enabled as profiler_enabled
+    from torch._C._functorch import (
+        is_functorch_wrapped_tensor,
+        is_legacy_batchedtensor,
+        peek_interpreter_stack,
+    )
+    from torch._C._profiler import ProfilerConfig, ProfilerState
+    from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        unset_fake_temporarily,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+    DelayedError = _functions.DelayedError  # of a module that cannot be imported by its name
+except (ImportError, AttributeError) as error:
+    raise _missing(str(error)) from error
+
+if TYPE_CHECKING:
+    from torch._C import _cuda_clearCublasWorkspaces as clear_cublas_workspaces
+    from torch._dynamo import OptimizedModule
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._functorch import config as functorch_config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch.utils import _device as device_mode
+
+LATER = {
+    "CustomPartitionerFn": ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
+    "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
+    "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
+    "aot_export_joint_with_descriptors": (
+        "torch._functorch.aot_autograd",
+        "aot_export_joint_with_descriptors",
+    ),
+    "boxed_nop": ("torch._dynamo.backends.debugging", "boxed_nop"),
+    "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # not in a build for CPUs
+    "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
+    "device_mode": ("torch.utils._device", ""),
+    "functorch_config": ("torch._functorch.config", ""),
+    "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
+    "inductor_config": ("torch._inductor.config", ""),
+}
+"""The module and the name there of what is looked up when it is asked for; no name: the module itself."""
+
+
+def _looked_up(name: str) -> Any:
+    module, private = LATER[name]
+    try:
+        found = import_module(module)
+        return getattr(found, private) if private else found
+    except (ImportError, AttributeError) as error:
+        raise _missing(str(error)) from error
+
+
+if not TYPE_CHECKING:  # else a checker of types takes any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name not in LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = _looked_up(name)
+        return found
+
+
+def _name_in(module: ModuleType, name: str) -> str:
+    """The name of what is set anew while PyTorch runs, so that it has to be looked up in its module each time."""
+    if not hasattr(module, name):
+        raise _missing(f"module {module.__name__!r} has no attribute {name!r}")
+    return name
+
+
+COMPILING_FLAG = _name_in(torch.compiler, "_is_compiling_flag")
+"""In `torch.compiler`: whether a forward that asks is told that it is being compiled."""
+CHECKPOINT_GENERATOR = _name_in(checkpoint, "_checkpoint_without_reentrant_generator")
+"""In `torch.utils.checkpoint`: what runs before and after a function that is checkpointed without reentry."""
+_name_in(forward_ad, "_current_level")
+_name_in(parametrize, "_cache_enabled")
+
+
+def forward_mode_level() -> int:
+    """How many levels of forward-mode derivatives are open, less one."""
+    return forward_ad._current_level
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether the caller is in a block of `torch.nn.utils.parametrize.cached`."""
+    return bool(parametrize._cache_enabled)
+
+
+__all__ = [
+    "CHECKPOINT_GENERATOR",
+    "COMPILING_FLAG",
+    "AutoDispatchBelowAutograd",
+    "CustomPartitionerFn",
+    "DataDependentOutputException",
+    "DelayedError",
+    "DisableAutocast",
+    "DispatchKey",
+    "DynamicOutputShapeException",
+    "ExperimentalConfig",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OptimizedModule",
+    "ProfilerConfig",
+    "ProfilerState",
+    "TorchDispatchMode",
+    "TorchDispatchModeKey",
+    "TorchDynamoException",
+    "TracingContext",
+    "aot_autograd",
+    "aot_export_joint_with_descriptors",
+    "boxed_nop",
+    "clear_cublas_workspaces",
+    "compile_fx",
+    "detect_fake_mode",
+    "device_mode",
+    "disable_current_modes",
+    "disable_dynamo",
+    "disable_profiler_legacy",
+    "enable_profiler_legacy",
+    "forward_mode_level",
+    "from_functional_tensor",
+    "functionalize_commit_update",
+    "functionalize_replace",
+    "functionalize_sync",
+    "functorch_config",
+    "get_cudnn_enabled",
+    "get_cudnn_sdp_enabled",
+    "get_dispatch_mode",
+    "get_flash_sdp_enabled",
+    "get_math_sdp_enabled",
+    "get_mem_efficient_sdp_enabled",
+    "get_mkldnn_enabled",
+    "get_overrideable_sdp_enabled",
+    "get_sdp_priority_order",
+    "get_torch_obj_rule_map",
+    "get_tracing_state",
+    "inductor_config",
+    "is_dispatch_key_excluded",
+    "is_functional_tensor",
+    "is_functorch_wrapped_tensor",
+    "is_legacy_batchedtensor",
+    "keeps_graph",
+    "parametrizations_are_cached",
+    "peek_interpreter_stack",
+    "profiler_enabled",
+    "pytree",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "set_cudnn_enabled",
+    "tracing",
+    "unset_fake_temporarily",
+]
