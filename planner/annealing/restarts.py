@@ -100,7 +100,7 @@ CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is chea
 
 
 @dataclass
-class Effort:
+class SearchBudget:
     """What a search may spend: seconds, or moves if ``moves`` is not 0 (the result then is the same on every
     machine).
 
@@ -203,7 +203,7 @@ class Search:
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
-    def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
+    def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
         """The best plan within the budget that the effort finds, the starts included, or None.
 
         A `KeyboardInterrupt` ends the search; the best so far is returned all the same, and ``interrupted`` is set. It
@@ -256,14 +256,14 @@ class Search:
         least, product = PLAIN_HEAT
         return max(least, product / max(ops, 1)), PLAIN_COLD
 
-    def _wants_twin(self, effort: Effort) -> bool:
+    def _wants_twin(self, effort: SearchBudget) -> bool:
         """Not where moves are counted: the result would not be the same on a machine of one core."""
         return self._reorders and not effort.moves and len(self.base) >= TWO and (os.cpu_count() or 1) > 1
 
-    def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: Effort) -> None:
+    def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
         """Search here and, from another seed, in a second thread; what that finds is taken over."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
-        beside = Effort(effort.total - effort.spent())
+        beside = SearchBudget(effort.total - effort.spent())
 
         def search() -> None:
             twin.prepare(starts)
@@ -280,7 +280,7 @@ class Search:
                     if plan is not None:
                         self._offer(runs_of(plan.schedule))
 
-    def _rounds(self, effort: Effort) -> None:
+    def _rounds(self, effort: SearchBudget) -> None:
         shortest = effort.shortest_round(len(self.base), PLAIN_SHORTEST if self._reorders else SHORTEST)
         hot = self._heat[0]
         k = stale = 0
@@ -304,7 +304,7 @@ class Search:
         """Whether a round is one of the gentle pairs, of which every other pair is once something fits."""
         return not self._reorders and k % 4 >= 2 and self.best is not None
 
-    def _round(self, k: int, hot: float, length: float, effort: Effort) -> None:
+    def _round(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
         """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
         starts."""
         annealer, before = self.annealer, self.best
@@ -329,7 +329,7 @@ class Search:
             while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
                 self.descend(effort, until, anew=True)
 
-    def _anew(self, k: int, hot: float, length: float, effort: Effort) -> None:
+    def _anew(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
         """Cool what is loaded from a hot round's temperature, its order sought first or its price raised slowly where
         the round is one for that."""
         orders = self._orders(k)
@@ -342,7 +342,7 @@ class Search:
         ended = self.annealer.best_overhead if self.annealer.feasible else math.inf
         self.reached[orders] = min(self.reached[orders], ended)
 
-    def _warm(self, k: int, hot: float, length: float, effort: Effort) -> None:
+    def _warm(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
         """Cool the best sequence so far, which is loaded: reheated, or after its order was shaken."""
         shaken = self._reorders and k % 4 == 1
         if shaken:
@@ -360,7 +360,7 @@ class Search:
             return self._reorders and turn % 2 == 0
         return (self.reached[True] <= self.reached[False]) != (turn % OTHERWISE == OTHERWISE - 1)
 
-    def _press(self, hot: float, length: float, effort: Effort) -> float:
+    def _press(self, hot: float, length: float, effort: SearchBudget) -> float:
         """Let the penalty's price rise slowly, at a round's first temperature, until something fits or a share of the
         round is over. Returns what that took."""
         annealer = self.annealer
@@ -386,7 +386,7 @@ class Search:
         near = () if self._reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
-    def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
+    def _reorder(self, ordering: Ordering, share: float, length: float, effort: SearchBudget) -> None:
         """Look for an order of the present runs with few bytes over a share of the budget."""
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
         annealer.load(annealer.current(), int(share * self.budget), price)
@@ -399,7 +399,7 @@ class Search:
         mode: int,
         heat: tuple[float, float],
         length: float,
-        effort: Effort,
+        effort: SearchBudget,
         set_price: Callable[[float], None],
     ) -> None:
         """Cool the present sequence down from one temperature to another with moves of one kind. ``set_price``: called
@@ -426,7 +426,7 @@ class Search:
         unit = self.annealer.mean_cost / self.annealer.mean_size
         self.annealer.set_price(unit * low * math.pow(PRICES[1] / low, share / FREE))
 
-    def descend(self, effort: Effort, until: float, anew: bool = False) -> None:
+    def descend(self, effort: SearchBudget, until: float, anew: bool = False) -> None:
         """Lower the smallest peak, or with ``anew`` the base order's, step by step,
         down to the budget or until ``until`` is spent.
 
@@ -451,7 +451,7 @@ class Search:
                 patience *= 2
             price = annealer.price
 
-    def _cheapen(self, effort: Effort, until: float) -> None:
+    def _cheapen(self, effort: SearchBudget, until: float) -> None:
         """Lower the cost of the sequence that a descent has just found."""
         moves = CLEAN * len(self.base)
         made = 0
@@ -460,7 +460,9 @@ class Search:
             cold = CLEANING * (COLD / CLEANING) ** min(1.0, (made + effort.slice_) / moves)
             made += self._cool(effort, moves - made, until, (hot, cold), ALL_MOVES)
 
-    def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
+    def _cool(
+        self, effort: SearchBudget, most: int, until: float, heat: tuple[float, float], mode: int
+    ) -> int:
         """One slice of a descent; returns the moves made."""
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.monotonic()
@@ -486,7 +488,7 @@ class Search:
             self.best = plan
         return plan
 
-    def _report(self, effort: Effort) -> None:
+    def _report(self, effort: SearchBudget) -> None:
         overhead = self.overhead
         self.report(min(1.0, effort.spent() / effort.total), overhead if math.isfinite(overhead) else None)
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-class Traffic(NamedTuple):
+class CSRGraph(NamedTuple):
     """Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``, and so for its writes; the rest as in `Indexed`.
 
     Inputs, which are resident anyway, are left out of the reads. ``wanted``: the outputs, to be resident at the end.
@@ -36,17 +36,17 @@ class Traffic(NamedTuple):
     input_bytes: int
 
 
-def traffic_of(graph: TrainingGraph) -> Traffic:
+def traffic_of(graph: TrainingGraph) -> CSRGraph:
     """The problem's; worked out once a graph."""
-    return remember(graph, "traffic", lambda: _traffic(graph))
+    return cached_on(graph, "traffic", lambda: _traffic(graph))
 
 
-def _traffic(graph: TrainingGraph) -> Traffic:
+def _traffic(graph: TrainingGraph) -> CSRGraph:
     ix = indexed(graph)
     producer = np.array(ix.producer, dtype=np.int64)
     reads_at, reads = _rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])
     writes_at, writes = _rows(ix.writes)
-    return Traffic(
+    return CSRGraph(
         reads_at=reads_at,
         reads=reads,
         writes_at=writes_at,

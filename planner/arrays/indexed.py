@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Indexed:
 
 def indexed(graph: TrainingGraph) -> Indexed:
     """The problem on integer ids; worked out once a graph."""
-    return remember(graph, "indexed", lambda: _index(graph))
+    return cached_on(graph, "indexed", lambda: _index(graph))
 
 
 def _index(graph: TrainingGraph) -> Indexed:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.indexed import Indexed, indexed
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 FEWEST = 8
 """Tensors held at the turn below which their order says nothing."""
@@ -25,7 +25,7 @@ them."""
 Floats = NDArray[np.float64]
 
 
-def with_turn(graph: TrainingGraph) -> TrainingGraph:
+def infer_phases(graph: TrainingGraph) -> TrainingGraph:
     """The problem with its ops' phases, if it has none and looks like a training step; else itself.
 
     Phases say where to look for plans and bounds, never which are valid: those of the one are those of the other.
@@ -38,7 +38,7 @@ def with_turn(graph: TrainingGraph) -> TrainingGraph:
         ops = (replace(op, phase="forward" if at <= turn else "backward") for at, op in enumerate(graph.ops))
         return replace(graph, ops=tuple(ops))
 
-    return remember(graph, "with turn", marked)
+    return cached_on(graph, "with turn", marked)
 
 
 def _turn(ix: Indexed) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, TrainingGraph
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
             op.workspace + sum(graph.size[t] for t in {*op.reads, *op.writes} - inputs) for op in graph.ops
         )
 
-    return remember(graph, "working sets", sizes)
+    return cached_on(graph, "working sets", sizes)
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
@@ -90,7 +90,7 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
     """The same problem without inverses; the same object for the same problem."""
-    return remember(graph, "without inverses", lambda: replace(graph, inverses=()))
+    return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 
 def must_run(graph: TrainingGraph) -> set[str]:

@@ -43,7 +43,7 @@ LEANEST: FamilyStrategy = ApproxDP(objective="memory")
 """Where a search for less memory starts, beside nested plans."""
 
 
-def members_plans(
+def starting_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
     """Of each member the best plan for the budget and the leanest, as far as they come before a time of the monotonic
@@ -62,7 +62,7 @@ def members_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """As `members_plans`, of the one member that finds something for the least budgets, and only about this one."""
+    """As `starting_plans`, of the one member that finds something for the least budgets, and only about this one."""
     return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.annealing.restarts import Effort, Search
-from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
@@ -43,9 +43,9 @@ def smallest_peak(
     order.
     """
     compile_kernels(progress)  # before the clock starts
-    effort = Effort(time_limit, moves)
+    effort = SearchBudget(time_limit, moves)
     deadline = math.inf if moves else effort.began + BLOCKS * time_limit
-    blocks = leanest_plans(with_turn(graph), deadline)
+    blocks = leanest_plans(infer_phases(graph), deadline)
     starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *blocks))]
     if graph.inverses and not begun_with(graph):
         inverses = {inverse.name for inverse in graph.inverses}
@@ -79,7 +79,7 @@ def _reached(search: Search) -> int:
     return search.least.estimate.peak
 
 
-def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort: Effort) -> None:
+def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
     """Lower the peak in each search, a thread each; all but the first do without the leanest of the starts, from where
     there may be no way down."""
     first, *others = searches
@@ -98,7 +98,7 @@ def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort
             beside.stop()
 
 
-def _lower(search: Search, effort: Effort) -> None:
+def _lower(search: Search, effort: SearchBudget) -> None:
     """Descend until nothing more is gained or the time for it is up."""
     until, stalls = DESCENDING * effort.total, 0
     while stalls < STALLS and search.least.estimate.peak > search.budget and effort.spent() < until:
@@ -107,7 +107,7 @@ def _lower(search: Search, effort: Effort) -> None:
         stalls = stalls + 1 if search.least.estimate.peak == before else 0
 
 
-def _cheapest(descent: Search, effort: Effort, progress: Progress) -> Plan:
+def _cheapest(descent: Search, effort: SearchBudget, progress: Progress) -> Plan:
     """Spend what is left on the overhead at the smallest peak that was found."""
     search = Search(
         descent.graph,

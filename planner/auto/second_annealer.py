@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.auto.bound_thread import Proof
 
 SHORTEST = 1.0
@@ -19,7 +19,7 @@ class SecondSearch:
 
     def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:
         self.search, self.proof, self.until, self.starts = search, proof, until, starts
-        self.effort: Effort | None = None
+        self.effort: SearchBudget | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -39,6 +39,6 @@ class SecondSearch:
                 return
         left = self.until - time.monotonic()
         if left > SHORTEST:
-            self.effort = Effort(left)
+            self.effort = SearchBudget(left)
             if not self._stopped.is_set():  # or else it was stopped before there was an effort to stop
                 self.search.run(self.starts, self.effort)

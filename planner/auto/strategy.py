@@ -14,17 +14,17 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Effort, Search
-from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
-from rematplan.planner.auto.block_starts import VAST, leanest_plans, members_plans, nested_plans
+from rematplan.planner.auto.block_starts import VAST, leanest_plans, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.bounds.search import BoundSearch
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.caches.plan_cache import keep_plan, kept_plans
 from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan, plan_from_runs
@@ -114,7 +114,7 @@ class Auto(Strategy):
 
 def _known(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
     """What was found for the problem before."""
-    return remember(graph, ("auto", keep_order), list)
+    return cached_on(graph, ("auto", keep_order), list)
 
 
 class _Session:
@@ -123,7 +123,7 @@ class _Session:
     def __init__(self, auto: Auto, graph: TrainingGraph, budget: int, progress: Progress) -> None:
         self.auto, self.given, self.budget, self.progress = auto, graph, budget, progress
         self.began = time.monotonic()
-        self.graph = graph = with_turn(graph)
+        self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph) if graph.inverses else graph
         self.known = _known(self.given, auto.keep_order)
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
@@ -211,7 +211,7 @@ class _Session:
             self.anneal(self.graph, FIRST * self.left, alone=True)
             if self.finished:
                 return
-        self.take(members_plans(self.plain, self.budget, self.members_until, self.report))
+        self.take(starting_plans(self.plain, self.budget, self.members_until, self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
 
@@ -280,7 +280,7 @@ class _Session:
         other.suggested_to = (0,)
         try:
             with nullcontext() if alone else self.beside(other, usable, time.monotonic() + seconds):
-                search.run(usable, Effort(seconds))
+                search.run(usable, SearchBudget(seconds))
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])
@@ -312,11 +312,11 @@ class _Session:
             known = [self.smallest] if self.smallest else []
             blocks = leanest_plans(self.graph, time.monotonic() + seconds)
             search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
-            effort = Effort(seconds)
+            effort = SearchBudget(seconds)
             search.descend(effort, effort.total)
             return search.least
 
-        self.take((remember(self.given, ("auto, least", self.auto.keep_order), look),))
+        self.take((cached_on(self.given, ("auto, least", self.auto.keep_order), look),))
         assert self.smallest is not None
         return self.smallest
 

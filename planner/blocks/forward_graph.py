@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.indexed import Indexed, indexed
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 SIDE = 8
 
@@ -97,7 +97,7 @@ def bits(mask: int) -> Iterator[int]:
 
 def forward_graph(graph: TrainingGraph) -> ForwardGraph:
     """The contracted forward half; worked out once a graph. Empty if no op is of the forward half."""
-    return remember(graph, "forward_graph", lambda: _contract(indexed(graph)))
+    return cached_on(graph, "forward_graph", lambda: _contract(indexed(graph)))
 
 
 def _contract(ix: Indexed) -> ForwardGraph:

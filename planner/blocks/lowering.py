@@ -28,7 +28,7 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_graph
 from rematplan.planner.blocks.lower_sets import blocks_of
 from rematplan.planner.blocks.lowering_kernel import lowered
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
     cross.
     """
     ix, view = indexed(graph), forward_graph(graph)
-    outer = remember(graph, "outer", lambda: _outer(ix, view))
+    outer = cached_on(graph, "outer", lambda: _outer(ix, view))
     blocks, kept = [], []
     for nodes, mask in zip(blocks_of(chain), chain, strict=True):
         ops: list[int] = []
@@ -96,7 +96,7 @@ def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
     """`lower`, as positions in the base order."""
-    number = remember(graph, "numbers", lambda: _numbers(indexed(graph)))
+    number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):
         block[[number.op[name] for name in names]] = i

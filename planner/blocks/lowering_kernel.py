@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rematplan.planner.arrays.csr import Flags, Ints, Traffic
+from rematplan.planner.arrays.csr import CSRGraph, Flags, Ints
 from rematplan.planner.caches.numba_kernels import kernel
 
 
 @kernel
-def lowered(traffic: Traffic, block: Ints, blocks: int, kept: Flags) -> Ints:
+def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
     """The run sequence, by base positions. ``block[o]``: of each forward op, 0 .. ``blocks`` - 1; ``kept[t]``: the
     tensor stays resident at the turn."""
     ops = len(traffic.forward)
@@ -44,17 +44,17 @@ def lowered(traffic: Traffic, block: Ints, blocks: int, kept: Flags) -> Ints:
 
 
 @kernel
-def _reads(traffic: Traffic, op: int) -> Ints:
+def _reads(traffic: CSRGraph, op: int) -> Ints:
     return traffic.reads[traffic.reads_at[op] : traffic.reads_at[op + 1]]
 
 
 @kernel
-def _writes(traffic: Traffic, op: int) -> Ints:
+def _writes(traffic: CSRGraph, op: int) -> Ints:
     return traffic.writes[traffic.writes_at[op] : traffic.writes_at[op + 1]]
 
 
 @kernel
-def _stages(traffic: Traffic, block: Ints, kept: Flags) -> Ints:
+def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
     """The stage of each backward op: no later op's is larger than that of an op it depends on."""
     forward, producer = traffic.forward, traffic.producer
     free = len(forward)  # waits for nothing yet
@@ -87,7 +87,7 @@ def _stages(traffic: Traffic, block: Ints, kept: Flags) -> Ints:
 
 
 @kernel
-def _demand(traffic: Traffic, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
+def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
     """Write the forward ops that must run again for ``op`` to run into ``again``, in any order; returns how many.
 
     ``asked[p]``: the last op that asked for p.

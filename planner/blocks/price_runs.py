@@ -7,7 +7,7 @@ The simulator prices every plan that is returned; this is the same peak in one b
 from __future__ import annotations
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import Ints, Traffic, traffic_of
+from rematplan.planner.arrays.csr import CSRGraph, Ints, traffic_of
 from rematplan.planner.caches.numba_kernels import kernel
 
 
@@ -18,7 +18,7 @@ def price_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
 
 
 @kernel
-def _scan(traffic: Traffic, runs: Ints) -> tuple[int, float]:
+def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
     """Backward over the runs: ``wanted`` are the tensors whose next event is a read, ``held`` their bytes."""
     wanted = traffic.wanted.copy()
     held, cost = traffic.input_bytes, 0.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rematplan.planner.arrays.csr import Flags, Ints, Traffic
+from rematplan.planner.arrays.csr import CSRGraph, Flags, Ints
 from rematplan.planner.caches.numba_kernels import kernel
 
 
 @kernel
-def useful_runs(traffic: Traffic, runs: Ints, once: Flags) -> Ints:
+def useful_runs(traffic: CSRGraph, runs: Ints, once: Flags) -> Ints:
     """The sequence, by base positions, without repeated runs that write nothing that is read before it is written
     again, or that write what must not be written twice (``once``, by tensor).
 

@@ -18,7 +18,7 @@ from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.rounding import rounded_runs
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.ilp.solver import Solver
 
@@ -80,7 +80,7 @@ class CutBounds:
         aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
         self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
         self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
-        self._proven: dict[int, float] = remember(graph, "bounds", dict)
+        self._proven: dict[int, float] = cached_on(graph, "bounds", dict)
         known = [floor for larger, floor in self._proven.items() if larger >= budget]
         least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
         self.best = Bound(max([least, *known]))

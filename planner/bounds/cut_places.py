@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence, working_sets
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import resident_bytes
 
@@ -55,7 +55,7 @@ def _base_heights(graph: TrainingGraph) -> list[int]:
         series = resident_bytes(graph, schedule)
         return [b for b, step in zip(series, schedule, strict=True) if isinstance(step, Run)]
 
-    return remember(graph, "base heights", heights)
+    return cached_on(graph, "base heights", heights)
 
 
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:

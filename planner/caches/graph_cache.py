@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 _kept: dict[int, dict[Hashable, object]] = {}
 
 
-def remember(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
+def cached_on(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
     """The value of ``work()``, done once for this graph object and key.
 
     Keyed by identity: a problem is frozen, and hashing thousands of ops would cost more than most look-ups

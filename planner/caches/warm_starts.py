@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of, without_idle
 
 
-def carried_over(plan: Plan, graph: TrainingGraph) -> Plan | None:
+def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
     """The runs of another problem's plan, as far as ``graph`` has such ops, each followed by those of its other ops
     that read what it made; None where that serves no schedule."""
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
@@ -30,7 +30,7 @@ def begin_with(graph: TrainingGraph, plans: Iterable[Plan]) -> None:
 
 def begun_with(graph: TrainingGraph) -> list[Plan]:
     """The plans that the planning of a problem begins with."""
-    return remember(graph, "begun with", list)
+    return cached_on(graph, "begun with", list)
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.problem_arrays import recipes
-from rematplan.planner.annealing.restarts import Effort, Search
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.caches.plan_cache import keep_plan
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
@@ -58,7 +58,7 @@ class Anneal(Strategy):
             enough=lambda overhead: overhead <= floor + 1e-12,
             report=lambda fraction, overhead: progress(fraction, _text(overhead)),
         )
-        plan = search.run(starts, Effort(self.time_limit, self.moves))
+        plan = search.run(starts, SearchBudget(self.time_limit, self.moves))
         if plan is None:
             keep_annealed(graph, search.least, self.keep_order)
             raise InfeasibleBudget(self.name, budget, search.least.estimate.peak, "searched")
@@ -90,7 +90,7 @@ class Anneal(Strategy):
 
 def annealed(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
     """The plans found for this problem so far, for `auto` to begin with."""
-    return remember(graph, ("annealed", keep_order), list)
+    return cached_on(graph, ("annealed", keep_order), list)
 
 
 def keep_annealed(graph: TrainingGraph, plan: Plan, keep_order: bool) -> None:

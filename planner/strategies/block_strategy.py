@@ -12,11 +12,11 @@ import numpy as np
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.csr import Ints
-from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.blocks.forward_graph import ForwardGraph, forward_graph
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions, partition_of
 from rematplan.planner.blocks.price_runs import price_runs
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, Progress, silent, undominated
 
@@ -67,7 +67,7 @@ class CandidateStrategy(FamilyStrategy):
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
         """By rising cost. After `Enough` what was found until then, which is not remembered."""
-        graph = with_turn(graph)
+        graph = infer_phases(graph)
         if not graph.has_phases:
             raise UsageError(
                 f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
@@ -86,7 +86,7 @@ class CandidateStrategy(FamilyStrategy):
             return front
 
         try:
-            return remember(graph, (self.name, self, "front"), search)
+            return cached_on(graph, (self.name, self, "front"), search)
         except Enough:
             return front
 

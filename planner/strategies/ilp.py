@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
@@ -97,7 +97,7 @@ class ILP(Strategy):
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """A start, and an order of first runs, that fits."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
-        found = search.run(best.starts(), Effort(START * self.time_limit))
+        found = search.run(best.starts(), SearchBudget(START * self.time_limit))
         if found is not None:
             best.offer(runs_of(found.schedule))
         best.smallest = min(best.smallest, search.least.estimate.peak)

@@ -16,7 +16,7 @@ from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.interval_dp import Intervals, Table, in_units, intervals, solve
 from rematplan.planner.blocks.lowering import kept_always
 from rematplan.planner.blocks.useful_runs import useful_runs
-from rematplan.planner.caches.graph_cache import remember
+from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy
 
@@ -59,7 +59,7 @@ class NestedDP(CandidateStrategy):
         """See `CandidateStrategy.candidates`."""
         if not len(forward_graph(graph)):
             return
-        chain, alike = remember(graph, ("block chain", self.units), lambda: self._chain(graph))
+        chain, alike = cached_on(graph, ("block chain", self.units), lambda: self._chain(graph))
         most = math.fsum(
             (*chain.saved, *chain.left, chain.stage.max(), chain.saving.max(), chain.passing.max())
         )

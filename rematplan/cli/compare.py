@@ -15,7 +15,7 @@ from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.caches.warm_starts import begin_with, transfer_plan
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
@@ -114,7 +114,7 @@ def _rivals(
         return
     progress(0.5, "with inverses")
     yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
-    carried = carried_over(without.plan, inverted.graph)
+    carried = transfer_plan(without.plan, inverted.graph)
     begin_with(inverted.graph, [carried] if carried else [])
     both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress))
     # The better of the two is the plan of someone who may invert.

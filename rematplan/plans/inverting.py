@@ -14,7 +14,7 @@ from dataclasses import replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.caches.warm_starts import begin_with, transfer_plan
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
@@ -43,7 +43,7 @@ def plan_either(
     found: list[tuple[TrainingGraph, Plan]] = []
     failed: list[InfeasibleBudget] = []
     for graph, share in ((plain, PLAIN), (inverted, 1.0)):
-        carried = [p for _, one in found if (p := carried_over(one, graph))]
+        carried = [p for _, one in found if (p := transfer_plan(one, graph))]
         begin_with(graph, carried)
         left = max(0.0, auto.time_limit - (time.monotonic() - began))
         part = replace(auto, time_limit=share * left)

@@ -13,7 +13,7 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError, show_bytes
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begin_with, carried_over
+from rematplan.planner.caches.warm_starts import begin_with, transfer_plan
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.simulator import simulate
@@ -29,7 +29,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.accumulation import Beside, adding_problem, spare_bytes
 from rematplan.runtime.problem.constraints import Name, ops_that_run_once
-from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, turning_problem
+from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, with_loss_boundary
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -119,7 +119,7 @@ class StepPlanner:
         """The step's planning problem, with all outputs there at the turn and the user's constraints."""
         priced_ = priced(step, self.costs, max_inversion_error=self.max_inversion_error)
         copies = copies_priced(step, priced_, self.costs)
-        graph = turning_problem(step, priced_, self.loss(step, priced_), copies)
+        graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, self.keep, self.never_rerun)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
         return adding_problem(step, graph, self.added) if self.added else graph
@@ -265,7 +265,7 @@ class StepPlanner:
         """The strategy, with less time where an earlier plan serves; it begins with those."""
         if not isinstance(chosen, Auto):
             return chosen
-        carried = [(p, ops) for ops, plan in self.searched if (p := carried_over(plan, graph))]
+        carried = [(p, ops) for ops, plan in self.searched if (p := transfer_plan(plan, graph))]
         begin_with(graph, [plan for plan, _ in carried])
         serves = any(p.estimate.peak <= budget and ops == graph.op.keys() for p, ops in carried)
         return replace(chosen, time_limit=FURTHER * chosen.time_limit) if serves else chosen

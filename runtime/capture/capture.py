@@ -40,9 +40,9 @@ from rematplan.runtime.graph.compat import (
     tracing,
 )
 from rematplan.runtime.graph.quiet_logs import quiet
-from rematplan.runtime.guards.assertions import VALUES_DECIDE, Presumptions
+from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.tensor_reads import undecided
-from rematplan.runtime.guards.values import Decisions
+from rematplan.runtime.guards.values import ValueGuardRecorder
 
 _LEFT_BEHIND = (
     "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
@@ -69,7 +69,7 @@ def capture(
     batch: Sequence[torch.Tensor],
     name: str,
     root: nn.Module | None = None,
-    decisions: Decisions | None = None,
+    decisions: ValueGuardRecorder | None = None,
 ) -> CapturedStep:
     """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
 
@@ -148,7 +148,7 @@ def _traced(
     batch: Sequence[torch.Tensor],
     name: str,
     root: nn.Module,
-    decisions: Decisions | None,
+    decisions: ValueGuardRecorder | None,
 ) -> CapturedStep:
     with (
         ExitStack() as stack,
@@ -183,7 +183,7 @@ def _traced(
                 except VALUES_DECIDE:
                     # Models that look into their data to take a shortcut often do not when they are being compiled.
                     stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
-                    untied.presumptions = Presumptions()
+                    untied.presumptions = SpeculatedAssertions()
                     joint = untied.presumptions.traced(trace)
     return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
 
@@ -234,8 +234,8 @@ class _Untied(nn.Module):
         super().__init__()
         self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
         self.casts_once = torch.is_autocast_cache_enabled()
-        self.decisions: Decisions | None = None
-        self.presumptions = Presumptions()
+        self.decisions: ValueGuardRecorder | None = None
+        self.presumptions = SpeculatedAssertions()
         self.outputs = 0  # of the module; those after them are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}

@@ -40,7 +40,7 @@ class CompiledPlan:
     ) -> None:
         self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
         self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
-        self.variants: dict[_Way, tuple[Backward, ...]] = {_Way(): halves.backward}
+        self.variants: dict[_BackwardVariant, tuple[Backward, ...]] = {_BackwardVariant(): halves.backward}
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
@@ -54,16 +54,16 @@ class CompiledPlan:
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
 
-    def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _Way:
+    def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
         """The way of a backward that is given these tangents."""
         missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()
             for given, like in zip(tangents, self.strides, strict=True)
         )
-        return _Way(missing, kept, None if strides == self.strides else strides)
+        return _BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
-    def backward(self, way: _Way, notes: Notes) -> tuple[Backward, ...]:
+    def backward(self, way: _BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
         """The segments of a backward half, compiled when first met. ``notes``: where it is noted how its values lie, if
         that has still to be known."""
         if way in self.variants:
@@ -79,7 +79,7 @@ class CompiledPlan:
             self.variants[way] = halves.backward
         return halves.backward
 
-    def learn(self, way: _Way, notes: Notes) -> None:
+    def learn(self, way: _BackwardVariant, notes: Notes) -> None:
         """How the values of a way lie is known now, and so what may be written over."""
         if way.noted and way not in self.variants:
             step = notes.lying(for_any_layout(self.step))
@@ -95,9 +95,9 @@ class CompiledPlan:
         call = _Call(self, named, inputs)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
-            link = _Later.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
+            link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
-        outputs: tuple[torch.Tensor, ...] = _First.apply(call, link, *first)
+        outputs: tuple[torch.Tensor, ...] = _ForwardNode.apply(call, link, *first)
         return outputs[:-1]
 
     @staticmethod
@@ -109,7 +109,7 @@ class CompiledPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _BackwardVariant:
     """How a backward is begun: the tangents (values) that are ``missing``, whether what the forward held is ``kept`` to
     be used again, and the ``strides`` of the tangents, None if they are as captured."""
 
@@ -142,7 +142,7 @@ class _Call:
     versions: Sequence[int] = ()
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
-    way: _Way = _Way()
+    way: _BackwardVariant = _BackwardVariant()
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
 
@@ -234,7 +234,7 @@ def _once_differentiable(backward: Any) -> Any:
     return staticmethod(checked)
 
 
-class _First(torch.autograd.Function):
+class _ForwardNode(torch.autograd.Function):
     """The forward half, and of the backward half the first segment.
 
     Its last output is an empty tensor, which it saves: in the graph it comes after all of the step's inputs.
@@ -262,7 +262,7 @@ class _First(torch.autograd.Function):
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
 
-class _Later(torch.autograd.Function):
+class _BackwardSegment(torch.autograd.Function):
     """A further segment of the backward half."""
 
     @staticmethod

@@ -17,7 +17,7 @@ from rematplan.runtime.execute.codegen import Writer, read_from, renewed_buffers
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
-from rematplan.runtime.problem.loss_boundary import turned
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.segments import gradient_segments
 
 
@@ -94,7 +94,7 @@ def compile_halves(
     note: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Halves:
     """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
-    a tangent (`turn.turning_problem`).
+    a tangent (`turn.with_loss_boundary`).
 
     ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
     what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
@@ -106,7 +106,7 @@ def compile_halves(
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
     _check_order_of_draws(step, schedule)
-    own = turned(step, schedule, lanes)
+    own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
     segments = gradient_segments(step, schedule, own.turn, [spare[at] for at in own.positions if spare])
     writer = Writer(step, schedule)

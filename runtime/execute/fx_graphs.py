@@ -19,7 +19,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
-from rematplan.runtime.problem.loss_boundary import turned
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlanGraphs:
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """The two graphs of a schedule that has all outputs at the turn (`turn.turning_problem`).
+    """The two graphs of a schedule that has all outputs at the turn (`turn.with_loss_boundary`).
 
     The forward writes the new content of buffers into them, and gives the backward copies of what they were.
 
@@ -44,7 +44,7 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
         ProblemError: an output or a tensor that the backward needs is not there at the turn.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
-    own = turned(step, schedule)
+    own = split_at_loss(step, schedule)
     schedule, turn = own.schedule, own.turn
     rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
     replayed = {c.name for c in step.calls if c.seeded} & rerun

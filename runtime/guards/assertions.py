@@ -33,7 +33,7 @@ class Presumption:
 
 
 @dataclass
-class Presumptions:
+class SpeculatedAssertions:
     """The conditions of a forward, in the order in which it looks at them."""
 
     known: list[Presumption] = field(default_factory=list)

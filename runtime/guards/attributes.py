@@ -40,7 +40,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class OfClasses:
+class ClassAttributeGuard:
     """Attributes that a forward found in the classes of modules and records, methods among them, by class; and who was
     asked for these, or for what neither had, for owners may come to have their own: ``modules`` and ``names`` in pairs,
     and ``records``."""
@@ -61,7 +61,7 @@ class OfClasses:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class GetattrGuard:
     """What one owner's ``__getattr__`` said when a forward asked for names that are no attributes: of a configuration
     that keeps its entries in a dictionary of its own, say."""
 
@@ -75,7 +75,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class IdentityGuard:
     """Records that a forward came upon, by class and by all that hold the same one."""
 
     found: tuple[tuple[type, tuple[Owner, ...]], ...]
@@ -89,7 +89,7 @@ class Records:
         return True
 
 
-Dependence = Read | OfClasses | Answers | Records
+Dependence = Read | ClassAttributeGuard | GetattrGuard | IdentityGuard
 """What a plan depends on."""
 
 
@@ -257,12 +257,12 @@ class Reads:
             for row in unchanged(values, vars(self.holders[owner]))
         ]
         answers = [
-            Answers(owner, row)
+            GetattrGuard(owner, row)
             for owner, (holder, values) in self.answers.items()
             for row in unchanged(values, _Asked(holder))
         ]
         attributes = [vars(module) for module in self.modules]
-        records = Records(
+        records = IdentityGuard(
             tuple(
                 (type(record), tuple(owners))
                 for record, owners in self.met.values()
@@ -276,7 +276,12 @@ class Reads:
         modules = [(at, name) for (at, path), name in owners if not path]
         of_records = [(owner, name) for owner, name in owners if owner[1]]
         numbers, names = zip(*modules, strict=True) if modules else ((), ())
-        return (*reads, *answers, records, OfClasses(tuple(of_classes), numbers, names, tuple(of_records)))
+        return (
+            *reads,
+            *answers,
+            records,
+            ClassAttributeGuard(tuple(of_classes), numbers, names, tuple(of_records)),
+        )
 
 
 BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}

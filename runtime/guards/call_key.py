@@ -59,7 +59,7 @@ class ModuleState:
     key: tuple[Any, ...]
 
 
-class Walk:
+class ModuleTree:
     """The way through a module and its parts, found once and checked at every call."""
 
     def __init__(self, module: nn.Module) -> None:

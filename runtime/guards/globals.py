@@ -41,7 +41,7 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GlobalGuard:
     """What is named in one place: variables of a module, attributes of a class or a record, cells of a closure."""
 
     place: Any
@@ -60,7 +60,7 @@ class _Shelf:
     found: dict[str, Any] = field(default_factory=dict)
 
 
-class Outside:
+class GlobalReads:
     """What the forwards of some modules name, as it is when this is made."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
@@ -91,13 +91,13 @@ class Outside:
                 for name in wanted & values.keys():
                     self._note(thing, holder, values, name, named)
 
-    def listed(self, model: str) -> tuple[Named, ...]:
+    def listed(self, model: str) -> tuple[GlobalGuard, ...]:
         """What a plan depends on. What the forward has changed meanwhile is not among it; a warning tells that a
         planned one does not. ``model``: its name."""
         named, changed = [], set[str]()
         for shelf in self.shelves.values():
             rows = list(unchanged(shelf.found, shelf.values))
-            named += [Named(shelf.values, row) for row in rows]
+            named += [GlobalGuard(shelf.values, row) for row in rows]
             changed.update(set(shelf.found).difference(*(row.names for row in rows)))
         if changed:
             warn(f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not")

@@ -14,7 +14,7 @@ from rematplan.runtime.guards.tensor_reads import TO_LIST, plainly
 ATEN = torch.ops.aten
 
 
-class OpTape(Protocol):
+class Tape(Protocol):
     """What a row needs of the tape on which calls are noted (`guards.values`)."""
 
     drawn: dict[int, torch.Tensor]
@@ -33,20 +33,20 @@ class OpTape(Protocol):
         """Whether the values of all tensors in nested arguments are known."""
 
 
-def _rand(tape: OpTape, *args: Any, **kwargs: Any) -> Any:
+def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:
     drawn = tape.run(ATEN.rand.default, *args, **kwargs)
     tape.drawn[id(drawn)] = drawn
     return drawn
 
 
-def _detach(tape: OpTape, x: torch.Tensor) -> Any:
+def _detach(tape: Tape, x: torch.Tensor) -> Any:
     same = tape.run(ATEN.detach.default, x)
     if id(x) in tape.drawn:
         tape.drawn[id(same)] = same
     return same
 
 
-def _less(tape: OpTape, x: torch.Tensor, limit: float) -> Any:
+def _less(tape: Tape, x: torch.Tensor, limit: float) -> Any:
     """None of what `rand` gives is below 0: that a layer is not dropped at a rate of 0 is no matter of chance."""
     if id(x) in tape.drawn and limit <= 0:
         return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
@@ -65,14 +65,14 @@ def _sum(numbers: torch.Tensor) -> int:
     return int(numbers.sum())
 
 
-def _nonzero(tape: OpTape, mask: torch.Tensor) -> Any:
+def _nonzero(tape: Tape, mask: torch.Tensor) -> Any:
     count = tape.number(_count, mask)
     if count is None:
         return tape.run(ATEN.nonzero.default, mask)
     return tape.run(ATEN.nonzero_static.default, mask, size=count)
 
 
-def _index(tape: OpTape, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+def _index(tape: Tape, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
     lists: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype is torch.bool:
@@ -82,13 +82,13 @@ def _index(tape: OpTape, x: torch.Tensor, indices: Sequence[torch.Tensor | None]
     return tape.run(ATEN.index.Tensor, x, lists)
 
 
-def _masked_select(tape: OpTape, x: torch.Tensor, mask: torch.Tensor) -> Any:
+def _masked_select(tape: Tape, x: torch.Tensor, mask: torch.Tensor) -> Any:
     shape = list(torch.broadcast_shapes(x.shape, mask.shape)) or [1]
     x, mask = (tape.run(ATEN.expand.default, t, shape) for t in (x, mask))
     return _index(tape, x, [mask])
 
 
-def _repeat_interleave(tape: OpTape, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
+def _repeat_interleave(tape: Tape, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
     size = tape.number(_sum, repeats) if output_size is None else output_size
     return tape.run(ATEN.repeat_interleave.Tensor, repeats, output_size=size)
 
@@ -102,7 +102,7 @@ def _batch_sizes(lengths: torch.Tensor) -> list[int]:
     return sizes
 
 
-def _pack_padded_sequence(tape: OpTape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
     """The sizes are a real tensor: recurrent layers and what pads again read them where they lie."""
     if not tape.knows(lengths):
         return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
@@ -120,7 +120,7 @@ def _pack_padded_sequence(tape: OpTape, x: torch.Tensor, lengths: torch.Tensor, 
 
 
 def _ctc_loss(
-    tape: OpTape,
+    tape: Tape,
     log_probs: torch.Tensor,
     targets: torch.Tensor,
     input_lengths: torch.Tensor,
@@ -140,7 +140,7 @@ def _found(op: Any) -> Callable[..., Any]:
     def sizes(*given: Any) -> list[int]:
         return sizes_of(op(*given))
 
-    def static(tape: OpTape, *given: Any) -> Any:
+    def static(tape: Tape, *given: Any) -> Any:
         if not tape.knows(given):
             return tape.run(op, *given)
         return tape.run(TOLD[op], *given, sizes=tape.read(sizes, *given))

@@ -98,17 +98,17 @@ def _same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # nan is nan, and −0 is not 0
 
 
-class Decisions(TorchDispatchMode):
+class ValueGuardRecorder(TorchDispatchMode):
     """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
     with its backward, which picks by the same masks."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
-        self._tape = Tape(self)
+        self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
 
-    def __enter__(self) -> Decisions:
+    def __enter__(self) -> ValueGuardRecorder:
         self._asking.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -120,7 +120,7 @@ class Decisions(TorchDispatchMode):
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
         which the last counts."""
-        self._tape = Tape(self)
+        self._tape = OpTape(self)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
         for at, tensor in enumerate(batch):
@@ -137,10 +137,10 @@ class Decisions(TorchDispatchMode):
         return self._tape.guard()
 
 
-class Tape:
+class OpTape:
     """Notes the calls on what is known before a step runs, and answers what is asked of their values."""
 
-    def __init__(self, decisions: Decisions) -> None:
+    def __init__(self, decisions: ValueGuardRecorder) -> None:
         self.decisions = decisions
         self.entries: list[_Entry] = []
         self.sources: dict[int, Source | torch.Tensor] = {}

@@ -20,8 +20,8 @@ from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
 from rematplan.runtime.inversion.facts import Facts, Refused, Undone
 from rematplan.runtime.inversion.kernels import Fill, Inverse
-from rematplan.runtime.inversion.scatter_to_cat import without_scatters
-from rematplan.runtime.inversion.split_storages import Parted, part
+from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
+from rematplan.runtime.inversion.split_storages import SplitStep, split_storages
 from rematplan.runtime.inversion.table import ROUNDING, undo
 from rematplan.runtime.problem.planning_problem import training_graph
 
@@ -57,7 +57,7 @@ def with_inverses(
     ``renormalise``: give every batch norm a further recipe that leaves the running statistics alone, for steps in which
     what makes an output may run only once.
     """
-    found = _found(without_scatters(step, named), named)
+    found = _found(scatter_to_cat(step, named), named)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
 
@@ -110,15 +110,15 @@ def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
         leave |= useless
 
 
-def _parted(step: CapturedStep, leave: set[str]) -> Parted:
+def _parted(step: CapturedStep, leave: set[str]) -> SplitStep:
     copied: dict[str, tuple[str, ...]] = {}
     for _ in range(ROUNDS):
-        parted = part(step, {*leave, *copied})
+        parted = split_storages(step, {*leave, *copied})
         if parted.step is step:
             break
-        step = without_scatters(parted.step, {})  # a part copied out need not be copied again
+        step = scatter_to_cat(parted.step, {})  # a part copied out need not be copied again
         copied |= parted.copied
-    return Parted(step, copied)
+    return SplitStep(step, copied)
 
 
 def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool) -> Invertible:

@@ -23,7 +23,7 @@ from rematplan.runtime.graph.storage_slices import band
 aten = torch.ops.aten
 
 
-def without_scatters(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
+def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
     """The step with its forward half's scatters said as concatenations, where that changes no layout.
 
     ``named``: parameters and buffers by name, which indices may be computed from.

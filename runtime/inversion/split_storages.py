@@ -25,7 +25,7 @@ TOGETHER = (aten.cat.default, aten.stack.default)
 
 
 @dataclass(frozen=True)
-class Parted:
+class SplitStep:
     """A step whose halves are storages of their own. ``copied``: by the storage that was taken apart, the storages of
     those parts that had to be copied out of it (the others were there before it)."""
 
@@ -33,7 +33,7 @@ class Parted:
     copied: dict[str, tuple[str, ...]]
 
 
-def part(step: CapturedStep, leave: Iterable[str] = ()) -> Parted:
+def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
     """Take apart every storage of the forward half whose views tile it, but for those of ``leave``."""
     return _Parter(step, frozenset(leave)).part()
 
@@ -67,7 +67,7 @@ class _Parter:
             for ref in dict.fromkeys(r.value for r in refs((call.args, call.kwargs))):
                 self.readers.setdefault(ref, []).append(call)
 
-    def part(self) -> Parted:
+    def part(self) -> SplitStep:
         for call in self.step.calls:
             made = [self.values[r] for r in call.results if r]
             if not call.is_view and not call.backward:
@@ -76,12 +76,12 @@ class _Parter:
                     if alone and value.storage not in self.leave:
                         self._try(call, value)
         if not self.views:
-            return Parted(self.step, {})
+            return SplitStep(self.step, {})
         calls: list[Call] = []
         for call in self.step.calls:
             calls += [*self.views.get(call.name, [call]), *self.after.get(call.name, [])]
         step = replace(self.step, calls=tuple(calls), values=self.values)
-        return Parted(without_dead_calls(with_phases(step)), self.copied)
+        return SplitStep(without_dead_calls(with_phases(step)), self.copied)
 
     def _try(self, producer: Call, base: Value) -> None:
         apart = self._bands(producer, base)

@@ -39,7 +39,7 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import Dependence, reads_of
 from rematplan.runtime.guards.call_key import (
     ModuleState,
-    Walk,
+    ModuleTree,
     Withheld,
     call_key,
     check_dense,
@@ -47,8 +47,8 @@ from rematplan.runtime.guards.call_key import (
     hides_tensors,
     hooked,
 )
-from rematplan.runtime.guards.globals import Named, Outside
-from rematplan.runtime.guards.values import Decisions, Guard
+from rematplan.runtime.guards.globals import GlobalGuard, GlobalReads
+from rematplan.runtime.guards.values import Guard, ValueGuardRecorder
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
 from rematplan.runtime.problem.accumulation import Beside
@@ -61,7 +61,7 @@ LOCK = CaptureLock()
 
 
 class Planner(Protocol):
-    """Makes plans of captured steps: schedules of their `turn.turning_problem`. With each comes the step that it is
+    """Makes plans of captured steps: schedules of their `turn.with_loss_boundary`. With each comes the step that it is
     for, the same or the same with inverses."""
 
     def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
@@ -91,7 +91,7 @@ class Planned(Protocol):
 
 
 @dataclass(frozen=True)
-class Way:
+class CacheEntry:
     """One way that the module is called, compiled."""
 
     plan: Plan
@@ -102,13 +102,13 @@ class Way:
     constants: tuple[Any, ...]
     """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
     tensor of the model."""
-    reads: tuple[Dependence | Named, ...]
+    reads: tuple[Dependence | GlobalGuard, ...]
     """What the traced forward read of the modules' attributes and named outside of them."""
     guard: Guard
     """What it decided by the values of inputs and buffers."""
     captured: CapturedStep
     """The step before there was a plan of it."""
-    beside: dict[tuple[frozenset[str], int], Way] = field(default_factory=dict, compare=False)
+    beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
     """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
 
     @cached_property
@@ -152,11 +152,11 @@ class Runner:
 
     def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
-        self.ways: dict[Any, list[Way]] = {}
-        self.last: Way
-        self.walk: Walk | None = None
+        self.ways: dict[Any, list[CacheEntry]] = {}
+        self.last: CacheEntry
+        self.walk: ModuleTree | None = None
 
-    def twin(self, ways: dict[Any, list[Way]] | None = None) -> Runner:
+    def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
         """For a copy of the planned module, with the same plans, or those given."""
         twin = copy.copy(self)
         twin.walk = None
@@ -200,7 +200,7 @@ class Runner:
     def _state(self, planned: nn.Module) -> ModuleState:
         state = self.walk.state(planned) if self.walk else None
         if state is None:
-            self.walk = Walk(planned)
+            self.walk = ModuleTree(planned)
             state = self.walk.state(planned)
         assert state is not None
         return state
@@ -212,7 +212,9 @@ class Runner:
                 f"derivatives are for the model that it was made of"
             )
 
-    def _way(self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> Way:
+    def _way(
+        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> CacheEntry:
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in state.attributes
         ):
@@ -229,7 +231,9 @@ class Runner:
         self.last = found
         return found
 
-    def _beside_gradients(self, way: Way, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way:
+    def _beside_gradients(
+        self, way: CacheEntry, state: ModuleState, tensors: Sequence[torch.Tensor]
+    ) -> CacheEntry:
         """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any:
         those of parameters, to which new ones are added, and those of inputs."""
         own = state.named.get(next(iter(way.targets), ""))
@@ -250,7 +254,7 @@ class Runner:
         self.last = found
         return found
 
-    def _planned_beside(self, way: Way, held: int, names: frozenset[str]) -> Way:
+    def _planned_beside(self, way: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
         try:
             targets = {target for name, target in way.targets.items() if name in names}
             found = self.planner.beside(way.captured, way.plan, held, targets)
@@ -266,12 +270,12 @@ class Runner:
         compiled = CompiledPlan(found.step, plan.schedule, plan.lanes, found.spare)
         return replace(way, plan=plan, compiled=compiled)
 
-    def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> Way | None:
+    def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> CacheEntry | None:
         return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
 
     def _new(
         self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
-    ) -> Way:
+    ) -> CacheEntry:
         if self.ways and not self.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
@@ -286,16 +290,18 @@ class Runner:
             )
         return way
 
-    def _compile(self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState) -> Way:
+    def _compile(
+        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+    ) -> CacheEntry:
         model = planned._rematplan_model()
         check_traceable(model)
         check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has or is given")
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
-        decisions = Decisions(state.named, batch)
+        decisions = ValueGuardRecorder(state.named, batch)
         modules = list(model.modules())
-        outside = Outside(modules, leaves)
+        outside = GlobalReads(modules, leaves)
         with no_host_draws(self.name, outside.generators.values()), reads_of(modules) as reads:
             forward = planned._rematplan_forward_of(model)
             with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
@@ -312,7 +318,7 @@ class Runner:
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         depends = (*reads.listed(), *outside.listed(self.name))
-        return Way(plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured)
+        return CacheEntry(plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured)
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:

@@ -13,7 +13,7 @@ from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.planner.core.simulator import resident_bytes
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.loss_boundary import turned
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.segments import gradient_segments
 
 
@@ -73,7 +73,7 @@ def spare_bytes(
     can; one op may have to run after a gradient is made and before it can leave.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
-    own, added = turned(step, schedule), _added(step, names)
+    own, added = split_at_loss(step, schedule), _added(step, names)
     left = [spare[at] for at in own.positions]
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
     for segment in gradient_segments(step, own.schedule, own.turn, tuple(left)):

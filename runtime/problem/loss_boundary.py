@@ -104,7 +104,7 @@ def _in_own_losses(step: CapturedStep) -> frozenset[str]:
     return frozenset(target for target, its in storage.items() if its in within)
 
 
-def turning_problem(
+def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
     """The problem of a step whose outputs and new buffers leave before its tangents come.
@@ -161,12 +161,12 @@ def turning_problem(
 
 
 def set_aside(graph: TrainingGraph) -> int:
-    """Bytes that a step's `turning_problem` leaves for a loss outside of it."""
+    """Bytes that a step's `with_loss_boundary` leaves for a loss outside of it."""
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class SplitSchedule:
     """A schedule as it is run.
 
     ``schedule`` and ``lanes`` are without the loss, which others run, and without the last frees of gradients, which
@@ -179,14 +179,16 @@ class Turned:
     turn: int
 
 
-def turned(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Turned:
-    """What is to be run of a schedule of a `turning_problem`, and where it turns."""
+def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
+    """What is to be run of a schedule of a `with_loss_boundary`, and where it turns."""
     leaving = _leaving(step, schedule)
     own = tuple(
         at for at, one in enumerate(schedule) if one not in (Run(LOSS), Free(LOSS)) and at not in leaving
     )
     shorter = lanes and _without(lanes, runs_of(schedule).index(LOSS))
-    return Turned(tuple(schedule[at] for at in own), shorter, own, bisect(own, schedule.index(Run(LOSS))))
+    return SplitSchedule(
+        tuple(schedule[at] for at in own), shorter, own, bisect(own, schedule.index(Run(LOSS)))
+    )
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rematplan
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import carried_over
+from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.inversion_error import inverses_run
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -106,7 +106,7 @@ def test_the_least_peak_is_no_larger() -> None:
 def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
     plain, inverted = problems()
     for plan in (no_recompute(plain), *ChenSqrt().curve(plain, ())):
-        carried = carried_over(plan, inverted)
+        carried = transfer_plan(plan, inverted)
         assert carried is not None
         assert inverses_run(inverted, runs_of(carried.schedule)) == 0
         assert carried.estimate.reruns >= plan.estimate.reruns - len(plain.ops) // 10

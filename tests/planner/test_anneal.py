@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
@@ -226,7 +226,7 @@ def test_the_second_thread_ends_with_the_search(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     before = threading.active_count()
     search = Search(graph, 29, seed=5, enough=lambda overhead: overhead <= 0)
-    assert search.run([], Effort(60.0)).estimate.peak <= 29
+    assert search.run([], SearchBudget(60.0)).estimate.peak <= 29
     assert sorted(begun) == [5, 6]
     assert threading.active_count() == before
     assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead
@@ -247,6 +247,6 @@ def test_a_search_ends_where_the_needed_ops_fit_as_they_stand() -> None:
             Op("h", ("b", "x"), ("d",), 0.0, 0, "backward"),
         ),
     )
-    plan = Search(graph, 57).run([], Effort(1.0, moves=500))
+    plan = Search(graph, 57).run([], SearchBudget(1.0, moves=500))
     assert plan is not None
     assert runs_of(plan.schedule) == ["f", "g", "h"]

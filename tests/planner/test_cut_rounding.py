@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import Effort, Search
+from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram
@@ -97,7 +97,7 @@ def test_a_round_begins_with_what_is_suggested(problems):
     graph = problems.unet(3)
     budget = int(0.6 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     good = Search(graph, budget)
-    good.run((), Effort(0, moves=60_000))
+    good.run((), SearchBudget(0, moves=60_000))
     asked = []
 
     def suggest():
@@ -105,9 +105,9 @@ def test_a_round_begins_with_what_is_suggested(problems):
         return [step.op for step in good.best.schedule if hasattr(step, "op")]
 
     short = Search(graph, budget, seed=3, suggest=suggest, suggested_to=(0,))
-    short.run((), Effort(0, moves=400))
+    short.run((), SearchBudget(0, moves=400))
     assert asked
     assert short.best.estimate.cost <= good.best.estimate.cost
     nonsense = Search(graph, budget, seed=3, suggest=lambda: ["no such op"])
-    nonsense.run((), Effort(0, moves=3000))
+    nonsense.run((), SearchBudget(0, moves=3000))
     assert nonsense.best is None or nonsense.best.estimate.peak <= budget

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from rematplan.ir import TrainingGraph, UsageError, problem_to_json
-from rematplan.planner.arrays.phases import with_turn
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.registry import strategy
@@ -23,8 +23,8 @@ def unmarked(graph: TrainingGraph) -> TrainingGraph:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_turn_of_a_network_is_found(problems, name):
     graph = getattr(problems, name)(*NETWORKS[name])
-    found = with_turn(unmarked(graph))
-    assert with_turn(graph) is graph
+    found = infer_phases(unmarked(graph))
+    assert infer_phases(graph) is graph
     backward = [sum(op.phase == "backward" for op in g.ops) for g in (graph, found)]
     assert abs(backward[0] - backward[1]) <= 0.03 * len(graph.ops)
 
@@ -32,14 +32,14 @@ def test_the_turn_of_a_network_is_found(problems, name):
 def test_other_graphs_have_none(problems):
     for seed in range(30):
         graph = unmarked(problems.scrambled(Random(seed), 60))
-        assert with_turn(graph) is graph
+        assert infer_phases(graph) is graph
     forward = [op for op in problems.residual((3, 4, 6, 3)).ops if op.phase == "forward"]
     graph = replace(
         unmarked(problems.residual((3, 4, 6, 3))),
         ops=tuple(replace(op, phase=None) for op in forward),
         outputs=forward[-1].writes,
     )
-    assert with_turn(graph) is graph
+    assert infer_phases(graph) is graph
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])

@@ -22,7 +22,7 @@ from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
 from rematplan.runtime.inversion.find import with_inverses
-from rematplan.runtime.inversion.scatter_to_cat import without_scatters
+from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
 
 aten = torch.ops.aten
 HALF, ROWS = 8, 32
@@ -288,7 +288,7 @@ class Writes(nn.Module):
 def test_what_is_said_otherwise_is_the_same_bit_by_bit(seed: int) -> None:
     model, x = Writes(seed), torch.randn(4, 6, dtype=torch.float64)
     step = capture(model, (x,), "writes")
-    plain = without_scatters(step, named_tensors(model))
+    plain = scatter_to_cat(step, named_tensors(model))
     kinds = {getattr(c.target, "overloadpacket", None) for c in plain.calls if not c.backward}
     assert not kinds & {aten.slice_scatter, aten.select_scatter, aten.index_put}
     graph = priced(plain)

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from rematplan.runtime.graph.compat import TorchDispatchMode
-from rematplan.runtime.guards.assertions import CHECK_CONDITION, VALUES_DECIDE, Presumption, Presumptions
+from rematplan.runtime.guards.assertions import (
+    CHECK_CONDITION,
+    VALUES_DECIDE,
+    Presumption,
+    SpeculatedAssertions,
+)
 
 ATEN = torch.ops.aten
 
@@ -53,7 +58,7 @@ class Checks(TorchDispatchMode):
 
     supports_higher_order_operators = True  # they pass through
 
-    def __init__(self, presumptions: Presumptions) -> None:
+    def __init__(self, presumptions: SpeculatedAssertions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[torch.Tensor] = []
         self.presumptions = presumptions
