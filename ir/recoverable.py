@@ -1,15 +1,15 @@
-"""Which forward tensors can be had back from what the forward itself still holds when it lets go of them.
+"""Which forward tensors an inverse can recover from the tensors that are still live when the forward frees them.
 
-At the moment after the last forward op that reads a tensor S, the forward holds certain tensors; all that comes later
-is computed from them. S is *recoverable* if some inverse gives it from these (and the inputs, and tensors so small
-that keeping them is no object), where what the inverse reads besides may be computed by ops that S does not depend on
-and that do not depend on S, or by further inverses. So the additive coupling's halves are recoverable: after y₂ = x₂ +
+After the last forward op that reads a tensor S, certain tensors are live, and everything later is computed from them. S
+is *recoverable* if an inverse computes it from these tensors, the inputs, and tensors that are too small to matter.
+Anything else that the inverse reads must come from further inverses, or from ops that neither depend on S nor are
+dependencies of S. So the additive coupling's halves are recoverable: after y₂ = x₂ +
 G(y₁) the forward holds y₁ and y₂, and x₂ = y₂ − G(y₁). The input of an ordinary residual block y = x + F(x) is not: the
 forward holds y alone, and F(x) needs x. Neither is F(x), which depends on x: to compute x anew from the batch would be
 recomputation of everything.
 
-Only tensors count that the backward half reads, or that bring back one that counts, or whose own way is computed from
-a recoverable one and makes what the backward half reads; and what is spared has to outweigh what is held for it.
+A tensor is recovered only if the backward half needs it, directly or to recover another tensor, and only if recovering
+it frees more bytes than it keeps live.
 
 An inverse that serves no recovery is of no use to any plan. Whether a plan may run an inverse is another question,
 which the simulator answers: where what it reads is resident.

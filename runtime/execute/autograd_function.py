@@ -80,7 +80,7 @@ class CompiledPlan:
         return halves.backward
 
     def learn(self, way: _BackwardVariant, notes: Notes) -> None:
-        """How the values of a way lie is known now, and so what may be written over."""
+        """Recompile this backward variant with the observed strides; in-place reuse is safe then."""
         if way.noted and way not in self.variants:
             step = notes.lying(for_any_layout(self.step))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
@@ -157,7 +157,7 @@ class _Call:
                 if named[name].shape != early[at].shape:  # an op may size its state in its first call
                     named[name].resize_(early[at].shape)
                 named[name].copy_(early[at])
-        # The tensors that autograd gives a place in its graph must not be what that place holds.
+        # Detach: an autograd node that holds its own output would be a reference cycle.
         given = {id(early[at]) for at in plan.halves.outputs_late}
         self.start = [t.detach() if id(t) in given else t for t in held] if given else held
         self.outputs = [early[at].detach() for at in plan.halves.outputs_late]

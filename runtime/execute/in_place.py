@@ -1,9 +1,8 @@
 """Where a schedule's pointwise calls may write over an operand that nothing reads again.
 
-Autograd does so when it adds gradients up. The bits are the same, a page of memory less is touched, and one tensor
-less is held than the plan counts. A plan does not count on it, and its least peak is stated without it: a backward that
-keeps its graph writes over nothing, nor does the first one of a layout of gradients that was not met before, and the
-budget holds for these too.
+Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than the plan
+charges. This is an optimisation that plans do not rely on: a backward with ``retain_graph``, and the first backward of
+a new gradient layout, run without it, and stay within the budget.
 """
 
 from __future__ import annotations

@@ -41,9 +41,12 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ClassAttributeGuard:
-    """Attributes that a forward found in the classes of modules and records, methods among them, by class; and who was
-    asked for these, or for what neither had, for owners may come to have their own: ``modules`` and ``names`` in pairs,
-    and ``records``."""
+    """Guards the attributes and methods that a forward found in the classes of modules and records.
+
+    ``found``: the values, by class. ``modules`` with ``names`` in pairs, and ``records``: the objects on which they
+    were looked up. The guard also fails if an instance attribute has come to shadow a class attribute, or has appeared
+    where the lookup failed.
+    """
 
     found: tuple[tuple[Any, Constants], ...]
     modules: tuple[int, ...]

@@ -171,7 +171,7 @@ class _Parter:
         apart.copied.append(name)
 
     def _move(self, apart: _Apart) -> bool:
-        """Put the partial views on the parts, and theirs; whether every call that reads one gives what it gave."""
+        """Re-point views of the old storage, and their views, to the parts; False if a reader's result would change."""
         now = {**self.values, **apart.values}
         touched: list[str] = []
         for value, one in apart.tops.items():
