@@ -153,13 +153,13 @@ def backend(
         UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.
     """
     planner = StepPlanner(
-        budget,
-        strategy,
-        time_limit,
-        options or {},
-        costs,
-        tuple(keep),
-        tuple(never_rerun),
+        budget=budget,
+        strategy=strategy,
+        time_limit=time_limit,
+        options=options or {},
+        costs=costs,
+        keep=tuple(keep),
+        never_rerun=tuple(never_rerun),
         loss_memory=loss_memory,
     )
     if compiler not in COMPILERS:

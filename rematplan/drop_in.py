@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.planner.core.plan import Plan
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.planned_module import Planning, planned_module
 from rematplan.runtime.problem.constraints import Name
+
+if TYPE_CHECKING:
+
+    class PlannedModule(nn.Module):
+        """What type checkers know of a planned module; at run time its class is a subclass of the model's class."""
+
+        plan: Plan
+        plans: tuple[Plan, ...]
+        source: str
+
+        def prepare(self, *args: Any, **kwargs: Any) -> PlannedModule:
+            """Make the plan for these arguments without running anything; returns the module."""
 
 
 def plan_module(
@@ -33,7 +46,7 @@ def plan_module(
     max_inversion_error: float | None = None,
     overlap: str | None = None,
     loss_memory: str | int | None = None,
-) -> nn.Module:
+) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
     It shares the model's parameters, buffers and state; ``planned.plan`` is the plan for the last way in which it was
@@ -88,19 +101,19 @@ def plan_module(
             f"args is a {type(args).__name__}; write what the model is called with as a tuple, (x,)"
         )
     planner = StepPlanner(
-        budget,
-        strategy,
-        time_limit,
-        options or {},
-        costs,
-        _names(model, keep),
-        _names(model, never_rerun),
-        plan,
-        inverses,
-        max_inversion_error,
-        overlap,
-        loss_memory,
-        {f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
+        budget=budget,
+        strategy=strategy,
+        time_limit=time_limit,
+        options=options or {},
+        costs=costs,
+        keep=_names(model, keep),
+        never_rerun=_names(model, never_rerun),
+        plan=plan,
+        inverses=inverses,
+        max_inversion_error=max_inversion_error,
+        overlap=overlap,
+        loss_memory=loss_memory,
+        named={f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
     )
     planned = planned_module(model, planner, dynamic)
     return Planning(planned).prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return]

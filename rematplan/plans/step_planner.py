@@ -44,7 +44,7 @@ MENTIONED = 0.01
 Searched: TypeAlias = list[tuple[frozenset[str], Plan]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepPlanner:
     """Plans the steps of a drop-in; the fields are the arguments of `plan_module`.
 

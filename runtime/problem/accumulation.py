@@ -30,8 +30,9 @@ class Beside:
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
     """The problem of a step that frees each gradient of the parameters ``names`` as soon as it is computed.
 
-    Autograd adds each to the gradient of earlier steps, whose bytes are charged outside of the problem. Zero-byte marker
-    outputs force each gradient to be computed. `spare_bytes` deals with gradients that leave only when a segment ends.
+    Autograd adds each to the gradient of earlier steps, whose bytes are charged outside of the problem. Zero-byte
+    marker outputs force each gradient to be computed. `spare_bytes` deals with gradients that leave only when a segment
+    ends.
     """
     added = _added(step, names)
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}

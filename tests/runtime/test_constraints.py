@@ -68,7 +68,7 @@ def captured() -> CapturedStep:
 def plan_of(strategy: str = "approx_dp", budget: str = "85%", **more: Any) -> Plan:
     """What `planned` would follow; without tracing the model each time."""
     settings = {"costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
-    return StepPlanner(budget, strategy, **settings)(captured())[1]
+    return StepPlanner(budget=budget, strategy=strategy, **settings)(captured())[1]
 
 
 def reruns(plan: Plan, what: str) -> int:
