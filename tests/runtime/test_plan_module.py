@@ -238,7 +238,7 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
     planned, plain = planned_and_plain(strategy="auto", time_limit=1.0, options={"reuse": False})
     for model in (planned, plain):
         torch.manual_seed(1)
-        loss_of(model(images(5))).backward()
+        loss_of(model(images(3))).backward()
     assert same_grads(planned, plain)
     planned.eval()
     loss_of(planned(images())).backward()  # without dropout and running statistics: other ops
@@ -282,7 +282,7 @@ def test_what_cannot_be_is_said() -> None:
 
 
 def test_moving_and_loading_after_planning() -> None:
-    planned, plain = planned_and_plain()
+    planned, plain = planned_and_plain(budget="140%")  # 70 % of what it takes in double
     state = {k: v + 1 if v.is_floating_point() else v for k, v in plain.state_dict().items()}
     planned.load_state_dict(state)
     plain.load_state_dict(state)
