@@ -194,7 +194,7 @@ class StepPlanner:
         if both not in self.better:
             auto, budget = self.chosen(), self.limit(graphs[0])
             assert isinstance(auto, Auto)
-            with self._saying_what_is_set_aside(graphs[0]):
+            with self._explaining_refusals(graphs[0]):
                 graph, plan = plan_either(auto, *graphs, budget)
             self._note(graph, plan)
             self.better[both] = int(graph is graphs[1])
@@ -243,23 +243,29 @@ class StepPlanner:
         if budget.kind == "min":
             return least_plan(self.chosen(), graph)
         bytes_ = budget.bytes(0, lambda: 0)
-        with self._saying_what_is_set_aside(graph):
+        with self._explaining_refusals(graph):
             return plan_within(self._begun(self.chosen(), graph, bytes_), graph, bytes_)
 
     @contextmanager
-    def _saying_what_is_set_aside(self, graph: TrainingGraph) -> Iterator[None]:
-        """A refusal also says how much room is left for a loss outside of the model, unless that was stated."""
+    def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
+        """A refusal also names the room that is left for a loss outside of the model, unless that was stated, and the
+        first plan, if that made bytes of the budget."""
         try:
             yield
         except InfeasibleBudget as error:
-            aside = set_aside(graph)
-            if self.loss_memory is not None or aside < MENTIONED * error.smallest:
+            aside, floor, hint = set_aside(graph), error.floor, error.hint
+            if self.loss_memory is None and aside >= MENTIONED * error.smallest:
+                floor += (
+                    f"; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= "
+                    f"may state less (loss_memory='3x' does for cross entropy)"
+                )
+            if self.made and parse_budget(str(self.budget)).kind not in ("min", "bytes"):
+                hint = f"{self.budget} became these bytes at the first plan; state bytes that are enough for every call"
+            if (floor, hint) == (error.floor, error.hint):
                 raise
-            said = (
-                f"{error.floor}; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= "
-                f"may state less (loss_memory='3x' does for cross entropy)"
-            )
-            raise InfeasibleBudget(error.strategy, error.budget, error.smallest, error.known, said) from None
+            raise InfeasibleBudget(
+                error.strategy, error.budget, error.smallest, error.known, floor, hint
+            ) from None
 
     def _begun(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Strategy:
         """The strategy, with less time where an earlier plan serves; it begins with those."""
