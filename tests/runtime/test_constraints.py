@@ -61,7 +61,7 @@ def captured() -> CapturedStep:
             seen.append(step)
             return super().__call__(step)
 
-    planned_module(model(), Noting("100%", "store_all", costs="roofline")).prepare(X)
+    planned_module(model(), Noting(budget="100%", strategy="store_all", costs="roofline")).prepare(X)
     return seen[0]
 
 

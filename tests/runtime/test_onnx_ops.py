@@ -93,7 +93,7 @@ WITHOUT_CASES = re.compile(".*Sequence|Bernoulli|GlobalLpPool|Random|Scatter$")
 
 def test_most_of_the_standard_is_covered():
     ran = [name for name in by_name() if check(name)]
-    assert len(ran) >= 1550
+    assert len(ran) >= 1530
 
 
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.runtime.execute.missing_tangents import unused_by
-from rematplan.runtime.problem.loss_boundary import turned
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 
 class Heads(nn.Module):
@@ -74,7 +74,7 @@ def test_what_the_loss_uses_decides_as_in_plain_autograd(strategy: str, budget: 
 def test_what_only_an_unused_output_needs_is_skipped() -> None:
     planned, _ = pair("anneal", "85%")
     compiled = planned._rematplan.last.compiled
-    step, own = compiled.step, turned(compiled.step, compiled.schedule)
+    step, own = compiled.step, split_at_loss(compiled.step, compiled.schedule)
     schedule = own.schedule
     (second,) = [i.value for i in step.inputs if i.kind == "tangent" and i.target == "1"]
     unused = unused_by(step, schedule, own.turn, {second})
