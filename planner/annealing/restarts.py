@@ -194,7 +194,7 @@ class Search:
     ended_early: bool = False
     """Whether the search gave up improving before its time was spent."""
     interrupted: bool = False
-    """Whether a `KeyboardInterrupt` ended the search and `run` returned the best plan so far all the same."""
+    """Whether a `KeyboardInterrupt` ended the search, so that `run` returned the best plan so far."""
 
     @property
     def overhead(self) -> float:

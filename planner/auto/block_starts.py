@@ -62,7 +62,7 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """As `starting_plans`, of the one member that finds something for the least budgets, and only about this one."""
+    """As `starting_plans`, but only nested_dp's plans near this budget; used while nothing else fits."""
     return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
 
 

@@ -184,7 +184,7 @@ class _Session:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more is to be looked for: the gap is closed, or Ctrl-C ended an annealing."""
+        """Whether the search is over: the gap is closed, or Ctrl-C ended an annealing."""
         return self.interrupted or self.bound.closed(self.best)
 
     @property

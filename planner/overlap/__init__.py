@@ -1,1 +1,1 @@
-"""Placing recomputation on a second lane beside the gradients."""
+"""Placing recomputation on a second lane (thread or CUDA stream) while the gradients run on the first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,10 @@ from rematplan.planner.strategies.reversible import Reversible
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
-DRIVERS = ("libcuda.so.1", "nvcuda.dll", "libamdhip64.so")
-"""The driver's library of devices that torch calls cuda: NVIDIA's on Linux and Windows, AMD's."""
+DRIVERS = ("libcuda.so.1", "nvcuda.dll")
+"""NVIDIA's driver library on Linux and Windows."""
+AMD_DEVICE = Path("/dev/kfd")
+"""AMD's driver makes this file; torch calls AMD's devices cuda too."""
 PROFILE, ROOFLINE = "profile", "roofline"
 MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
 """Options that mean nothing for a problem file."""
@@ -189,16 +191,17 @@ def check_reachable(model: str, device: str | None) -> None:
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
         raise UsageError(f"{model}: cannot be read: No such file or directory")
     kind = (device or "cpu").partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not any(map(_loads, DRIVERS))):
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not _has_driver()):
         raise UsageError(f"there is no device {device!r} here; write cpu, cuda or cuda:1")
 
 
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+def _has_driver() -> bool:
+    """Whether this machine may have a device that torch calls cuda."""
+    for library in DRIVERS:
+        with suppress(OSError):
+            ctypes.CDLL(library)
+            return True
+    return AMD_DEVICE.exists()
 
 
 def price(
