@@ -51,6 +51,7 @@ LAYERS = {
         "strategies",
         "auto",
         "registry peak_report",
+        "pipeline",
     ),
     "runtime": (
         "graph",

@@ -1,0 +1,87 @@
+"""What a rank of a pipeline holds while it works through its actions.
+
+    bytes while an action runs = Σ states + Σ what torch holds + Σ gradients made so far
+                                 + Σ over stages (micro-batches in flight · K + deferred · D + ended · what they left)
+                                 + the action's transient
+
+where a micro-batch is in flight from its F to its B or I, and deferred from its I to its W; the running action's own
+micro-batch is counted in its transient only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from rematplan.planner.pipeline.actions import Action, StagePlan, stages_by_number
+
+
+def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
+    """The largest number of bytes that the rank holds during each action, and at last during the end of the step.
+
+    ``plans``: of the stages that the rank has.
+
+    Raises:
+        ProblemError: two plans of one stage.
+    """
+    stages = stages_by_number(plans)
+    held = sum(p.states + p.torch_bytes for p in stages.values())
+    made: set[int] = set()  # stages whose gradients are there
+    pending: dict[int, int] = {}
+    for action in actions:
+        stage = stages[action.stage]
+        held -= _taken_over(stage, action)
+        yield held + sum(pending.values()) + _transient(stage, action, action.stage not in made)
+        if action.kind in "BW" and action.stage not in made:
+            made.add(action.stage)
+            held += stage.gradients
+        if action.kind in "BI":
+            pending[action.stage] = stage.pending
+        held += _handed_on(stage, action)
+    yield held + sum(p.closing for p in stages.values())
+
+
+def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
+    """The most bytes that a rank holds at any moment of a step; arguments and errors as for `rank_bytes`."""
+    return max(rank_bytes(actions, plans))
+
+
+def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
+    """For each stage of a rank the most micro-batches that are ever between the begin of F and the end of B or I."""
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for action in actions:
+        if action.kind == "F":
+            now[action.stage] += 1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        elif action.kind != "W":
+            now[action.stage] -= 1
+    return dict(most)
+
+
+def _taken_over(stage: StagePlan, action: Action) -> int:
+    """Bytes held for the action's micro-batch as it begins."""
+    return {"F": 0, "B": stage.kept_bytes, "I": stage.kept_bytes, "W": stage.deferred_bytes}[action.kind]
+
+
+def _handed_on(stage: StagePlan, action: Action) -> int:
+    """Bytes that stay for the action's micro-batch after it."""
+    return {
+        "F": stage.kept_bytes,
+        "B": stage.left,
+        "I": stage.deferred_bytes + stage.left,
+        "W": 0,
+    }[action.kind]
+
+
+def _transient(stage: StagePlan, action: Action, first: bool) -> int:
+    backward, weight = stage.transient_backward, stage.transient_weight
+    if first:
+        backward = backward if stage.first_backward is None else stage.first_backward
+        weight = weight if stage.first_weight is None else stage.first_weight
+    return {
+        "F": stage.transient_forward,
+        "B": max(backward, weight),
+        "I": stage.transient_backward,
+        "W": weight,
+    }[action.kind]

@@ -1,0 +1,39 @@
+"""An independent account of what a rank holds: every byte by who holds it. Shares no code with the planner's."""
+
+from rematplan.planner.pipeline.actions import Action, StagePlan
+
+
+def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[int]:
+    """The bytes during each action, and at the end of the step."""
+    ledger: dict[tuple[object, ...], int] = {}
+    for s, p in plans.items():
+        ledger["states", s], ledger["torch", s] = p.states, p.torch_bytes
+    series = []
+    for a in actions:
+        p, mine = plans[a.stage], (a.stage, a.microbatch)
+        first = ("gradients", a.stage) not in ledger
+        back = (
+            p.first_backward
+            if first and a.kind == "B" and p.first_backward is not None
+            else p.transient_backward
+        )
+        weight = p.first_weight if first and p.first_weight is not None else p.transient_weight
+        running = {"F": p.transient_forward, "I": back, "B": max(back, weight), "W": weight}[a.kind]
+        others = sum(
+            size for key, size in ledger.items() if key not in {("kept", *mine), ("deferred", *mine)}
+        )
+        series.append(others + running)
+        if a.kind == "F":
+            ledger["kept", *mine] = p.kept_bytes
+        else:
+            ledger.pop(("kept", *mine), None)
+            if a.kind == "I":
+                ledger["deferred", *mine] = p.deferred_bytes
+            else:
+                ledger.pop(("deferred", *mine), None)
+                ledger["gradients", a.stage] = p.gradients
+            if a.kind != "W":
+                ledger["left", *mine] = p.left
+                ledger["message", a.stage] = p.pending
+    ended = sum(size for key, size in ledger.items() if key[0] != "message")
+    return [*series, ended + sum(p.closing for p in plans.values())]
