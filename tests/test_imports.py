@@ -61,6 +61,7 @@ LAYERS = {
         "capture",
         "problem",
         "inversion",
+        "statistics",
         "execute",
         "onnx/ops",
         "onnx",
