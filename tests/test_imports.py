@@ -66,8 +66,16 @@ LAYERS = {
         "onnx/ops",
         "onnx",
         "module",
+        "pipeline",
     ),
-    "rematplan": ("plans", "api drop_in compile_backend onnx_backend", "report", "cli", "__main__"),
+    "rematplan": (
+        "plans",
+        "api drop_in compile_backend onnx_backend",
+        "pipeline",
+        "report",
+        "cli",
+        "__main__",
+    ),
 }
 """The rooms of each folder, lowest first: a file imports files of its own room and of lower ones. An entry names a
 subfolder, or files of the folder itself. A file in another subfolder belongs to the nearest folder with an entry."""

@@ -1,0 +1,234 @@
+"""When each action of a pipeline runs: its schedule replayed with the stages' times over links that take time.
+
+A rank runs its actions one after another. F of a stage waits for the stage before it, B or I for the stage after it
+(the last stage's for its F), W for the I of its micro-batch. A message leaves when the action that makes it ends; the
+messages from one rank to another follow each other on one link, and arrive after the link's latency. Stages on the same
+rank need no message. Time O(actions · ranks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rematplan.ir import ProblemError
+from rematplan.planner.pipeline.actions import Action, PipelineSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Microseconds of a stage's forward, of what its input's gradient needs of the backward, and of the rest of it; and
+    the bytes of its messages: ``sends`` to the next stage, ``returns`` to the one before it."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    sends: int = 0
+    returns: int = 0
+
+    @property
+    def total(self) -> float:
+        """Microseconds a micro-batch."""
+        return self.forward + self.backward + self.weight
+
+    def of(self, kind: str) -> float:
+        """Microseconds of an action of that kind; B is I and W in one."""
+        times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
+        return times[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``latency`` in microseconds, ``bandwidth`` in bytes a microsecond."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def occupied(self, size: int) -> float:
+        """Microseconds for which a message of so many bytes occupies the link."""
+        return size / self.bandwidth
+
+    def travel(self, size: int) -> float:
+        """Microseconds from the message's start to its arrival on a free link."""
+        return self.latency + self.occupied(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action's time, microseconds from the first action's start."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A replayed schedule: ``rows`` has the spans of each rank in order."""
+
+    schedule: PipelineSchedule
+    rows: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """Microseconds until the last action ends."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Microseconds in which each rank works."""
+        return tuple(math.fsum(span.end - span.start for span in row) for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time until the last action ends in which they do not work."""
+        return 1 - math.fsum(self.busy) / (self.makespan * len(self.rows)) if self.makespan else 0.0
+
+
+def replay(
+    schedule: PipelineSchedule,
+    times: Sequence[StageTimes],
+    link: Link = Link(),
+    overhead: float = 0.0,
+    credits: int | None = None,
+) -> Timeline:
+    """The timeline of a schedule.
+
+    Args:
+        times: of each stage.
+        overhead: microseconds that each action takes beside its stage's time.
+        credits: messages of one direction between two stages that may be sent and not yet read; a rank waits with one
+            more until the reader begins to use an earlier one. None: any number.
+
+    Raises:
+        ProblemError: a deadlock: some action waits for ever. Names the first such action.
+    """
+    run = _Replay(schedule, times, link, overhead, credits)
+    ranks = range(schedule.ranks)
+    while sum(map(run.advance, ranks)):
+        pass
+    blocked = [(run.free[rank], rank) for rank in ranks if not run.done(rank)]
+    if blocked:
+        rank = min(blocked)[1]
+        raise ProblemError(
+            f"{schedule.name}: deadlock: rank {rank} waits for ever with {run.next(rank)}, for "
+            f"{run.waits_for(rank)}"
+        )
+    return Timeline(schedule, tuple(map(tuple, run.rows)))
+
+
+_Message = tuple[str, int, int]
+"""F or B, the stage that makes it, the micro-batch."""
+
+
+class _Replay:
+    """A replay under way. ``at``: each rank's next action. ``free``: when the rank can begin it."""
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        times: Sequence[StageTimes],
+        link: Link,
+        overhead: float,
+        credits: int | None,
+    ) -> None:
+        self.schedule, self.times, self.link = schedule, times, link
+        self.overhead, self.credits = overhead, credits
+        self.at, self.free = [0] * schedule.ranks, [0.0] * schedule.ranks
+        self.rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+        self.rank_of = {s: r for r, stages in enumerate(schedule.stage_of_rank) for s in stages}
+        self.made: dict[_Message, float] = {}  # when the action that makes it ended
+        self.arrived: dict[_Message, float] = {}  # when the next stage of its direction can use it
+        self.sent: dict[tuple[str, int], int] = {}  # messages by direction and sending stage
+        self.read: dict[tuple[str, int], list[float]] = {}  # when each of these was first used
+        self.link_free: dict[tuple[int, int], float] = {}  # by the ranks at its ends
+
+    def advance(self, rank: int) -> bool:
+        """Run what can run on a rank; whether anything did."""
+        moved = False
+        while not self.done(rank) and self._step(rank, self.next(rank)):
+            moved = True
+        return moved
+
+    def done(self, rank: int) -> bool:
+        """Whether the rank has run its list."""
+        return self.at[rank] == len(self.schedule.actions[rank])
+
+    def next(self, rank: int) -> Action:
+        """The action that the rank runs next, or whose message it cannot hand over."""
+        return self.schedule.actions[rank][self.at[rank]]
+
+    def waits_for(self, rank: int) -> str:
+        """What the rank's next action waits for, in words."""
+        action = self.next(rank)
+        if len(self.rows[rank]) > self.at[rank]:
+            return f"a credit: {self.credits} of its messages are sent and not read"
+        kind, stage, m = next(need for need, time in self._needs(action) if time is None)
+        return f"{stage}{kind}{m}"
+
+    def _step(self, rank: int, action: Action) -> bool:
+        """Begin the rank's next action, if it has not begun, and hand its message over; whether either is done."""
+        begun = len(self.rows[rank]) > self.at[rank]
+        if not begun and not self._begin(rank, action):
+            return False
+        if self._hand_over(rank, action):
+            self.at[rank] += 1
+            return True
+        return not begun
+
+    def _begin(self, rank: int, action: Action) -> bool:
+        needs = self._needs(action)
+        ready = [time for _, time in needs if time is not None]
+        if len(ready) < len(needs):
+            return False
+        start = max([self.free[rank], *ready])
+        self.free[rank] = start + self.times[action.stage].of(action.kind) + self.overhead
+        self.rows[rank].append(Span(action, start, self.free[rank]))
+        for (kind, stage, _), _time in needs:
+            if stage != action.stage:
+                self.read.setdefault((kind, stage), []).append(start)
+        if action.kind != "W":
+            self.made[_half(action), action.stage, action.microbatch] = self.free[rank]
+        return True
+
+    def _needs(self, action: Action) -> list[tuple[_Message, float | None]]:
+        """What an action reads, and since when that is there; None: not yet."""
+        stage, m, last = action.stage, action.microbatch, self.schedule.stages - 1
+        if action.kind == "F":
+            before = ("F", stage - 1, m)
+            return [(before, self.arrived.get(before))] if stage else []
+        if action.kind == "W":
+            return [(("B", stage, m), self.made.get(("B", stage, m)))]
+        own, after = ("F", stage, m), ("B", stage + 1, m)
+        answer = [(after, self.arrived.get(after))] if stage < last else []
+        return [(own, self.made.get(own)), *answer]
+
+    def _hand_over(self, rank: int, action: Action) -> bool:
+        """Send what the action made; False if no credit is left for that."""
+        half, stage = _half(action), action.stage
+        to = stage + 1 if half == "F" else stage - 1
+        if action.kind == "W" or not 0 <= to < self.schedule.stages:
+            return True
+        message = (half, stage, action.microbatch)
+        if self.rank_of[to] == rank:
+            self.arrived[message] = self.free[rank]
+            return True
+        before = self.sent.get((half, stage), 0)
+        if self.credits is not None and before >= self.credits:
+            read = self.read.get((half, stage), [])
+            if len(read) <= before - self.credits:
+                return False
+            self.free[rank] = max(self.free[rank], read[before - self.credits])
+        self.sent[half, stage] = before + 1
+        times = self.times[stage]
+        size = times.sends if half == "F" else times.returns
+        ends = (rank, self.rank_of[to])
+        self.link_free[ends] = max(self.free[rank], self.link_free.get(ends, 0.0)) + self.link.occupied(size)
+        self.arrived[message] = self.link_free[ends] + self.link.latency
+        return True
+
+
+def _half(action: Action) -> str:
+    return "F" if action.kind == "F" else "B"

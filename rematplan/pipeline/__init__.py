@@ -1,0 +1,1 @@
+"""Pipelines of planned stages: schedules by name, their files."""

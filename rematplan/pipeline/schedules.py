@@ -1,0 +1,51 @@
+"""Pipeline schedules by name: the lists of actions of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rematplan.ir import UsageError
+from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
+from rematplan.planner.pipeline.orders import dataflow, gpipe, one_forward_one_backward
+
+ONE_STAGE: Mapping[str, Callable[[int, int, float], PipelineSchedule]] = {
+    "gpipe": lambda ranks, microbatches, hop: gpipe(ranks, microbatches),
+    "1f1b": lambda ranks, microbatches, hop: one_forward_one_backward(ranks, microbatches),
+    "dataflow": dataflow,
+}
+"""Schedules with one stage a rank."""
+VIRTUAL = ("interleaved", "zbv", "interleaved-zb", "dualpipev")
+"""Schedules with several stages a rank: torch's classes make their lists."""
+SCHEDULES = (*ONE_STAGE, *VIRTUAL)
+SPLIT = ("zbv", "interleaved-zb", "dualpipev")
+"""Schedules that run a backward's weight gradients apart from the input's."""
+STAGES_A_RANK = 2
+"""Of `VIRTUAL` schedules, unless asked otherwise."""
+
+
+def schedule_named(
+    name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
+) -> PipelineSchedule:
+    """The schedule of that name.
+
+    Args:
+        each: stages a rank; by default 1, or `STAGES_A_RANK` for a `VIRTUAL` schedule.
+        hop: for ``dataflow``, the time of a message ÷ the time of a stage's forward and backward.
+
+    Raises:
+        UsageError: an unknown name, or numbers that the schedule cannot have.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    if name in ONE_STAGE:
+        if each not in (None, 1):
+            raise UsageError(f"{name} has one stage on each rank, not {each}")
+        if name == "1f1b" and microbatches < ranks:  # torch's class refuses it, and its ranks would idle
+            raise UsageError(
+                f"1f1b needs at least as many micro-batches as ranks: {ranks}, not {microbatches}"
+            )
+        return ONE_STAGE[name](ranks, microbatches, hop)
+    from rematplan.runtime.pipeline.action_lists import action_lists  # here: torch takes seconds to load
+
+    stages = ranks * (each or STAGES_A_RANK)
+    return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))

@@ -1,0 +1,1 @@
+"""Pipelines in torch: its schedules' action lists, stages that run plans."""
