@@ -23,7 +23,6 @@ from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -78,7 +77,7 @@ def line(name: str, seconds: float) -> str:
     """One network's row: the paper's figures, ours, the two comparisons."""
     _, graph = NETWORKS[name].load()
     paper, base, blocks = PAPER[name], base_plan(graph).estimate.peak, leanest(graph)
-    least = smallest_peak(graph, seconds, starts=[runs_of(p.schedule) for p in blocks.values()])
+    least = smallest_peak(graph, seconds, starts=tuple(blocks.values()))
     try:
         plan = Auto(time_limit=seconds, reuse=False).plan(graph, int(paper.best * base))
         at_paper = f"{1 + plan.estimate.overhead:.3f} (≥ {1 + (plan.lower_bound or 0.0):.3f})"

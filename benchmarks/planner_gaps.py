@@ -82,10 +82,7 @@ def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float)
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
     """Print and return the plan of the least peak."""
-    from rematplan.planner.core.schedule import runs_of
-
-    starts = [runs_of(p.schedule) for p in others]
-    plan = smallest_peak(graph, seconds, starts=starts)
+    plan = smallest_peak(graph, seconds, starts=others)
     rival = min((p.estimate.peak for p in others), default=0)
     print(
         f"  least budget: f = {share_of(graph, plan.estimate.peak):.4f}, overhead "

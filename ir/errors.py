@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 
 class RematplanError(Exception):
@@ -62,9 +62,11 @@ class InfeasibleBudget(RematplanError):
         known: what that says.
         floor: what no plan can have less than, and why, in words; empty if not said.
         hint: what may have been meant instead, in words; empty if not said.
+        plan: the plan of that smallest peak, where the strategy has one at hand; else None.
     """
 
     exit_status = 3
+    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan")
 
     def __init__(
         self,
@@ -74,15 +76,21 @@ class InfeasibleBudget(RematplanError):
         known: Known = "least",
         floor: str = "",
         hint: str = "",
+        plan: Any = None,
     ) -> None:
         self.strategy, self.budget, self.smallest = strategy, budget, smallest
-        self.known, self.floor, self.hint = known, floor, hint
+        self.known, self.floor, self.hint, self.plan = known, floor, hint, plan
         reason = _REFUSED[known].format(f"{show_bytes(smallest)} ({smallest} bytes)")
         super().__init__(
             f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) {reason}"
             + (f"; no plan can have less than {floor}" if floor else "")
             + (f"; {hint}" if hint else "")
         )
+
+    def changed(self, **fields: Any) -> InfeasibleBudget:
+        """The same refusal but for these attributes, such as ``hint="..."``."""
+        own = {name: getattr(self, name) for name in self._FIELDS}
+        return InfeasibleBudget(**(own | fields))
 
 
 def show_bytes(n: float) -> str:

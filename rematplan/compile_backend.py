@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
@@ -65,9 +67,10 @@ class PlanningBackend:
         """A joint graph in two; see `torch._functorch.partitioners.default_partition`."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
-        self.planner.fixed.clear()  # a graph after a break, or of another model, has a peak of its own
+        # A graph after a break, or of another model, has a peak of its own.
+        planner = replace(self.planner, scope=step.name)
         with unset_fake_temporarily(), disable_current_modes():
-            plan = self.planner.planned(step)
+            plan = planner.planned(step)
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
         results: Any = joint.graph.find_nodes(op="output")[0].args[0]
@@ -152,7 +155,7 @@ def backend(
     Raises:
         UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.
     """
-    planner = StepPlanner(
+    asked = PlanOptions(
         budget=budget,
         strategy=strategy,
         time_limit=time_limit,
@@ -164,4 +167,4 @@ def backend(
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
-    return PlanningBackend(planner, compiler)
+    return PlanningBackend(StepPlanner(asked), compiler)

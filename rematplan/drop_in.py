@@ -10,6 +10,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.planned_module import Planning, planned_module
@@ -100,7 +101,7 @@ def plan_module(
         raise UsageError(
             f"args is a {type(args).__name__}; write what the model is called with as a tuple, (x,)"
         )
-    planner = StepPlanner(
+    asked = PlanOptions(
         budget=budget,
         strategy=strategy,
         time_limit=time_limit,
@@ -113,9 +114,9 @@ def plan_module(
         max_inversion_error=max_inversion_error,
         overlap=overlap,
         loss_memory=loss_memory,
-        named={f"model.{name}": tensor for name, tensor in named_tensors(model).items()},
     )
-    planned = planned_module(model, planner, dynamic)
+    named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    planned = planned_module(model, StepPlanner(asked, named=named), dynamic)
     return Planning(planned).prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.restarts import Search, SearchBudget
@@ -14,8 +15,8 @@ from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.plain_first import plain_first
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
-from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, silent
@@ -33,46 +34,64 @@ def smallest_peak(
     *,
     moves: int = 0,
     keep_order: bool = False,
-    starts: Sequence[Sequence[str]] = (),
+    seed: int = 0,
+    starts: Sequence[Plan] = (),
 ) -> Plan:
     """The plan of the smallest peak found, and of the least overhead found at that peak.
 
     It starts from the base order, block plans of little memory and ``starts``, and asks for less and less.
-    `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. ``moves``, if not 0,
-    replaces the time limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base
-    order.
+    `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. A problem with inverses is
+    searched without them first, unless a start is as lean as the block plans. ``moves``, if not 0, replaces the time
+    limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base order. ``seed``: of
+    the random moves.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit, moves)
     deadline = math.inf if moves else effort.began + BLOCKS * time_limit
     blocks = leanest_plans(infer_phases(graph), deadline)
-    starts = [*starts, *(runs_of(p.schedule) for p in (*begun_with(graph), *blocks))]
-    if graph.inverses and not begun_with(graph):
+
+    def search(problem: TrainingGraph, share: float, carried: Sequence[Plan]) -> Plan:
+        if problem is graph:
+            sequences = [runs_of(p.schedule) for p in (*starts, *blocks, *carried)]
+            return _searched(graph, sequences, effort, progress, keep_order, seed)
         inverses = {inverse.name for inverse in graph.inverses}
-        known = [runs for runs in starts if inverses.isdisjoint(runs)]
-        plain = smallest_peak(
-            without_inverses(graph),
-            PLAIN * time_limit,
-            progress,
-            moves=int(PLAIN * moves),
-            keep_order=keep_order,
-            starts=known,
+        known = [p for p in (*starts, *blocks) if inverses.isdisjoint(runs_of(p.schedule))]
+        limit, effort.done = share * time_limit, int(share * moves)
+        return smallest_peak(
+            problem, limit, progress, moves=effort.done, keep_order=keep_order, seed=seed, starts=known
         )
-        starts = [*starts, runs_of(plain.schedule)]
-        effort.done = int(PLAIN * moves)
+
+    lean = min((p.estimate.peak for p in blocks), default=math.inf)
+    begun = any(p.estimate.peak <= lean for p in starts)
+    plain = [without_inverses(graph)] if graph.inverses and not begun else []
+    return plain_first((*plain, graph), PLAIN, search)[-1][1]
+
+
+def _searched(
+    graph: TrainingGraph,
+    starts: Sequence[Sequence[str]],
+    effort: SearchBudget,
+    progress: Progress,
+    keep_order: bool,
+    seed: int,
+) -> Plan:
+    """Lower the peak, then the overhead at that peak."""
     floor = min_peak_bound(graph).bytes
-    searches = [
-        Search(graph, floor, seed, keep_order, report=lambda done, _: progress(done, "lowering the peak"))
-        for seed in range(1 if moves or (os.cpu_count() or 1) < 2 else 2)  # moves: the same on any machine
-    ]
+    report = partial(_report, progress)
+    few = effort.moves or (os.cpu_count() or 1) < 2  # moves: the same on any machine
+    searches = [Search(graph, floor, seed + k, keep_order, report=report) for k in range(1 if few else 2)]
     try:
         _descend(searches, starts, effort)
-        return _cheapest(min(searches, key=_reached), effort, progress)
+        return _cheapest(min(searches, key=_reached), effort, progress, seed)
     except KeyboardInterrupt:
         if not (begun := [search for search in searches if search.smallest]):
             raise
         least = min(begun, key=_reached).least
         return replace(least, budget=least.estimate.peak)
+
+
+def _report(progress: Progress, done: float, _overhead: float | None) -> None:
+    progress(done, "lowering the peak")
 
 
 def _reached(search: Search) -> int:
@@ -107,11 +126,12 @@ def _lower(search: Search, effort: SearchBudget) -> None:
         stalls = stalls + 1 if search.least.estimate.peak == before else 0
 
 
-def _cheapest(descent: Search, effort: SearchBudget, progress: Progress) -> Plan:
+def _cheapest(descent: Search, effort: SearchBudget, progress: Progress, seed: int) -> Plan:
     """Spend what is left on the overhead at the smallest peak that was found."""
     search = Search(
         descent.graph,
         descent.least.estimate.peak,
+        seed,
         keep_order=descent.keep_order,
         report=lambda fraction, _: progress(fraction, "lowering the overhead at that peak"),
     )

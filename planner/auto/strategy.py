@@ -20,18 +20,15 @@ from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, leanest_plans, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.plain_first import plain_first
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.bounds.search import BoundSearch
-from rematplan.planner.caches.graph_cache import cached_on
-from rematplan.planner.caches.plan_cache import keep_plan, kept_plans
-from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.exhaustive import exhaustive
-from rematplan.planner.strategies.anneal import annealed
 from rematplan.planner.strategies.reversible import Reversible
 
 CUT = 0.3  # share of the time after which the loss cut is asked no more
@@ -67,11 +64,11 @@ class Auto(Strategy):
 
     A problem without phases that looks like a training step (`turn`) is searched as one first, then with reordering.
 
-    Inverses are used where they help: a part of the time goes into a plan without them (unless one is there to begin
-    with), which the rest improves.
+    Inverses are used where they help: a part of the time goes into a plan without them (unless a start is better than
+    all that the members find), which the rest improves.
 
-    What was found for a problem is remembered as long as the problem lives and, with ``reuse``, on disk for later
-    processes (`kept_plans`): a plan for a smaller budget serves a larger one. Other options as for `Anneal`;
+    With ``reuse``, whoever holds a `PlanStore` gives it the plans that earlier processes found as starts, and keeps
+    what is found on disk: a plan for a smaller budget serves a larger one. Other options as for `Anneal`;
     ``time_limit`` counts from the start of planning, members included.
     """
 
@@ -83,17 +80,32 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
 
-    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
-        """See `Strategy.plan`."""
+    resumes: ClassVar[bool] = True
+
+    @property
+    def lasting(self) -> bool:
+        """See `Strategy.lasting`."""
+        return self.reuse
+
+    def plan(
+        self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
+    ) -> Plan:
+        """See `Strategy.plan`. The plan is never worse than a start that fits and keeps the order that is asked for."""
         compile_kernels(progress)
-        return _Session(self, graph, budget, progress).plan()
+        return _Session(self, graph, budget, progress, starts).plan()
 
     def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. From the largest budget down; the time limit holds for the whole curve."""
+        """See `Strategy.curve`. From the largest budget down, each with all plans met before; the time limit holds for
+        the whole curve."""
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
+        known: Sequence[Plan] = starts
         left = self.time_limit
         compile_kernels(progress)  # before any clock starts
         for k, budget in enumerate(steps):
@@ -103,35 +115,45 @@ class Auto(Strategy):
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
 
-            began = time.monotonic()
+            session = _Session(share, graph, budget, report, starts, known)
             try:
-                found.append(share.plan(graph, budget, report))
+                found.append(session.plan())
             except InfeasibleBudget:
                 break
-            left = max(0.0, left - (time.monotonic() - began))
-        return pareto([*found, *(p for p in _known(graph, self.keep_order) if p not in found)])
-
-
-def _known(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
-    """What was found for the problem before."""
-    return cached_on(graph, ("auto", keep_order), list)
+            finally:
+                known = session.known
+            left = max(0.0, left - (time.monotonic() - session.began))
+        return pareto([*found, *(p for p in known if p not in found)])
 
 
 class _Session:
-    """The planning of one problem at one budget."""
+    """The planning of one problem at one budget.
 
-    def __init__(self, auto: Auto, graph: TrainingGraph, budget: int, progress: Progress) -> None:
+    ``starts``: the caller's. ``known``: further plans that are known; those met are added.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        graph: TrainingGraph,
+        budget: int,
+        progress: Progress,
+        starts: Sequence[Plan],
+        known: Sequence[Plan] = (),
+    ) -> None:
         self.auto, self.given, self.budget, self.progress = auto, graph, budget, progress
+        self.starts = starts
         self.began = time.monotonic()
         self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph) if graph.inverses else graph
-        self.known = _known(self.given, auto.keep_order)
+        self.known: list[Plan] = []
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
         self.interrupted = False  # whether Ctrl-C ended an annealing, which returned all the same
         cores = (os.cpu_count() or 1) >= CORES
         self.two = graph.has_phases and cores  # without phases one search has two threads
         self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit)
+        self.take((*starts, *known))
 
     def plan(self) -> Plan:
         """The best plan found, with its bound.
@@ -139,9 +161,6 @@ class _Session:
         Raises:
             InfeasibleBudget: none was found; carries the smallest peak met.
         """
-        self.take(kept_plans(self.given) if self.auto.reuse else ())
-        annealed_ = annealed(self.given, self.auto.keep_order)
-        self.take((*begun_with(self.given), *annealed_, *self.known_without_inverses()))
         with self.proof:
             try:
                 if not self.finished and not self.solved_exhaustively():
@@ -150,19 +169,11 @@ class _Session:
             except KeyboardInterrupt:
                 if self.best is None:
                     raise
-        plan = self.best or self.least()
-        if self.auto.reuse:
-            keep_plan(self.given, plan)
         if self.best is None:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
-            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak, known)
+            plan = self.least()
+            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak, known, plan=plan)
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
-
-    def known_without_inverses(self) -> Sequence[Plan]:
-        if self.plain is self.graph:
-            return ()
-        kept = kept_plans(self.plain) if self.auto.reuse else ()
-        return (*kept, *_known(self.plain, self.auto.keep_order), *annealed(self.plain, self.auto.keep_order))
 
     def take(self, plans: Sequence[Plan]) -> None:
         """Take plans in, except those that break the order that must be kept."""
@@ -250,15 +261,23 @@ class _Session:
 
     def search(self) -> None:
         """Anneal, without the inverses first; then wait for the bound."""
-        begun = any(p.estimate.peak <= self.budget for p in begun_with(self.given))
-        if self.graph.inverses and not begun and not self.finished:
-            self.anneal(self.plain, PLAIN * self.left)
-        if self.graph is not self.given and not self.finished:
-            self.anneal(self.graph, (1.0 if self.auto.keep_order else MARKED) * self.left)
-        if self.finished:
-            return
-        if self.anneal(self.given, self.left) and not self.finished:
-            self.proof.finish(self.left)
+        begun = self.best is not None and self.best in self.starts
+        plain = self.graph.inverses and not begun
+
+        def in_turn(graph: TrainingGraph, share: float, _starts: Sequence[Plan]) -> Plan | None:
+            if self.finished:
+                return None
+            last = graph is self.given
+            if (
+                not last and graph is self.graph
+            ):  # marked with phases: without that mark it is searched at last
+                share = 1.0 if self.auto.keep_order else MARKED
+            if self.anneal(graph, share * self.left) and last and not self.finished:
+                self.proof.finish(self.left)
+            return self.best
+
+        marked = () if self.graph is self.given else (self.graph,)
+        plain_first((*([self.plain] if plain else []), *marked, self.given), PLAIN, in_turn)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
         """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with
@@ -296,27 +315,24 @@ class _Session:
         return SecondSearch(other, self.proof, until, starts)
 
     def least(self) -> Plan:
-        """The plan of the smallest peak that a short descent finds; looked for once."""
+        """The plan of the smallest peak that a short descent finds."""
         if self.smallest is not None and not self.bound.best.unreachable:
             return self.smallest  # of a search that has tried for less
 
-        def look() -> Plan:
-            search = Search(
-                self.given,
-                min_peak_bound(self.graph).bytes,
-                self.auto.seed,
-                self.auto.keep_order,
-                report=partial(_looking, self.progress),
-            )
-            seconds = REFUSAL * self.auto.time_limit
-            known = [self.smallest] if self.smallest else []
-            blocks = leanest_plans(self.graph, time.monotonic() + seconds)
-            search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
-            effort = SearchBudget(seconds)
-            search.descend(effort, effort.total)
-            return search.least
-
-        self.take((cached_on(self.given, ("auto, least", self.auto.keep_order), look),))
+        search = Search(
+            self.given,
+            min_peak_bound(self.graph).bytes,
+            self.auto.seed,
+            self.auto.keep_order,
+            report=partial(_looking, self.progress),
+        )
+        seconds = REFUSAL * self.auto.time_limit
+        known = [self.smallest] if self.smallest else []
+        blocks = leanest_plans(self.graph, time.monotonic() + seconds)
+        search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
+        effort = SearchBudget(seconds)
+        search.descend(effort, effort.total)
+        self.take((search.least,))
         assert self.smallest is not None
         return self.smallest
 

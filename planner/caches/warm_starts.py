@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of, without_idle
 
@@ -21,16 +20,6 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
         return plan_from_runs(graph, runs, plan.strategy)
     except ProblemError:
         return None
-
-
-def begin_with(graph: TrainingGraph, plans: Iterable[Plan]) -> None:
-    """Let the planning of a problem begin with plans that were searched for without its inverses."""
-    begun_with(graph).extend(plans)
-
-
-def begun_with(graph: TrainingGraph) -> list[Plan]:
-    """The plans that the planning of a problem begins with."""
-    return cached_on(graph, "begun with", list)
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:

@@ -31,9 +31,21 @@ class Strategy:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    resumes: ClassVar[bool] = False
+    """Whether its search begins with start plans."""
 
-    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+    @property
+    def lasting(self) -> bool:
+        """Whether its plans are worth keeping on disk, as starts for later processes."""
+        return False
+
+    def plan(
+        self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
+    ) -> Plan:
         """The plan of least overhead that this strategy finds within ``budget`` bytes of simulated peak.
+
+        Args:
+            starts: known plans of the problem, for any budgets; a strategy that does not search ignores them.
 
         Raises:
             InfeasibleBudget: it knows no schedule that fits; carries the smallest peak that it can reach.
@@ -41,7 +53,11 @@ class Strategy:
         raise NotImplementedError
 
     def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
         """Plans along the memory/overhead trade-off, by falling peak and rising overhead, none dominated.
 
@@ -63,11 +79,14 @@ class FamilyStrategy(Strategy):
         """All candidate plans, unbudgeted, each priced by the simulator."""
         raise NotImplementedError
 
-    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
-        """See `Strategy.plan`."""
+    def plan(
+        self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
+    ) -> Plan:
+        """See `Strategy.plan`. Starts are not used."""
+        del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
-            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak)
+            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak, plan=found[-1])
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
@@ -77,10 +96,14 @@ class FamilyStrategy(Strategy):
         return tuple({p.estimate.peak: p for p in (*fitting[:1], front[-1])}.values())
 
     def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. The budgets are not used."""
-        del budgets
+        """See `Strategy.curve`. Budgets and starts are not used."""
+        del budgets, starts
         return pareto(self.family(graph, progress))
 
 

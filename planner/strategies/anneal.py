@@ -10,8 +10,6 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.problem_arrays import recipes
 from rematplan.planner.annealing.restarts import Search, SearchBudget
-from rematplan.planner.caches.graph_cache import cached_on
-from rematplan.planner.caches.plan_cache import keep_plan
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
@@ -19,7 +17,7 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 @dataclass(frozen=True)
 class Anneal(Strategy):
-    """Anneal the sequence of runs itself; see `sequence_moves` for the moves and their source.
+    """Anneal the sequence of runs itself; see `planner.annealing.moves` for the moves and their source.
 
     Anytime: Ctrl-C returns the best plan so far. No guarantee; the bound of `auto` tells how far it is from
     optimal.
@@ -37,14 +35,15 @@ class Anneal(Strategy):
     name: ClassVar[str] = "anneal"
     summary: ClassVar[str] = "anneal the sequence of ops, each recomputed where and as often as it pays"
 
-    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
-        """See `Strategy.plan`."""
-        return self.improve(graph, budget, (), progress)
+    @property
+    def lasting(self) -> bool:
+        """See `Strategy.lasting`."""
+        return True
 
-    def improve(
-        self, graph: TrainingGraph, budget: int, starts: Sequence[Sequence[str]], progress: Progress = silent
+    def plan(
+        self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """The best plan within the budget, never worse than a start that fits.
+        """See `Strategy.plan`. The plan is never worse than a start that fits.
 
         Raises:
             InfeasibleBudget: none was found; carries the smallest peak met on the way.
@@ -58,15 +57,18 @@ class Anneal(Strategy):
             enough=lambda overhead: overhead <= floor + 1e-12,
             report=lambda fraction, overhead: progress(fraction, _text(overhead)),
         )
-        plan = search.run(starts, SearchBudget(self.time_limit, self.moves))
+        plan = search.run([runs_of(p.schedule) for p in starts], SearchBudget(self.time_limit, self.moves))
         if plan is None:
-            keep_annealed(graph, search.least, self.keep_order)
-            raise InfeasibleBudget(self.name, budget, search.least.estimate.peak, "searched")
-        keep_annealed(graph, plan, self.keep_order)
+            least = search.least
+            raise InfeasibleBudget(self.name, budget, least.estimate.peak, "searched", plan=least)
         return plan
 
     def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
         """See `Strategy.curve`. From the largest budget down, each plan the next one's start; the time limit
         holds for the whole curve. A plan for a smaller budget serves a larger one too, so the curve is
@@ -80,23 +82,11 @@ class Anneal(Strategy):
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(budgets), text)
 
-            starts = [runs_of(p.schedule) for p in plans[-2:]]
             try:
-                plans.append(share.improve(graph, budget, starts, report))
+                plans.append(share.plan(graph, budget, report, (*starts, *plans[-2:])))
             except InfeasibleBudget:
                 break
         return pareto(plans)
-
-
-def annealed(graph: TrainingGraph, keep_order: bool) -> list[Plan]:
-    """The plans found for this problem so far, for `auto` to begin with."""
-    return cached_on(graph, ("annealed", keep_order), list)
-
-
-def keep_annealed(graph: TrainingGraph, plan: Plan, keep_order: bool) -> None:
-    """Have `auto` begin with a plan, here and, unless it is told not to, in later processes."""
-    annealed(graph, keep_order).append(plan)
-    keep_plan(graph, plan)
 
 
 def _floor(graph: TrainingGraph) -> float:

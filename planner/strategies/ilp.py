@@ -19,7 +19,6 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stages import StageProgram, add_violated, runs_at
-from rematplan.planner.strategies.anneal import keep_annealed
 
 TINY = 10  # recipes up to which every order is searched
 START = 0.3  # share of the time for annealing, which finds the order and the first incumbent
@@ -45,11 +44,21 @@ class ILP(Strategy):
     name: ClassVar[str] = "ilp"
     summary: ClassVar[str] = "integer program of the whole schedule (after Checkmate, Jain et al. 2020)"
 
-    def plan(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
-        """See `Strategy.plan`."""
+    @property
+    def lasting(self) -> bool:
+        """See `Strategy.lasting`."""
+        return True
+
+    def plan(
+        self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
+    ) -> Plan:
+        """See `Strategy.plan`. Starts that run inverses are not used."""
         floor = BoundSearch(graph, budget).best.overhead
         best = _Best(graph, budget, progress, floor, floor)
-        best.offer([op.name for op in graph.ops])
+        inverses = {op.name for op in graph.inverses}
+        for runs in ([op.name for op in graph.ops], *(runs_of(p.schedule) for p in starts)):
+            if inverses.isdisjoint(runs):
+                best.offer(runs)
         try:
             self._search(graph, budget, best)
         except KeyboardInterrupt:
@@ -57,7 +66,6 @@ class ILP(Strategy):
                 raise
         if best.plan is None:
             raise InfeasibleBudget(self.name, budget, best.smallest, "searched")
-        keep_annealed(graph, best.plan, keep_order=False)
         floor = min(best.bound, best.plan.estimate.overhead)
         closed = best.plan.estimate.overhead <= floor + CLOSED
         return replace(
@@ -124,7 +132,11 @@ class ILP(Strategy):
                 return
 
     def curve(
-        self, graph: TrainingGraph, budgets: Sequence[int], progress: Progress = silent
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
         """See `Strategy.curve`. The time limit holds for the whole curve; a plan for a smaller budget serves a larger
         one too."""
@@ -136,7 +148,7 @@ class ILP(Strategy):
                 progress((k + fraction) / len(budgets), text)
 
             try:
-                plans.append(share.plan(graph, budget, report))
+                plans.append(share.plan(graph, budget, report, starts))
             except InfeasibleBudget:
                 break
         return pareto(plans)

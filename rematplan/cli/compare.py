@@ -15,7 +15,7 @@ from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begin_with, transfer_plan
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
@@ -23,7 +23,7 @@ from rematplan.planner.core.strategy import Progress, Strategy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import least_plan, parse_budget
+from rematplan.plans.budgets import least_plan, parse_budget, plan_within
 from rematplan.plans.overlapping import ON, overlapped
 from rematplan.report.rival import Rival
 from rematplan.report.tables import comparison_table
@@ -104,19 +104,17 @@ def _rivals(
         extra = plan.estimate.cost / base - 1 if base else 0.0
         return PlannedRival(name, plan, extra, worst_error(source.graph, plan.schedule), source=source)
 
-    auto = Auto(time_limit=time_limit)
+    auto, store = Auto(time_limit=time_limit), PlanStore()
     progress(0.0, "without inverses")
     yield rival("store all", plain, no_recompute(plain.graph))
     yield rival("√n checkpointing", plain, _within(ChenSqrt(), plain, budget, progress))
-    without = rival("auto without inverses", plain, _within(auto, plain, budget, progress))
+    without = rival("auto without inverses", plain, _within(auto, plain, budget, progress, store))
     yield without
     if not any(inverse.noise for inverse in inverted.graph.inverses):
         return
     progress(0.5, "with inverses")
     yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
-    carried = transfer_plan(without.plan, inverted.graph)
-    begin_with(inverted.graph, [carried] if carried else [])
-    both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress))
+    both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress, store))
     # The better of the two is the plan of someone who may invert.
     best = min((both, without), key=lambda r: _rank(r.plan, budget))
     yield replace(best, name=both.name)
@@ -144,12 +142,17 @@ def _rank(plan: Plan, budget: int) -> tuple[int, float]:
     return max(plan.estimate.peak, budget), plan.estimate.cost
 
 
-def _within(strategy: Strategy, source: Source, budget: int, progress: Progress) -> Plan:
+def _within(
+    strategy: Strategy, source: Source, budget: int, progress: Progress, store: PlanStore | None = None
+) -> Plan:
     """The strategy's plan within the budget, or else the least that it reaches."""
+    store = PlanStore() if store is None else store
     try:
-        return strategy.plan(source.graph, budget, progress)
+        return plan_within(strategy, source.graph, budget, progress, store=store)
     except InfeasibleBudget:
-        return least_plan(strategy, source.graph, progress)
+        plan = least_plan(strategy, source.graph, progress, starts=store.nearest(source.graph))
+        store.put(source.graph, None, plan)
+        return plan
 
 
 def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRival]:

@@ -117,7 +117,7 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
         hint = unit_missing(budget, graph)
         if not hint:
             raise
-        raise InfeasibleBudget(e.strategy, e.budget, e.smallest, e.known, e.floor, hint) from None
+        raise e.changed(hint=hint) from None
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from fractions import Fraction
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.strategies.anneal import Anneal
@@ -128,18 +128,40 @@ def parse_loss_memory(text: str) -> Budget:
     )
 
 
-def plan_within(strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress = silent) -> Plan:
+def plan_within(
+    strategy: Strategy,
+    graph: TrainingGraph,
+    budget: int,
+    progress: Progress = silent,
+    *,
+    store: PlanStore | None = None,
+    starts: Sequence[Plan] = (),
+) -> Plan:
     """The strategy's plan within a budget.
+
+    Args:
+        store: gets the plan; a strategy that resumes begins with those that it has of the problem.
+        starts: further plans to begin with.
 
     Raises:
         InfeasibleBudget: it knows none; says what bounds the smallest peak of any plan.
     """
+    store = PlanStore() if store is None else store
     try:
-        return strategy.plan(graph, budget, progress)
+        plan = strategy.plan(graph, budget, progress, (*starts, *known_plans(strategy, graph, store)))
     except InfeasibleBudget as error:
-        raise InfeasibleBudget(
-            error.strategy, budget, error.smallest, error.known, floor_text(graph)
-        ) from None
+        if error.plan is not None and strategy.lasting:
+            store.keep(graph, error.plan)
+        raise error.changed(budget=budget, floor=floor_text(graph)) from None
+    store.put(graph, budget, plan, lasting=strategy.lasting)
+    return plan
+
+
+def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
+    """What a strategy begins with of all that is known: of this process, and of earlier ones if it is to."""
+    if not strategy.resumes:
+        return ()
+    return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
 
 
 def least_plan(
@@ -157,8 +179,8 @@ def least_plan(
     """
     if isinstance(strategy, (Auto, Anneal)):
         limit = strategy.time_limit if time_limit is None else time_limit
-        known = [runs_of(p.schedule) for p in starts]
-        return smallest_peak(graph, limit, progress, keep_order=strategy.keep_order, starts=known)
+        order, seed = strategy.keep_order, strategy.seed
+        return smallest_peak(graph, limit, progress, keep_order=order, seed=seed, starts=starts)
     try:
         return strategy.plan(graph, 0, progress)
     except InfeasibleBudget as error:

@@ -1,20 +1,21 @@
 """Plans that may invert, and are never worse than those that may not.
 
 A step that is opened for inverses is another problem than the step as it stands: halves are storages of their own, and
-what is written in place is a concatenation. So both are planned, the plain one first, in a part of the time, and with
-all that `planner.caches.plan_cache` keeps of earlier searches for it; what is found starts the other search;
-and the better plan of the two is the plan.
+what is written in place is a concatenation. So both are planned, the plain one first, in a part of the time; what is
+found starts the other search; and the better plan of the two is the plan.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.plain_first import Found, plain_first
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begin_with, transfer_plan
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
@@ -29,37 +30,49 @@ def plan_either(
     inverted: TrainingGraph,
     budget: Budget,
     progress: Progress = silent,
+    *,
+    store: PlanStore | None = None,
 ) -> tuple[TrainingGraph, Plan]:
-    """The better of `auto`'s plans of two problems of one step, and its problem; of equal ones the plain one, all of
-    whose results are equal bit by bit. ``plain`` is what a share as the budget is of.
+    """The better of `auto`'s plans of two problems of one step, and its problem. ``plain`` is what a share as the
+    budget is of. ``store``: see `plan_within`; it gets each plan that is found.
 
     Raises:
         InfeasibleBudget: neither has a plan that fits; carries the smallest peak of the two.
     """
     compile_kernels(progress)  # before the clock starts
-    least = budget.kind == "min"
-    amount = 0 if least else budget.of(plain)
+    amount = None if budget.kind == "min" else budget.of(plain)
+    store = PlanStore() if store is None else store
     began = time.monotonic()
-    found: list[tuple[TrainingGraph, Plan]] = []
+    nothing_to_save: list[Plan] = []
     failed: list[InfeasibleBudget] = []
-    for graph, share in ((plain, PLAIN), (inverted, 1.0)):
-        carried = [p for _, one in found if (p := transfer_plan(one, graph))]
-        begin_with(graph, carried)
-        left = max(0.0, auto.time_limit - (time.monotonic() - began))
-        part = replace(auto, time_limit=share * left)
+
+    def search(graph: TrainingGraph, share: float, starts: Sequence[Plan]) -> Plan | None:
+        if nothing_to_save:
+            return None
+        part = replace(auto, time_limit=share * max(0.0, auto.time_limit - (time.monotonic() - began)))
+        if amount is None:
+            plan = least_plan(part, graph, progress, starts=starts)
+            store.put(graph, None, plan)
+            return plan
         try:
-            if least:
-                plan = least_plan(part, graph, progress, starts=carried)
-            else:
-                plan = plan_within(part, graph, amount, progress)
+            plan = plan_within(part, graph, amount, progress, store=store, starts=starts)
         except InfeasibleBudget as error:
             failed.append(error)
-            continue
-        found.append((graph, plan))
-        if not least and plan.estimate.overhead <= 0:
-            break  # nothing is left to be saved
+            return None
+        if plan.estimate.overhead <= 0:
+            nothing_to_save.append(plan)
+        return plan
+
+    found = plain_first((plain, inverted), PLAIN, search)
     if not found:
-        smallest = min(error.smallest for error in failed)
         last = failed[-1]  # of the problem that has all plans that the other has
-        raise InfeasibleBudget(last.strategy, last.budget, smallest, last.known, last.floor)
+        least = min(failed, key=lambda error: error.smallest)
+        raise last.changed(smallest=least.smallest, plan=least.plan)
+    return better_of(found, budget)
+
+
+def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
+    """The problem and plan of the least peak, if that is the budget, and of the least cost; of equal ones the plain
+    one, which is first: all of its results are equal bit by bit."""
+    least = budget.kind == "min"
     return min(found, key=lambda one: (one[1].estimate.peak if least else 0, one[1].estimate.cost))

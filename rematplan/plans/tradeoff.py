@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
-from rematplan.plans.budgets import Budget
+from rematplan.plans.budgets import Budget, known_plans
 
 Curves = Mapping[str, Sequence[Plan]]
 """By strategy, its plans by rising overhead and falling peak."""
@@ -36,8 +37,11 @@ def trace_curves(
     strategies: Mapping[str, Strategy],
     budgets: Sequence[int],
     progress: Progress = silent,
+    store: PlanStore | None = None,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say)."""
+    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say). ``store``: of
+    plans on disk, which the curves begin with and are kept in."""
+    store = PlanStore() if store is None else store
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
     order = sorted(strategies, key="auto".__eq__)  # auto is last, for it begins with what others have found
@@ -49,10 +53,13 @@ def trace_curves(
 
         report(0.0, "")
         try:
-            plans = strategy.curve(graph, budgets, report)
+            others = [p for plans in found.values() for p in plans] if strategy.resumes else []
+            plans = strategy.curve(graph, budgets, report, (*others, *known_plans(strategy, graph, store)))
         except LatticeTooLarge as error:
             notes.append(str(error))
             continue
+        for plan in plans if strategy.lasting else ():
+            store.keep(graph, plan)
         if plans:
             found[name] = plans
         else:

@@ -20,6 +20,7 @@ from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.ilp import ILP
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=30)
 
@@ -129,7 +130,10 @@ def test_curve_is_monotone():
 def test_a_later_plan_for_a_larger_budget_is_never_worse():
     graph = network(30)
     peak = peak_of_base(graph)
-    overheads = [Auto(time_limit=0.7).plan(graph, int(peak * f)).estimate.overhead for f in (0.6, 0.65, 0.8)]
+    plans = []
+    for share in (0.6, 0.65, 0.8):
+        plans.append(Auto(time_limit=0.7).plan(graph, int(peak * share), starts=plans))
+    overheads = [plan.estimate.overhead for plan in plans]
     assert overheads == sorted(overheads, reverse=True)
 
 
@@ -178,11 +182,22 @@ def test_tidying_removes_every_rerun_that_the_budget_does_not_need():
     assert tidy.estimate.cost == plan.estimate.cost  # a search tidies what it returns
 
 
-def test_auto_begins_with_what_anneal_has_found():
+@pytest.mark.parametrize("search", [Auto(time_limit=0.1), Anneal(moves=100), ILP(time_limit=0.1)])
+def test_a_search_is_never_worse_than_its_start(search):
     graph = network(30)
     budget = int(0.6 * peak_of_base(graph))
-    found = Anneal(moves=60_000).plan(graph, budget)
-    assert Auto(time_limit=0.1).plan(graph, budget).estimate.cost <= found.estimate.cost
+    start = Anneal(moves=60_000).plan(graph, budget)
+    assert search.plan(graph, budget, starts=[start]).estimate.cost <= start.estimate.cost
+
+
+def test_a_plan_depends_on_its_arguments_alone():
+    graph = network(30)
+    budget = int(0.6 * peak_of_base(graph))
+    alone = Anneal(moves=8000).plan(graph, budget)
+    start = Anneal(moves=60_000).plan(graph, budget)
+    Auto(time_limit=0.3).plan(graph, budget)
+    assert Anneal(moves=8000).plan(graph, budget) == alone
+    assert Anneal(moves=8000).plan(graph, budget, starts=[start]).estimate.cost < alone.estimate.cost
 
 
 def test_a_refusal_says_a_peak_that_is_really_reachable():
@@ -190,7 +205,8 @@ def test_a_refusal_says_a_peak_that_is_really_reachable():
     with pytest.raises(InfeasibleBudget) as caught:
         Auto(time_limit=2).plan(graph, graph.input_bytes + 1)
     assert caught.value.smallest < 0.8 * peak_of_base(graph)
-    again = Auto(time_limit=0.3).plan(graph, caught.value.smallest)
+    assert caught.value.plan.estimate.peak == caught.value.smallest
+    again = Auto(time_limit=0.3).plan(graph, caught.value.smallest, starts=[caught.value.plan])
     assert again.estimate.peak <= caught.value.smallest
 
 

@@ -127,10 +127,3 @@ def test_an_interruption_returns_the_best_so_far(problems):
 
     budget = int(0.7 * peak_of_base(graph))
     assert ILP(time_limit=1).plan(graph, budget, interrupt).estimate.peak <= budget
-
-
-def test_auto_begins_with_what_the_programs_have_found(problems):
-    graph = problems.residual((1, 1))
-    budget = int(0.7 * peak_of_base(graph))
-    found = ILP(time_limit=1).plan(graph, budget)
-    assert Auto(time_limit=0.1).plan(graph, budget).estimate.cost <= found.estimate.cost

@@ -17,6 +17,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import STRATEGIES
+from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.module.planned_module import planned_module
@@ -61,14 +62,16 @@ def captured() -> CapturedStep:
             seen.append(step)
             return super().__call__(step)
 
-    planned_module(model(), Noting(budget="100%", strategy="store_all", costs="roofline")).prepare(X)
+    planned_module(
+        model(), Noting(PlanOptions(budget="100%", strategy="store_all", costs="roofline"))
+    ).prepare(X)
     return seen[0]
 
 
 def plan_of(strategy: str = "approx_dp", budget: str = "85%", **more: Any) -> Plan:
     """What `planned` would follow; without tracing the model each time."""
     settings = {"costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
-    return StepPlanner(budget=budget, strategy=strategy, **settings)(captured())[1]
+    return StepPlanner(PlanOptions(budget=budget, strategy=strategy, **settings))(captured())[1]
 
 
 def reruns(plan: Plan, what: str) -> int:

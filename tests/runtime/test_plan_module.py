@@ -13,7 +13,6 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.caches.warm_starts import begun_with
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -230,9 +229,9 @@ def test_planning_leaves_the_model_and_the_generator_alone() -> None:
 def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     met, search = [], Auto.plan
 
-    def seen(self: Auto, graph: TrainingGraph, budget: int, *rest: Any) -> Plan:
-        met.append((self.time_limit, [p.estimate.peak <= budget for p in begun_with(graph)]))
-        return search(self, graph, budget, *rest)
+    def seen(self: Auto, graph: TrainingGraph, budget: int, progress: Any, starts: Any) -> Plan:
+        met.append((self.time_limit, [p.estimate.peak <= budget for p in starts]))
+        return search(self, graph, budget, progress, starts)
 
     monkeypatch.setattr(Auto, "plan", seen)
     planned, plain = planned_and_plain(strategy="auto", time_limit=1.0, options={"reuse": False})

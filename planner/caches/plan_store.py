@@ -1,0 +1,153 @@
+"""What is known of plans: those made in this process, and on disk those that earlier processes found.
+
+On disk there are only starts of searches: sequences of runs, simulated anew when they are read, under a digest of the
+whole problem, sizes and costs included. A plan for a smaller budget then serves a larger one in a later process too,
+and an old or damaged file costs nothing but the start. Folder: ``plans`` in `ir.cache_folder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.ir.cache_folder import cache_folder
+from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.planner.caches.warm_starts import transfer_plan
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.core.strategy import pareto
+
+PLANS_KEPT = 32
+RUNS_KEPT = 60_000
+"""Plans kept on disk of one problem, and runs in them together: more would take long to read. The latest are kept."""
+PROBLEMS_KEPT = 256
+"""Problems of which plans are kept on disk: those not planned for longest are dropped."""
+IN_MEMORY = 256
+"""Plans that a store holds in memory: the latest."""
+NEAREST = 4
+"""Earlier problems whose plans are starts for another."""
+
+Key: TypeAlias = tuple[object, ...]
+
+
+class PlanStore:
+    """The plans of one strategy with its options, for any number of problems.
+
+    A strategy gets plans of it as its ``starts``; nothing of it is kept in a place that a caller does not see. Copies
+    and pickles hold what the store holds in memory.
+
+    ``fixed``: the bytes that a stated budget became at the first plan, which hold for all later ones; by its text and
+    whatever else tells those apart for whom the first plan is another.
+    """
+
+    def __init__(self) -> None:
+        self.fixed: dict[tuple[str, ...], int] = {}
+        self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
+        self._latest: list[tuple[frozenset[str], Plan]] = []
+
+    def __bool__(self) -> bool:
+        """Whether a plan has been put."""
+        return bool(self._made)
+
+    def get(self, problem: TrainingGraph, budget: int | None) -> Plan | None:
+        """The plan that was put for this problem and budget.
+
+        Of a problem that differs in its ops' costs alone it is the same plan, without a bound, which is of other costs:
+        a step in which only a number is another needs no new search.
+
+        Args:
+            budget: bytes; None for the least peak.
+        """
+        costs, plan = self._made.get(_key(problem, budget), ((), None))
+        if plan is None or costs == _costs(problem):
+            return plan
+        estimate = simulate(problem, plan.schedule)
+        return replace(plan, estimate=estimate, lower_bound=None, status="feasible")
+
+    def put(self, problem: TrainingGraph, budget: int | None, plan: Plan, *, lasting: bool = False) -> None:
+        """Remember the plan of a problem for a budget in bytes, or, where that is None, for the least peak.
+
+        ``lasting``: on disk too, as a start for later processes.
+        """
+        key = _key(problem, budget)
+        self._made.pop(key, None)
+        self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
+        while len(self._made) > IN_MEMORY:
+            del self._made[next(iter(self._made))]
+        self._latest = [*self._latest, (frozenset(problem.op), plan)][-NEAREST:]
+        if lasting:
+            self.keep(problem, plan)
+
+    def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
+        """The latest plans of any problems of this process, as far as their runs serve this one."""
+        return tuple(plan for plan, _ in self._transferred(problem))
+
+    def serves(self, problem: TrainingGraph, budget: int) -> bool:
+        """Whether a plan of `nearest` fits the budget (bytes) that is of the same ops, on other sizes maybe."""
+        return any(plan.estimate.peak <= budget and same for plan, same in self._transferred(problem))
+
+    def _transferred(self, problem: TrainingGraph) -> Iterator[tuple[Plan, bool]]:
+        for ops, plan in self._latest:
+            if found := transfer_plan(plan, problem):
+                yield found, ops == problem.op.keys()
+
+    def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
+        """The plans on disk of a problem, and of the same problem without inverses; of each the latest first."""
+        plain = (replace(problem, inverses=()),) if problem.inverses else ()
+        return tuple(plan for one in (problem, *plain) for plan in _read(problem, _file(one)))
+
+    def keep(self, problem: TrainingGraph, plan: Plan) -> None:
+        """Keep a plan on disk with the others of its problem, without those that are no better in any way than
+        another."""
+        file = _file(problem)
+        found = tuple(dict.fromkeys((plan, *_read(problem, file))))
+        front = pareto(found)
+        number = {name: k for k, name in enumerate(_names(problem))}
+        rows = [[p.strategy, [number[name] for name in runs_of(p.schedule)]] for p in found if p in front]
+        rows = rows[:PLANS_KEPT]
+        while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
+            rows.pop()
+        with suppress(OSError, ProblemError):  # a read-only home costs a later run its start, nothing else
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(rows, separators=(",", ":")))
+            for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[:-PROBLEMS_KEPT]:
+                old.unlink()
+
+
+def _key(problem: TrainingGraph, budget: int | None) -> Key:
+    """All that decides which peaks there are."""
+    sizes = tuple(t.bytes for t in problem.tensors)
+    workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))
+    return problem.fingerprint, sizes, workspaces, budget
+
+
+def _costs(problem: TrainingGraph) -> tuple[float, ...]:
+    return tuple(op.cost for op in (*problem.ops, *problem.inverses))
+
+
+def _names(problem: TrainingGraph) -> list[str]:
+    return [op.name for op in (*problem.ops, *problem.inverses)]
+
+
+def _read(problem: TrainingGraph, file: Path) -> tuple[Plan, ...]:
+    """The plans in a file; none where there is no file, or one that says something else."""
+    names = _names(problem)
+    try:
+        rows: Any = read_json(file)
+        return tuple(plan_from_runs(problem, [names[k] for k in runs], str(found)) for found, runs in rows)
+    except (ProblemError, TypeError, ValueError, LookupError):
+        return ()
+
+
+def _file(problem: TrainingGraph) -> Path:
+    sizes = [t.bytes for t in problem.tensors]
+    prices = [[op.cost, op.workspace] for op in (*problem.ops, *problem.inverses)]
+    digest = hashlib.sha256(json.dumps([problem.fingerprint, sizes, prices]).encode()).hexdigest()
+    return cache_folder() / "plans" / f"{digest}.json"

@@ -1,0 +1,68 @@
+"""What a user asks of a plan, whichever door is taken: `plan_module` or `backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rematplan.ir import UsageError
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.registry import LIMIT, strategy
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
+from rematplan.plans.overlapping import check_mode
+from rematplan.plans.pricing import check_costs
+
+if TYPE_CHECKING:
+    from rematplan.runtime.problem.constraints import Name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The arguments of `plan_module` that decide which plan is made; see there.
+
+    Raises:
+        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs or overlap.
+    """
+
+    budget: str | int | None
+    strategy: str = "auto"
+    time_limit: float = 30.0
+    options: Mapping[str, object] = field(default_factory=dict)
+    costs: str = "profile"
+    keep: tuple[Name, ...] = ()
+    never_rerun: tuple[Name, ...] = ()
+    plan: str | Path | None = None
+    inverses: bool = False
+    max_inversion_error: float | None = None
+    overlap: str | None = None
+    loss_memory: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is None and self.plan is None:
+            raise UsageError("state a budget, such as budget='8GiB', or a plan")
+        if self.budget is not None:
+            parse_budget(str(self.budget))
+        self.stated_loss()
+        self.chosen()
+        check_costs(self.costs)
+        check_mode(self.overlap)
+
+    def chosen(self) -> Strategy:
+        """The strategy with its options."""
+        return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
+
+    def stated_budget(self) -> Budget:
+        """The budget as it is stated."""
+        return parse_budget(str(self.budget))
+
+    def stated_loss(self) -> Budget | None:
+        """What the loss holds, if that is stated."""
+        return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
+
+    @property
+    def inverting(self) -> bool:
+        """Whether inverses that round are wanted."""
+        return self.inverses or self.strategy == Reversible.name

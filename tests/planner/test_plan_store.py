@@ -1,0 +1,195 @@
+"""What is known of plans, in memory and on disk: a later process begins where an earlier one ended, and a bad file
+costs no more than that."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from rematplan.ir import InfeasibleBudget, Op
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches import plan_store as module
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.ilp import ILP
+from rematplan.plans.budgets import plan_within
+
+INSTANT = Auto(time_limit=0.0)
+
+
+def within(strategy, graph, budget):
+    """The strategy's plan as in a process of its own: nothing is known but what is on disk."""
+    return plan_within(strategy, graph, budget, store=PlanStore())
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "rematplan" / "plans"
+
+
+def base(graph):
+    return plan_from_runs(graph, [op.name for op in graph.ops], "base")
+
+
+def again(graph):
+    """The problem as another process would see it: nothing is remembered of it."""
+    return replace(graph)
+
+
+@pytest.mark.parametrize("search", [Auto(time_limit=0.5), Anneal(moves=50_000), ILP(time_limit=3)])
+def test_a_later_process_is_never_worse_at_the_same_or_a_larger_budget(problems, search):
+    graph = problems.residual((1, 1))
+    peak = base(graph).estimate.peak
+    found = within(search, graph, int(0.6 * peak))
+    for share in (0.6, 0.61, 0.7):
+        later = within(INSTANT, again(graph), int(share * peak))
+        assert later.estimate.cost <= found.estimate.cost
+        assert later.budget == int(share * peak)
+
+
+def test_the_problem_with_inverses_begins_with_the_plain_ones_plan(problems):
+    plain = problems.residual((1, 1))
+    sums = [op for op in plain.ops if op.name.startswith("add") and op.phase == "forward"]
+    graph = replace(
+        plain, inverses=tuple(Op(f"un{op.name}", (*op.writes, op.reads[1]), op.reads[:1], 1.0) for op in sums)
+    )
+    assert graph.inverses
+    budget = int(0.7 * base(plain).estimate.peak)
+    found = within(Auto(time_limit=0.5), plain, budget)
+    assert within(INSTANT, again(graph), budget).estimate.cost <= found.estimate.cost
+
+
+def test_other_sizes_or_costs_are_another_problem(problems):
+    graph = problems.chain(6)
+    PlanStore().keep(graph, base(graph))
+    assert PlanStore().kept(again(graph)) == (base(graph),)
+    dearer = replace(graph, ops=tuple(replace(op, cost=op.cost + 1) for op in graph.ops))
+    larger = replace(graph, tensors=tuple(replace(t, bytes=t.bytes + 1) for t in graph.tensors))
+    assert PlanStore().kept(dearer) == PlanStore().kept(larger) == ()
+
+
+def test_without_reuse_nothing_is_read_or_written(problems, folder):
+    graph = problems.chain(8)
+    PlanStore().keep(graph, base(graph))
+    (file,) = folder.iterdir()
+    written = file.read_text()
+    budget = base(graph).estimate.peak
+    assert within(Auto(), again(graph), budget).strategy == "base"
+    assert within(Auto(reuse=False), again(graph), budget).strategy != "base"
+    with pytest.raises(InfeasibleBudget):
+        within(Auto(time_limit=0.1, reuse=False), again(graph), graph.input_bytes + 1)
+    assert file.read_text() == written
+
+
+def test_what_does_not_fit_is_kept_too(problems):
+    graph = problems.chain(8)
+    with pytest.raises(InfeasibleBudget) as caught:
+        within(Auto(time_limit=0.1), graph, graph.input_bytes + 1)
+    assert [p.estimate.peak for p in PlanStore().kept(again(graph))] == [caught.value.smallest]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "3", "[[1]]", '[["a", [99999]]]', '[["a", [0, "x"]]]', '[["a", [3]]]', "\0"],
+)
+def test_a_damaged_file_counts_as_none(problems, folder, text):
+    graph = problems.chain(4)
+    PlanStore().keep(graph, base(graph))
+    (file,) = folder.iterdir()
+    file.write_text(text)
+    assert PlanStore().kept(again(graph)) == ()
+    PlanStore().keep(graph, base(graph))
+    assert PlanStore().kept(again(graph)) == (base(graph),)
+
+
+def test_plans_worse_in_every_way_are_dropped_and_the_latest_come_first(problems):
+    graph = problems.chain(8)
+    names = [op.name for op in graph.ops]
+    wasteful = plan_from_runs(graph, [names[0], *names], "wasteful")
+    lean = Anneal(moves=20_000).plan(graph, int(0.7 * base(graph).estimate.peak))
+    for plan in (wasteful, base(graph), lean, wasteful):
+        PlanStore().keep(graph, plan)
+    assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal", "base"]
+
+
+def test_no_more_is_kept_than_is_soon_read(problems, folder, monkeypatch):
+    monkeypatch.setattr(module, "PROBLEMS_KEPT", 3)
+    for length in range(3, 9):
+        PlanStore().keep(problems.chain(length), base(problems.chain(length)))
+    assert len(list(folder.iterdir())) == 3
+    monkeypatch.setattr(module, "RUNS_KEPT", 1)
+    graph = problems.chain(8)
+    lean = Anneal(moves=20_000).plan(graph, int(0.7 * base(graph).estimate.peak))
+    PlanStore().keep(graph, base(graph))
+    PlanStore().keep(graph, lean)
+    assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal"]
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(problems, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    graph = problems.chain(6)
+    PlanStore().keep(graph, base(graph))
+    assert PlanStore().kept(graph) == ()
+
+
+def test_a_plan_is_got_for_its_problem_and_budget_alone(problems):
+    graph, store = problems.chain(8), PlanStore()
+    peak = base(graph).estimate.peak
+    assert not store
+    store.put(graph, peak, base(graph))
+    store.put(graph, None, base(graph))
+    assert store
+    for budget in (peak, None):
+        assert store.get(again(graph), budget) == replace(base(graph), fingerprint=graph.fingerprint)
+    larger = replace(graph, tensors=tuple(replace(t, bytes=t.bytes + 1) for t in graph.tensors))
+    slower = replace(graph, ops=tuple(replace(op, workspace=1) for op in graph.ops))
+    assert store.get(graph, peak + 1) is store.get(larger, peak) is store.get(slower, peak) is None
+
+
+def test_other_costs_alone_take_the_same_plan_without_its_bound(problems):
+    graph, store = problems.chain(8), PlanStore()
+    store.put(graph, 99, replace(base(graph), lower_bound=0.0, status="optimal"))
+    dearer = replace(graph, ops=tuple(replace(op, cost=op.cost + 1) for op in graph.ops))
+    found = store.get(dearer, 99)
+    assert found.schedule == base(graph).schedule
+    assert found.estimate == base(dearer).estimate
+    assert (found.lower_bound, found.status) == (None, "feasible")
+
+
+def test_the_latest_plans_are_transferred_to_other_sizes(problems):
+    graph, store = problems.chain(8), PlanStore()
+    for length in (4, 5, 6, 7):
+        store.put(problems.chain(length), 1, base(problems.chain(length)))
+    assert not store.serves(graph, 10**9)
+    store.put(graph, 1, base(graph))
+    half = replace(graph, tensors=tuple(replace(t, bytes=t.bytes // 2) for t in graph.tensors))
+    assert len(store.nearest(half)) == module.NEAREST
+    assert store.nearest(half)[-1].estimate == base(half).estimate
+    assert store.serves(half, base(half).estimate.peak)
+    assert not store.serves(half, base(half).estimate.peak - 1)
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first(problems, monkeypatch):
+    monkeypatch.setattr(module, "IN_MEMORY", 2)
+    graph, store = problems.chain(8), PlanStore()
+    for budget in (1, 2, 1, 3):
+        store.put(graph, budget, base(graph))
+    assert store.get(graph, 2) is None
+    assert store.get(graph, 1) is not None
+    assert store.get(graph, 3) is not None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_and_pickles_hold_what_is_in_memory(problems, copied):
+    graph, store = problems.chain(8), PlanStore()
+    store.put(graph, 1, base(graph))
+    store.fixed["60%", ""] = 7
+    twin = copied(store)
+    assert twin.get(graph, 1) == store.get(graph, 1)
+    assert twin.fixed == store.fixed
