@@ -7,17 +7,17 @@ parameters before it runs the next node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from rematplan.planner.core.lanes import Lanes
 from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import Backward, compile_halves
-from rematplan.runtime.execute.missing_tangents import lies_otherwise
+from rematplan.runtime.execute.rerun import Rerun
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.graph.compat import (
     DelayedError,
@@ -26,6 +26,7 @@ from rematplan.runtime.graph.compat import (
     keeps_graph,
 )
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
+from rematplan.runtime.graph.zero_tangents import lies_otherwise
 
 
 class CompiledPlan:
@@ -48,7 +49,7 @@ class CompiledPlan:
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
-        wanted = {at for at, _ in self.tangents}
+        wanted = {at for at, _ in self.tangents} | set(map(int, step.left_out))
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
@@ -87,12 +88,19 @@ class CompiledPlan:
             self.variants[way] = halves.backward
 
     def __call__(
-        self, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+        self,
+        named: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        with_tangents: WithTangents | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs. Raises what the ops raise."""
+        """The outputs. Raises what the ops raise.
+
+        ``with_tangents``: gives the plan of the same step with further tangents, for a backward that brings some of
+        those that the step leaves out.
+        """
         pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = _Call(self, named, inputs)
+        call = _Call(self, named, inputs, with_tangents)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
@@ -106,6 +114,10 @@ class CompiledPlan:
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
+
+
+WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
+"""Gives the plan whose step has the tangents of these outputs too, by their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +144,15 @@ class _Call:
     """One call of a compiled plan, on its way from segment to segment.
 
     ``start``: what the forward half held, until the backward takes it. ``held``: what one segment leaves to the next.
+    ``rerun``: what the forward needs to run again, where tangents were left out. ``gradients``: of the inputs, by their
+    positions, where it did run again.
     """
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]
     inputs: Sequence[torch.Tensor]
+    with_tangents: WithTangents | None = None
+    rerun: Rerun | None = None
     start: list[Any] | None = None
     held: list[Any] | None = None
     versions: Sequence[int] = ()
@@ -145,28 +161,64 @@ class _Call:
     way: _BackwardVariant = _BackwardVariant()
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
+    gradients: dict[int, torch.Tensor | None] | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half; the outputs. From here on only what the plan holds is held."""
-        plan, named, inputs = self.plan, self.named, self.inputs
+        """Run the forward half and write the buffers; the outputs. From here on only what the plan holds is held."""
+        plan, named = self.plan, self.named
+        if plan.step.left_out:
+            self.rerun = Rerun.before_forward(plan.step, self.inputs)
+            self.inputs = self.rerun.inputs
+        early = self._forward_half()
+        for name, at in plan.buffers:
+            if named[name].shape != early[at].shape:  # an op may size its state in its first call
+                named[name].resize_(early[at].shape)
+            named[name].copy_(early[at])
+        # As a view it could not be written over by those who get it.
+        return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
+
+    def _forward_half(self) -> tuple[torch.Tensor, ...]:
+        """Run the forward half; the outputs and the buffers' new content."""
+        plan, inputs = self.plan, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
         with _without_autocast(plan.step.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
-            for name, at in plan.buffers:
-                if named[name].shape != early[at].shape:  # an op may size its state in its first call
-                    named[name].resize_(early[at].shape)
-                named[name].copy_(early[at])
         # Detach: an autograd node that holds its own output would be a reference cycle.
         given = {id(early[at]) for at in plan.halves.outputs_late}
         self.start = [t.detach() if id(t) in given else t for t in held] if given else held
         self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
         self.output_versions = [t._version for t in self.outputs]
-        # As a view it could not be written over by those who get it.
-        return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
+        return early
 
-    def begin(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """A backward begins, the first or, where the one before kept the graph, a further one."""
+    def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
+        """A backward begins, the first or, where the one before kept the graph, a further one; the tangents for its
+        first segment, None if there are none.
+
+        ``gradients``: of the outputs. ``kept``: whether this backward keeps the graph.
+        """
+        brought = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
+        tangents = [gradients[at] for at, _ in self.plan.tangents]
+        if not brought and all(given is None for given in tangents):
+            return None
+        self._check(gradients)
+        assert self.start is not None
+        if brought:
+            self._run_again(gradients, brought)
+            tangents = []
+        else:
+            self.way, self.notes = self.plan.way(tangents, kept), Notes()
+            self.segments = self.plan.backward(self.way, self.notes)
+            for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
+                if given is not None:
+                    self.notes.note(value, given)
+            self.held = list(self.start)
+        if not kept:
+            self.start, self.outputs, self.rerun = None, (), None
+        return tangents
+
+    def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        """Raises where a backward cannot begin."""
         name = self.plan.step.name
         if self.start is None:
             raise RuntimeError(
@@ -180,17 +232,30 @@ class _Call:
                 f"{name}: a planned step goes backward for one gradient at a time; take many (is_grads_batched, "
                 f"vectorize, torch.func) of the model that it was made of"
             )
-        kept = keeps_graph()
-        self.way, self.notes = self.plan.way(tangents, kept), Notes()
-        self.segments = self.plan.backward(self.way, self.notes)
-        for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
-            if given is not None:
-                self.notes.note(value, given)
-        self.held, self.outputs = list(self.start), self.outputs if kept else ()
-        self.start = self.start if kept else None
+
+    def _run_again(self, gradients: Sequence[torch.Tensor | None], brought: frozenset[str]) -> None:
+        """Run the forward once more and all of the backward, as a plan says that has the tangents ``brought``, which
+        this one leaves out."""
+        assert self.rerun is not None
+        assert self.with_tangents is not None
+        self.rerun.check(self.plan.step.name)
+        plan = self.with_tangents(brought)
+        again = _Call(plan, {}, self.rerun.inputs)
+        with self.rerun.as_before():
+            again._forward_half()
+        tangents = again.begin(gradients, kept=False)
+        assert tangents is not None
+        self.gradients = {}
+        for k, wanting in enumerate(plan.wanting):
+            self.gradients.update(zip(wanting, again.backward(k, *tangents), strict=True))
+            tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run a segment of the backward half; the gradients that it gives."""
+        if self.gradients is not None:
+            given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])
+            self.gradients = self.gradients if k < len(self.plan.wanting) - 1 else None
+            return given
         held, self.held = self.held, None
         assert held is not None
         still_read = self.plan.halves.backward[k].still_read
@@ -253,12 +318,10 @@ class _ForwardNode(torch.autograd.Function):
 
     @_once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        plan = ctx.call.plan
-        tangents = [gradients[at] for at, _ in plan.tangents]
-        del gradients
-        if all(given is None for given in tangents):
+        tangents = ctx.call.begin(gradients, keeps_graph())
+        if tangents is None:
             return (None,) * len(ctx.needs_input_grad)
-        ctx.call.begin(tangents)
+        del gradients
         return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
 
 

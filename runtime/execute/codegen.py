@@ -93,7 +93,10 @@ class Writer:
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, turn: int) -> None:
-        """Copies of the buffers that get new content at the turn and are read after it."""
+        """Copies of the buffers that get new content at the turn and are read after it, unless the forward is given
+        copies."""
+        if self.step.left_out:
+            return
         late = read_from(self.step, self.schedule, turn) & renewed_buffers(self.step)
         for i in self.step.inputs:
             storage = self.step.values[i.value].storage

@@ -98,6 +98,11 @@ class CapturedStep:
     """Further recipes: each brings one storage of the forward half back from later ones."""
     attributes: frozenset[str] = frozenset()
     """The positions of outputs that the forward does not return, but sets as attributes of its modules."""
+    left_out: frozenset[str] = frozenset()
+    """The positions of outputs with gradients that have no tangent among the inputs, since a scalar output is made of
+    them."""
+    brought: frozenset[str] = frozenset()
+    """The positions of outputs that a scalar output is made of, and that have a tangent all the same."""
 
     @cached_property
     def call(self) -> dict[str, Call]:
@@ -130,6 +135,11 @@ class CapturedStep:
     def drawing_device(self, call: Call) -> torch.device:
         """The device whose generator a random call draws from."""
         return next((self.values[r].fake.device for r in call.results if r), self.device)
+
+    @cached_property
+    def drawing_devices(self) -> tuple[torch.device, ...]:
+        """The devices whose generators the random calls draw from, each once."""
+        return tuple(dict.fromkeys(self.drawing_device(c) for c in self.calls if c.seeded))
 
     @cached_property
     def after_turn(self) -> frozenset[str]:

@@ -23,6 +23,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture.capture import capture, check_traceable
 from rematplan.runtime.capture.flat_module import FlatModel, Given, Own, Place, flattened, refill, tensors_in
 from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -108,6 +109,8 @@ class CacheEntry:
     """What it decided by the values of inputs and buffers."""
     captured: CapturedStep
     """The step before there was a plan of it."""
+    whole: CapturedStep
+    """The same with the tangents of all outputs."""
     beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
     """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
 
@@ -154,6 +157,8 @@ class Runner:
         self.name, self.planner, self.dynamic = name, planner, dynamic
         self.ways: dict[Any, list[CacheEntry]] = {}
         self.last: CacheEntry
+        self.brought: frozenset[str] = frozenset()
+        """The positions of outputs whose tangents came though their step left them out."""
         self.walk: ModuleTree | None = None
 
     def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
@@ -181,7 +186,7 @@ class Runner:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
         way = self._beside_gradients(self._way(planned, leaves, spec, state), state, tensors)
-        flat = way.compiled(state.named, tensors)
+        flat = way.compiled(state.named, tensors, lambda brought: self._with_tangents(way, brought).compiled)
         places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
         results, given, left = pytree.tree_unflatten(found, way.outputs)
@@ -228,6 +233,8 @@ class Runner:
         if found is None:
             with LOCK.alone():  # where another thread may have made it by now
                 found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+        if found.captured.left_out & self.brought:
+            found = self._with_tangents(found)
         self.last = found
         return found
 
@@ -269,6 +276,34 @@ class Runner:
         plan = found.plan
         compiled = CompiledPlan(found.step, plan.schedule, plan.lanes, found.spare)
         return replace(way, plan=plan, compiled=compiled)
+
+    def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
+        """The way, planned with these tangents and those that came before; calls like it take that plan from now on.
+
+        ``brought``: positions of outputs.
+        """
+        with LOCK.alone():
+            self._say_brought(brought - self.brought)
+            self.brought |= brought
+            alike = (w for ways in self.ways.values() for w in ways if w.whole is way.whole)
+            for known in alike:
+                if not known.captured.left_out & self.brought:
+                    return known
+            captured = with_expected_tangents(way.whole, self.brought)
+            step, plan = self.planner(captured)
+            compiled = CompiledPlan(step, plan.schedule, plan.lanes)
+            found = replace(way, plan=plan, compiled=compiled, captured=captured, beside={})
+            for ways in self.ways.values():
+                ways[:] = [found if w.whole is way.whole else w for w in ways]
+        return found
+
+    def _say_brought(self, brought: frozenset[str]) -> None:
+        if brought:
+            warn(
+                f"{self.name}: a gradient came for output {', '.join(sorted(brought, key=int))}, which its loss is "
+                f"made of, and no plan expected that: this backward runs the forward again, and may go beyond the "
+                f"budget; from now on plans expect it"
+            )
 
     def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> CacheEntry | None:
         return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
@@ -312,13 +347,16 @@ class Runner:
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
             for c in flat.constants
         )
-        captured, (step, plan) = step, self.planner(step)
+        whole, captured = step, with_expected_tangents(step, self.brought)
+        step, plan = self.planner(captured)
         outputs = [o for o in step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
         compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         depends = (*reads.listed(), *outside.listed(self.name))
-        return CacheEntry(plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured)
+        return CacheEntry(
+            plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured, whole
+        )
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:

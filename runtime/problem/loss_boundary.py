@@ -12,6 +12,7 @@ from rematplan.planner.core.lanes import Lanes
 from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.own_losses import in_own_losses
 from rematplan.runtime.problem.layout_copies import NONE, Copies
 
 OLD_BUFFERS = "old_buffers"
@@ -62,11 +63,12 @@ class LossMemory:
         """For a loss of which nothing is known.
 
         A scalar among the outputs is taken for a loss of the model's own, and what it is made of for used by that:
-        there are none for these. An auxiliary loss that is made of something else leaves the other outputs theirs.
+        there are none for these, unless a gradient of theirs came before. An auxiliary loss that is made of something
+        else leaves the other outputs theirs.
 
         ``peak``: the step's without recomputation and without a loss, in bytes.
         """
-        used = _in_own_losses(step)
+        used = in_own_losses(step) - step.brought
         if not _read(step, used):
             return cls.of_peak(step, 0)
         ample = cls.of_copies(step, COPIES, used)
@@ -90,18 +92,6 @@ def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
 
 def _scalar(step: CapturedStep) -> int:
     return allocated(8, step.device)
-
-
-def _in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """The positions of the outputs that are scalars with gradients, or that such scalars are made of."""
-    tangents = {i.target: i.value for i in step.inputs if i.kind == "tangent"}
-    outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
-    storage = {target: step.values[value].storage for target, value in outputs.items()}
-    within = {storage[t] for t, value in outputs.items() if step.values[value].fake.numel() <= 1}
-    for call in reversed(step.calls):
-        if not within.isdisjoint(step.writes(call)):
-            within.update(step.reads(call))
-    return frozenset(target for target, its in storage.items() if its in within)
 
 
 def with_loss_boundary(

@@ -36,11 +36,13 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
-    drawing = {step.drawing_device(c) for c in step.calls if c.seeded}
+    drawing = step.drawing_devices
     state = max(map(_state_bytes, drawing), default=0)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
-    if len(kept) < len(seeded):
-        sizes[RNG_STATES] = split[RNG_STATES] = (len(seeded) - len(kept) + 1) * state
+    states = len(seeded) - len(kept) + 1 if len(kept) < len(seeded) else 0
+    states += len(drawing) if step.left_out else 0  # for a forward that runs again, as a whole
+    if states * state:
+        sizes[RNG_STATES] = split[RNG_STATES] = states * state
     left_over = REST if step.device.type == "cuda" else 0  # of a block, in small steps beyond the share
     library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
     if library:

@@ -1,0 +1,119 @@
+"""A captured step without the tangents that a training loop does not bring: those of outputs that its loss is made of.
+
+A Hugging Face model returns ``(loss, logits)``, and nobody goes backward from the logits. Their gradient would be
+charged and computed for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.capture.own_outputs import is_whole, with_own_outputs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+from rematplan.runtime.graph.own_losses import in_own_losses
+from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.graph.zero_tangents import zeros_without
+
+ZEROS = torch.ops.aten.zeros.default
+
+
+def with_expected_tangents(step: CapturedStep, brought: Set[str] = frozenset()) -> CapturedStep:
+    """The step without the tangents of outputs that a scalar output is made of; scalars and all others keep theirs.
+
+    It computes the same bits as the whole step does where these tangents are missing. A tangent stays where that cannot
+    be had: where a parameter would lose its gradient, or a value would lie otherwise in memory.
+
+    ``brought``: positions of outputs whose tangents are known to come all the same.
+    """
+    made_of = in_own_losses(step)
+    shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
+    candidates = sorted((t for t in made_of - brought if shape[t] > 1), key=int)
+    step = replace(step, brought=made_of & brought)
+    found = _without(step, frozenset(candidates))
+    if found is not None:
+        return found
+    left_out, found = frozenset[str](), step
+    for target in candidates:  # one of them is in the way
+        less = _without(step, left_out | {target})
+        if less is not None:
+            left_out, found = left_out | {target}, less
+    return found
+
+
+def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:
+    """The step without these tangents, by the outputs' positions; None if that cannot be had."""
+    if not left_out:
+        return step
+    missing = {i.value for i in step.inputs if i.kind == "tangent" and i.target in left_out}
+    return _Reduced(step, missing, left_out).step
+
+
+class _Reduced:
+    """A step without some tangents: calls that give zeros go, sums with a zero are their other summand, and zeros that
+    are read with other values are made where they are read."""
+
+    def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
+        self.whole = step
+        self.zeros = zeros_without(step, missing)
+        self.values = dict(step.values)
+        self.renamed: dict[str, str] = {}  # sums, by the value that they equal
+        self.storages: dict[str, str] = {}  # of sums, by the storage of that value
+        self.possible = not any(o.value in self.zeros.values for o in step.outputs)
+        calls = [call for one in step.calls for call in self._call(one)] if self.possible else []
+        self.step = self._finished(missing, left_out, calls) if self.possible else None
+
+    def _call(self, call: Call) -> Iterator[Call]:
+        results = [r for r in call.results if r]
+        if results and self.zeros.values.issuperset(results):
+            self.possible &= not call.seeded  # it would draw
+        elif call.name in self.zeros.sums:
+            self._equate(results[0], self.zeros.sums[call.name])
+        else:
+            for ref in dict.fromkeys(refs((call.args, call.kwargs))):
+                if ref.value in self.zeros.values:
+                    yield self._zeros(ref.value, f"{ref.value}_zeros_for_{call.name}")
+            args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._now(name, call)))
+            yield replace(call, args=args, kwargs=kwargs)
+
+    def _now(self, value: str, reader: Call) -> str:
+        """The name of what a call reads in place of a value."""
+        if value in self.zeros.values:
+            return f"{value}_zeros_for_{reader.name}"
+        return self.renamed.get(value, value)
+
+    def _equate(self, result: str, summand: str) -> None:
+        summand = self.renamed.get(summand, summand)
+        sum_, other = self.values[result], self.values[summand]
+        same_layout = sum_.fake.stride() == other.fake.stride() and sum_.fake.dtype == other.fake.dtype
+        self.possible &= same_layout and is_whole(sum_) and is_whole(other)
+        self.renamed[result] = summand
+        self.storages[sum_.storage] = self.storages.get(other.storage, other.storage)
+
+    def _zeros(self, value: str, name: str) -> Call:
+        like = self.values[value].fake
+        self.possible &= like.is_contiguous()
+        self.values[name] = Value(name, name, name, like.new_zeros(like.shape))
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        return Call(name, ZEROS, (list(like.shape),), options, (name,), True, False, False, True)
+
+    def _finished(
+        self, missing: Set[str], left_out: frozenset[str], calls: list[Call]
+    ) -> CapturedStep | None:
+        if not self.possible:
+            return None
+        step = replace(
+            self.whole,
+            inputs=tuple(i for i in self.whole.inputs if i.value not in missing),
+            outputs=tuple(replace(o, value=self.renamed.get(o.value, o.value)) for o in self.whole.outputs),
+            calls=tuple(calls),
+            values={
+                name: replace(v, storage=self.storages.get(v.storage, v.storage))
+                for name, v in self.values.items()
+            },
+            left_out=left_out,
+        )
+        return without_dead_calls(with_phases(with_own_outputs(step)))

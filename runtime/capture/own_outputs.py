@@ -1,0 +1,119 @@
+"""The outputs of a captured step in storages of their own: superfluous copies go, missing ones are added."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.compat import disable_current_modes
+
+CLONE = torch.ops.aten.clone.default
+PERMUTE = torch.ops.aten.permute.default
+
+
+def without_copies(step: CapturedStep) -> CapturedStep:
+    """Give what a module's output is a copy of, where that is a view of all of a storage that no other output has: a
+    `FlatModel` copies views, since autograd gives only copies a tangent each, and a captured step has its tangents."""
+    values, outputs = step.values, []
+    taken = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
+    read = {r.value for call in step.calls for r in refs((call.args, call.kwargs))}
+    for output in step.outputs:
+        copy = values[output.value]
+        call = step.call.get(copy.call or "")
+        if output.kind == "output" and call and call.target is CLONE and output.value not in read:
+            source = values[next(refs(call.args)).value]
+            lazy = source.fake.is_conj() or source.fake.is_neg()
+            free = is_whole(source) and source.storage not in taken
+            if free and not lazy and source.fake.stride() == copy.fake.stride():
+                output = replace(output, value=source.name)
+                taken.add(source.storage)
+        outputs.append(output)
+    return replace(step, outputs=tuple(outputs))
+
+
+def is_whole(value: Value) -> bool:
+    """Whether a value is all the numbers of a storage."""
+    return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
+
+
+def with_own_outputs(step: CapturedStep) -> CapturedStep:
+    """Give every output a dense storage of its own: copy an input, an expanded or a shared tensor, and a gradient that
+    does not lie as its parameter does.
+
+    ``.grad`` of two parameters must not be one memory, and an expanded gradient cannot be accumulated into. Autograd
+    would copy a gradient that lies otherwise by itself, beyond what is planned.
+    """
+    taken = {step.values[i.value].storage for i in step.inputs}
+    parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
+    values, outputs = dict(step.values), []
+    copies: dict[str | None, list[Call]] = {}  # by the call that makes what is copied
+    for output in step.outputs:
+        value = values[output.value]
+        of = parameters.get(output.target) if output.kind == "gradient" else None
+        if value.storage in taken or not is_whole(value) or (of is not None and not _lies_as(value.fake, of)):
+            name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
+            while name in values:
+                name += "_"
+            calls, made = _copy(value, name, of, "gradient" in output.kind)
+            copies.setdefault(value.call, []).extend(calls)
+            values |= {one.name: one for one in made}
+            output = replace(output, value=name)
+        taken.add(values[output.value].storage)
+        outputs.append(output)
+    calls = [*copies.pop(None, [])]
+    for call in step.calls:
+        calls += [call, *copies.get(call.name, [])]
+    return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
+
+
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd takes a gradient for a parameter's as it lies (the layout contract of ``AccumulateGrad``)."""
+    strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
+    return all(size == 1 or own == other for size, own, other in strides)
+
+
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own, if nothing lies between its numbers, else those of a contiguous tensor."""
+    own, expected = parameter.stride(), 1
+    for stride, size in sorted(zip(own, parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    else:
+        return own
+    return tuple(math.prod(parameter.shape[d + 1 :]) for d in range(parameter.dim()))
+
+
+def _copy(
+    value: Value, name: str, like: torch.Tensor | None, backward: bool
+) -> tuple[list[Call], list[Value]]:
+    """The calls that make a copy of that name, and what they make: contiguous, or laid out as ``like`` is."""
+    dims = list(range(value.fake.dim()))
+    strides = [0 for _ in dims] if like is None else _dense_strides(like)
+    order = sorted(dims, key=lambda d: -strides[d])
+    calls, made = list[Call](), [value]
+
+    def then(result: str, target: Any, fake: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        last, view = made[-1], target is PERMUTE
+        calls.append(
+            Call(result, target, (Ref(last.name), *args), kwargs, (result,), True, view, False, backward)
+        )
+        made.append(Value(result, last.storage if view else result, result, fake))
+
+    contiguous = torch.contiguous_format
+    with torch.no_grad(), disable_current_modes():
+        turned = value.fake.permute(order)
+        copied = torch.empty_like(turned, memory_format=contiguous)
+        if order == dims:
+            then(name, CLONE, copied, memory_format=contiguous)
+        else:
+            back = sorted(dims, key=order.__getitem__)
+            then(f"{name}_turned", PERMUTE, turned, order)
+            then(f"{name}_copied", CLONE, copied, memory_format=contiguous)
+            then(name, PERMUTE, copied.permute(back), back)
+    return calls, made[1:]

@@ -1,0 +1,30 @@
+"""The losses among a model's own outputs, and what they are made of."""
+
+from __future__ import annotations
+
+import torch
+
+from rematplan.runtime.graph.captured_step import CapturedStep, refs
+
+CLONE = torch.ops.aten.clone.default
+
+
+def in_own_losses(step: CapturedStep) -> frozenset[str]:
+    """The positions of the outputs that are scalars with tangents, or that such scalars are made of.
+
+    A scalar is taken for a loss: a training loop goes backward from it, and not from what it is made of.
+    """
+    tangents = {i.target for i in step.inputs if i.kind == "tangent"}
+    outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
+    scalars = {target for target, value in outputs.items() if step.values[value].fake.numel() <= 1}
+    within = {step.values[outputs[target]].storage for target in scalars}
+    for call in reversed(step.calls):
+        if not within.isdisjoint(step.writes(call)):
+            within.update(step.reads(call))
+    return frozenset(t for t, value in outputs.items() if step.values[_copied(step, value)].storage in within)
+
+
+def _copied(step: CapturedStep, value: str) -> str:
+    """What an output is a copy of (that of a view is), else itself."""
+    call = step.call.get(step.values[value].call or "")
+    return next(refs(call.args)).value if call and call.target is CLONE else value

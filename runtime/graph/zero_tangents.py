@@ -1,0 +1,54 @@
+"""What tangents that do not come leave as zero: values all of whose summands go through one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """``values``: those that are zero. ``sums``: of calls that add one of these to another value, the result that they
+    equal: by the call, the other value."""
+
+    values: frozenset[str]
+    sums: dict[str, str]
+
+
+def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
+    """What is zero where these tangents (values) are missing.
+
+    A gradient is linear in the tangents that it is computed from, so a call all of whose tangents are zero gives zero.
+    """
+    late = {i.value for i in step.inputs if i.kind == "tangent"}
+    zero = set(missing)
+    sums: dict[str, str] = {}
+    for call in step.calls:
+        of_tangents = [r.value for r in refs((call.args, call.kwargs)) if r.value in late]
+        if not of_tangents:
+            continue
+        results = [r for r in call.results if r]
+        late.update(results)
+        left = [v for v in of_tangents if v not in zero]
+        if not left:
+            zero.update(results)
+        elif len(left) < len(of_tangents) and _is_plain_sum(call):
+            sums[call.name] = left[0]
+    return Zeros(frozenset(zero), sums)
+
+
+def lies_otherwise(step: CapturedStep, missing: Iterable[str]) -> bool:
+    """Whether a sum lies otherwise in memory than its other summand, which takes its place where tangents are
+    missing."""
+    lies = {name: value.fake.stride() for name, value in step.values.items()}
+    sums = zeros_without(step, missing).sums
+    return any(lies[str(step.call[name].results[0])] != lies[value] for name, value in sums.items())
+
+
+def _is_plain_sum(call: Call) -> bool:
+    summands = [a for a in call.args if isinstance(a, Ref)]
+    return call.target is torch.ops.aten.add.Tensor and len(summands) == 2 and not call.kwargs
