@@ -111,9 +111,10 @@ class StagePlan:
     forward of a rank with one stage has its peak at ``states`` + ``torch_bytes`` + ``transient_forward``.
 
     ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes``: held between I and W.
-    ``transient_backward``: of an I; a B has the larger of this and ``transient_weight``, as it does both. A stage that
-    is never split has ``transient_weight``, ``deferred_bytes`` and ``weight`` 0. ``first_backward``, ``first_weight``:
-    the same of the first backward and weight action of a step, which makes the gradients to which later ones add; those
+    ``transient_backward``: of an I; a B has the larger of this and ``transient_weight`` + ``whole``, as it does both
+    and torch still holds outputs and the input's gradient during its second part. A stage that is never split has
+    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight`` 0. ``first_backward``, ``first_weight``: the same
+    of the first backward and weight action of a step, which makes the gradients to which later ones add; those
     gradients, ``gradients`` bytes, are there from the end of the first W or B on.
 
     ``states``: parameters, buffers, optimizer states, and what else is there during the whole step, but for
@@ -139,6 +140,7 @@ class StagePlan:
     extra: float = 0.0
     plan: Mapping[str, Any] | None = None
     deferred_bytes: int = 0
+    whole: int = 0
     gradients: int = 0
     first_backward: int | None = None
     first_weight: int | None = None

@@ -81,7 +81,7 @@ def _transient(stage: StagePlan, action: Action, first: bool) -> int:
         weight = weight if stage.first_weight is None else stage.first_weight
     return {
         "F": stage.transient_forward,
-        "B": max(backward, weight),
+        "B": max(backward, weight + stage.whole if stage.transient_weight else 0),
         "I": stage.transient_backward,
         "W": weight,
     }[action.kind]

@@ -18,7 +18,12 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
             else p.transient_backward
         )
         weight = p.first_weight if first and p.first_weight is not None else p.transient_weight
-        running = {"F": p.transient_forward, "I": back, "B": max(back, weight), "W": weight}[a.kind]
+        running = {
+            "F": p.transient_forward,
+            "I": back,
+            "B": max(back, (weight + p.whole) * (p.transient_weight > 0)),
+            "W": weight,
+        }[a.kind]
         others = sum(
             size for key, size in ledger.items() if key not in {("kept", *mine), ("deferred", *mine)}
         )

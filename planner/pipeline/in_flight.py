@@ -1,0 +1,266 @@
+"""Plans of a rank's stages for as many micro-batches as its actions have in flight, within one budget.
+
+What a plan keeps between forward and backward (K) is held once for each micro-batch in flight, its transients only
+once. With a bound κ on each stage's K the others' micro-batches leave each action a known rest of the budget, and
+`StageProblem.bounded` makes a plain planning problem of it. So κ is searched for: first on a grid between the least K
+and that of a plan that keeps all, then around the best. All plans ever found are candidates: each is measured by
+itself, and the answer is the cheapest combination that the replay of the rank's actions shows to be within the budget.
+
+The floor: every plan has its K in one of the intervals between the values of κ. Within (κ₁, κ₂] it holds at most κ₂
+itself, and the others at least κ₁; a floor of that relaxed problem, the least over all intervals, holds for all plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Protocol, TypeAlias
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_room import Bounds, RankRoom
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.strategies.store_all import no_recompute
+
+GRID = 5
+"""Values of κ that are tried at first."""
+REFINED = 12
+"""How many intervals between them are halved."""
+CLOSED = 1e-6
+"""Microseconds by which a floor counts as lower than a plan."""
+HALVINGS = 30
+"""Of the interval in which the largest share is looked for."""
+EVERY = 1000
+"""Choices of one candidate a stage up to which all are looked at."""
+LOWERED = 12
+"""Budgets at most that are asked for on the way to a rank's least."""
+LEAST = (0.0, 0.5, 1.0)
+"""How much the least peak counts against the least K in the search for a rank's least budget: shares of the
+difference."""
+
+
+class StagePlanner(Protocol):
+    """What plans single problems; both are asked with plans to begin with."""
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        """The cheapest plan within a budget.
+
+        Raises:
+            InfeasibleBudget: none is known.
+        """
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        """The plan of the least peak."""
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        """A proven floor of the overhead of any plan within a budget; infinite if there is none."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The plans of a rank's stages.
+
+    ``stages``: their figures, with their plans. ``plans``: the same plans, of the stages' graphs. ``peak``: bytes, of
+    the rank's actions. ``extra``: microseconds of recomputation for one micro-batch, in all stages. ``floor``: no
+    plans have less.
+    """
+
+    stages: tuple[StagePlan, ...]
+    plans: tuple[Plan, ...]
+    peak: int
+    extra: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    plan: Plan
+    figures: StagePlan
+
+
+_Chosen: TypeAlias = tuple[_Candidate, ...]
+"""One candidate a stage."""
+
+
+class RankSearch:
+    """The search for the plans of one rank.
+
+    ``budget``: bytes that the rank may hold during ``actions``, states and what torch holds included.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageProblem], actions: RankActions, budget: int, planner: StagePlanner
+    ) -> None:
+        self.stages, self.actions, self.budget, self.planner = tuple(stages), actions, budget, planner
+        self.found: list[list[_Candidate]] = [[] for _ in self.stages]
+        for at, stage in enumerate(self.stages):
+            self._take(at, no_recompute(stage.graph))
+        self.rank = RankRoom(self.stages, actions, tuple(found[0].figures for found in self.found))
+        self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
+
+    def run(self) -> RankPlan:
+        """The cheapest plans.
+
+        Raises:
+            InfeasibleBudget: none are known that fit; carries the least budget of the rank that is.
+        """
+        if (best := self._best()) is None or _extra(best) > 0:
+            self._search()
+            best = self._best()
+        if best is None:
+            raise InfeasibleBudget("in_flight", self.budget, self.least(), "searched")
+        figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
+        extra = _extra(best)
+        floor = min(extra, self._floor()) if extra > 0 else 0.0
+        return RankPlan(figures, plans, self._peak(best), extra, floor)
+
+    def least(self) -> int:
+        """The least peak of the rank that is found, bytes."""
+        for at, stage in enumerate(self.stages):
+            op = stage.graph.op[stage.boundary]
+            span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
+            for share in LEAST:
+                graph = stage.with_room(max(op.workspace, int(share * span)))
+                self._take(at, self.planner.least(graph, self._starts(at, graph)))
+        high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
+        low = self.budget  # for which nothing is found
+        for k in range(LOWERED):
+            # The last asks are for a byte less: what is refused then is refused to whoever asks for it.
+            ask = high - 1 if k >= LOWERED // 2 else (low + high) // 2
+            found = None if ask <= low else self._at(ask)
+            if found is not None:
+                high = found
+            elif k < LOWERED // 2:
+                low = max(low, ask)
+            else:
+                break
+        return high
+
+    def _at(self, budget: int) -> int | None:
+        """The peak of what a search for another budget finds, which begins with all that is known; None for nothing."""
+        other = copy(self)  # with the same candidates
+        other.budget = budget
+        if other._best() is None:
+            other._search()
+        best = other._best()
+        return None if best is None else other._peak(best)
+
+    def _search(self) -> None:
+        """The grid, and then the interval of the least floor again and again, until none is below the best plan."""
+        most = self._most_share()
+        shares = sorted({*(most * k / (GRID - 1) for k in range(GRID)), 1.0})
+        for share in shares:
+            self._try(share)
+        self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
+        for _ in range(REFINED):
+            best = self._best()
+            most_extra = math.inf if best is None else _extra(best)
+            open_ = {
+                one: cost
+                for one, floors in self.intervals.items()
+                if (cost := math.fsum(floors)) < most_extra - CLOSED
+                and self.rank.bounds(one[0]) != self._middle(one)
+            }
+            if not open_:
+                return
+            low, high = one = min(open_, key=lambda one: (open_[one], one))
+            middle = (low + high) / 2
+            self._try(middle)
+            del self.intervals[one]
+            for part in ((low, middle), (middle, high)):
+                self.intervals[part] = self._floors(*part)
+
+    def _middle(self, interval: tuple[float, float]) -> list[Bounds]:
+        return self.rank.bounds(sum(interval) / 2)
+
+    def _most_share(self) -> float:
+        """The largest share at which no stage's room is too small for any plan; 0 if there is none."""
+        low, high = 0.0, 1.0
+        if self._roomy(high):
+            return high
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._roomy(middle) else (low, middle)
+        return low
+
+    def _roomy(self, share: float) -> bool:
+        bounds = self.rank.bounds(share)
+        return all(
+            self.rank.room(at, self.budget, bounds) >= min_peak_bound(stage.graph).bytes
+            for at, stage in enumerate(self.stages)
+        )
+
+    def _try(self, share: float) -> None:
+        """Plan each stage with what it keeps bounded at a share."""
+        bounds = self.rank.bounds(share)
+        for at, stage in enumerate(self.stages):
+            room = self.rank.room(at, self.budget, bounds)
+            if room >= min_peak_bound(stage.graph).bytes:
+                graph = stage.bounded(room, *bounds[at])
+                with suppress(InfeasibleBudget):
+                    self._take(at, self.planner.within(graph, room, self._starts(at, graph)))
+
+    def _take(self, at: int, plan: Plan) -> None:
+        """A plan of some variant of a stage's problem is a candidate."""
+        stage = self.stages[at]
+        own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
+        figures = stage.measured(own)
+        if all(figures != c.figures for c in self.found[at]):
+            self.found[at].append(_Candidate(own, figures))
+
+    def _starts(self, at: int, graph: TrainingGraph) -> list[Plan]:
+        return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
+
+    def _best(self) -> _Chosen | None:
+        """The cheapest choice that fits."""
+        chosen = self._choose(lambda c: (max(0, self._peak(c) - self.budget), _extra(c), self._peak(c)))
+        return chosen if self._peak(chosen) <= self.budget else None
+
+    def _choose(self, key: Callable[[_Chosen], tuple[float, ...]]) -> _Chosen:
+        """The choice of the least key; of many choices one from which no stage by itself leads to a lesser."""
+        if math.prod(map(len, self.found)) <= EVERY:
+            return min(product(*self.found), key=key)
+        chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
+        better = True
+        while better:
+            before = key(chosen)
+            for at, found in enumerate(self.found):
+                chosen = min(((*chosen[:at], c, *chosen[at + 1 :]) for c in found), key=key)
+            better = key(chosen) < before
+        return chosen
+
+    def _peak(self, chosen: _Chosen) -> int:
+        return rank_peak(self.actions, [c.figures for c in chosen])
+
+    def _floor(self) -> float:
+        """Microseconds of recomputation that the rank's plans have at least."""
+        by_stage = zip(*self.intervals.values(), strict=True)
+        return math.fsum(min(floors) for floors in by_stage)
+
+    def _floors(self, low: float, high: float) -> tuple[float, ...]:
+        """Of each stage a floor of its extra time if what it keeps is in that interval, and the other stages keep the
+        least that they can."""
+        lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
+        floors = []
+        for at, stage in enumerate(self.stages):
+            bounds = [(small[at][0] if k == at else kept, 0) for k, (kept, _) in enumerate(lowest)]
+            room = self.rank.room(at, self.budget, bounds, relaxed=True)
+            kept = large[at][0] if high < 1 else self.budget
+            if room < min_peak_bound(stage.graph).bytes:
+                floors.append(math.inf)
+            else:
+                overhead = self.planner.floor(stage.bounded(room, kept), room)
+                floors.append(max(0.0, overhead) * stage.graph.base_cost)
+        return tuple(floors)
+
+
+def _extra(chosen: _Chosen) -> float:
+    return math.fsum(c.figures.extra for c in chosen)

@@ -1,0 +1,169 @@
+"""Plans of a rank's stages for several micro-batches in flight: within the budget by an independent account, as cheap
+as any on tiny stages, and refused one byte below the least budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from brute_force import cheapest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import replayed
+from stage_chains import WEIGHTS, chain_stage, in_turn
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.bounds.search import lower_bound
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import Run
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.store_all import no_recompute
+
+
+class Exact:
+    """Plans tiny problems by looking at all schedules."""
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        del starts
+        found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
+        assert found is not None
+        if found.cost == math.inf:
+            raise InfeasibleBudget("exact", budget, budget + 1)
+        return plan_from_runs(graph, found.runs, "exact")
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        low, high = graph.input_bytes - 1, no_recompute(graph).estimate.peak
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                self.within(graph, middle, starts)
+                high = middle
+            except InfeasibleBudget:
+                low = middle
+        return self.within(graph, high, starts)
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
+        return 0.0 if found is None else found.cost / graph.base_cost - 1
+
+
+def free(stage: StageProblem) -> StageProblem:
+    """The stage, any op of which may run again, as the exhaustive searches know it."""
+    return replace(stage, graph=replace(stage.graph, never_rerun=()))
+
+
+def searched(stages: Sequence[StageProblem], k: int, budget: int) -> RankPlan:
+    return RankSearch(stages, in_turn(k, 2 * k), budget, Exact()).run()
+
+
+def all_kept(stage: StageProblem) -> StagePlan:
+    return stage.measured(no_recompute(stage.graph))
+
+
+def optimum(stage: StageProblem, k: int, budget: int) -> float:
+    """The least extra time of any plan with k in flight: for every κ the cheapest schedule within the rest."""
+    keeps = {0}
+    for t in stage.graph.tensors:
+        keeps |= {kept + t.bytes for kept in keeps}
+    base, own = stage.graph.base_cost, stage.bytes((*stage.held, *stage.given))
+    beside = budget - stage.gradient_bytes - stage.bytes(stage.states)
+    costs = []
+    for kept in sorted({*keeps} & set(range(all_kept(stage).kept_bytes + 1))):
+        room = beside - own - (k - 1) * (kept + stage.bytes(stage.held)) + stage.graph.input_bytes
+        if room > 0:
+            costs.append(cheapest(stage.bounded(room, kept + stage.bytes(stage.held)), room))
+    return min(costs, default=math.inf) - base
+
+
+SMALL = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SMALL, st.integers(1, 4), st.floats(0, 1))
+def test_no_plan_of_a_tiny_stage_is_cheaper_and_the_floor_holds(
+    rows: list[tuple[int, int]], k: int, share: float
+) -> None:
+    stage = free(chain_stage([size for size, _ in rows], [float(cost) for _, cost in rows]))
+    actions = in_turn(k, 2 * k)
+    whole = rank_peak(actions, [all_kept(stage)])
+    budget = int(share * whole)
+    best = optimum(stage, k, budget)
+    if best == math.inf:
+        with pytest.raises(InfeasibleBudget) as refused:
+            searched([stage], k, budget)
+        assert refused.value.smallest > budget
+        return
+    found = searched([stage], k, budget)
+    (figures,) = found.stages
+    assert found.peak == max(replayed(actions, {0: figures})) <= budget
+    assert found.floor <= best + 1e-6
+    assert found.extra == pytest.approx(figures.extra)
+    assert found.extra == pytest.approx(best)
+
+
+def test_one_byte_below_the_least_budget_is_refused() -> None:
+    stage = free(chain_stage([3, 5, 2], [1.0, 2.0, 4.0]))
+    with pytest.raises(InfeasibleBudget) as refused:
+        searched([stage], 3, 0)
+    least = refused.value.smallest
+    assert searched([stage], 3, least).peak == least
+    with pytest.raises(InfeasibleBudget) as again:
+        searched([stage], 3, least - 1)
+    assert again.value.smallest == least
+
+
+def test_the_stages_of_a_rank_share_one_budget() -> None:
+    """What the dear stage keeps, the cheap one recomputes."""
+    dear, cheap = (
+        replace(free(chain_stage([4, 4, 4], [cost] * 3)), template=StagePlan(number, 0, 0, 0))
+        for number, cost in ((0, 9.0), (1, 1.0))
+    )
+    actions = tuple(a for pair in zip(in_turn(2, 6), in_turn(2, 6, stage=1), strict=True) for a in pair)
+    whole = rank_peak(actions, [all_kept(dear), all_kept(cheap)])
+    budget = int(0.8 * whole)
+    found = RankSearch([dear, cheap], actions, budget, Exact()).run()
+    assert found.peak == max(replayed(actions, dict(enumerate(found.stages)))) <= budget
+    assert found.stages[0].extra / 9 <= found.stages[1].extra
+    assert 0 <= found.floor <= found.extra
+
+
+def split_turn(k: int, w: int, microbatches: int) -> RankActions:
+    """One forward, one input gradient, and weight gradients w micro-batches later."""
+    actions: list[Action] = []
+    for a in in_turn(k, microbatches):
+        actions.append(replace(a, kind="I") if a.kind == "B" else a)
+        if a.kind == "B" and a.microbatch >= w:
+            actions.append(Action("W", 0, a.microbatch - w))
+    return (*actions, *(Action("W", 0, m) for m in range(max(0, microbatches - w), microbatches)))
+
+
+@pytest.mark.parametrize("w", [0, 1, 2])
+def test_a_deferred_micro_batch_is_charged_what_its_weight_gradients_need(w: int) -> None:
+    stage = chain_stage([4, 3, 5], [2.0, 3.0, 1.0], split=True)
+    actions = split_turn(3, w, 8)
+    kept = all_kept(stage)
+    # The batch, the other layers' inputs, the gradients of the layers' outputs; that of the first layer's input leaves.
+    assert kept.deferred_bytes == 4 + (4 + 3) + (4 + 3 + 5)
+    assert kept.whole == 5 + 4
+    whole = rank_peak(actions, [kept])
+    found = RankSearch([stage], actions, whole - 1, Deferring()).run()
+    assert found.peak == max(replayed(actions, {0: found.stages[0]})) < whole
+    late = found.plans[0].schedule.index(Run(WEIGHTS))
+    assert all(step not in found.plans[0].schedule[late:] for step in map(Run, ("b1", "b2", "b3")))
+
+
+class Deferring(Exact):
+    """Of the ops that the exhaustive search does not run twice at all it knows nothing: annealing does."""
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        return Anneal(time_limit=0.2).plan(graph, budget)
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        return lower_bound(graph, budget, 1.0).overhead
