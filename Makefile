@@ -1,7 +1,8 @@
 # The project's commands. Each makes its own virtual environment if there is none.
 # PYTHON: the interpreter to make it with (3.11 or newer).
+# TORCH: a version of PyTorch, which gets a virtual environment of its own; by default the one that pip chooses.
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := ir planner runtime models rematplan benchmarks tests
@@ -11,7 +12,7 @@ SOURCES := ir planner runtime models rematplan benchmarks tests
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
-test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them
+test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them, TORCH=2.15.0 takes another PyTorch
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 kernels: $(READY)  ## compile the planner's hot loops, which the first run does otherwise
@@ -30,11 +31,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv* build demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "rematplan needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" $(addprefix torch==,$(TORCH))
 	touch $(READY)

@@ -13,6 +13,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.module.first_check import check_first_plan
 from rematplan.runtime.module.planned_module import Planning, planned_module
 from rematplan.runtime.problem.constraints import Name
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
         def prepare(self, *args: Any, **kwargs: Any) -> PlannedModule:
             """Make the plan for these arguments without running anything; returns the module."""
+
+
+FIRST_CHECK_TOLERANCE = 1e-2
+"""The relative error that gradients of a plan with inverses may have when an untested PyTorch is compared with eager
+mode: far above what inversion rounds, far below what a wrong recipe gives."""
 
 
 def plan_module(
@@ -117,7 +123,9 @@ def plan_module(
     )
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     planned = planned_module(model, StepPlanner(asked, named=named), dynamic)
-    return Planning(planned).prepare(*args, **(kwargs or {}))  # type: ignore[no-any-return]
+    Planning(planned).prepare(*args, **(kwargs or {}))
+    check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
+    return planned  # type: ignore[return-value]
 
 
 def planning(planned: nn.Module) -> Planning:

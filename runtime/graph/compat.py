@@ -17,8 +17,15 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
-TORCH = "torch>=2.11,<2.14"
+TORCH = "torch>=2.11"
 """The versions that have these names, as pyproject.toml has them."""
+TESTED = ("2.11", "2.13", "2.14", "2.15")
+"""The versions that the whole test suite was run with (``make test TORCH=2.15.0``)."""
+
+
+def is_tested(version: str = torch.__version__) -> bool:
+    """Whether the test suite was run with a version of PyTorch; its last number and its build do not matter."""
+    return ".".join(version.split("+")[0].split(".")[:2]) in TESTED
 
 
 def _missing(what: str) -> ImportError:
@@ -133,17 +140,22 @@ if not TYPE_CHECKING:  # else a checker of types takes any name for one that is 
         return found
 
 
-def _name_in(module: ModuleType, name: str) -> str:
-    """The name of what is set anew while PyTorch runs, so that it has to be looked up in its module each time."""
-    if not hasattr(module, name):
-        raise _missing(f"module {module.__name__!r} has no attribute {name!r}")
-    return name
+def _name_in(module: ModuleType, *names: str) -> str:
+    """The first of the names that the module has. PyTorch, or a patch of ours, sets the attribute anew while a program
+    runs, so that it has to be looked up in its module each time."""
+    for name in names:
+        if hasattr(module, name):
+            return name
+    raise _missing(f"module {module.__name__!r} has no attribute {' or '.join(map(repr, names))}")
 
 
 COMPILING_FLAG = _name_in(torch.compiler, "_is_compiling_flag")
 """In `torch.compiler`: whether a forward that asks is told that it is being compiled."""
-CHECKPOINT_GENERATOR = _name_in(checkpoint, "_checkpoint_without_reentrant_generator")
-"""In `torch.utils.checkpoint`: what runs before and after a function that is checkpointed without reentry."""
+CHECKPOINT_GENERATOR = _name_in(
+    checkpoint, "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
+)
+"""In `torch.utils.checkpoint`: what runs before and after a function that is checkpointed without reentry. Its name has
+the suffix from PyTorch 2.14 on."""
 _name_in(forward_ad, "_current_level")
 _name_in(parametrize, "_cache_enabled")
 
@@ -161,6 +173,7 @@ def parametrizations_are_cached() -> bool:
 __all__ = [
     "CHECKPOINT_GENERATOR",
     "COMPILING_FLAG",
+    "TESTED",
     "AutoDispatchBelowAutograd",
     "CustomPartitionerFn",
     "DataDependentOutputException",
@@ -214,6 +227,7 @@ __all__ = [
     "is_functional_tensor",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
+    "is_tested",
     "keeps_graph",
     "parametrizations_are_cached",
     "peek_interpreter_stack",

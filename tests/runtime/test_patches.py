@@ -54,7 +54,7 @@ def current(name: str) -> Any:
         pattern = name.removeprefix(ATEN).removesuffix(".py_kernels")
         return {op: held for op, held in kernels().items() if fnmatchcase(op.split(".")[0], pattern)}
     found = resolve_name(name)
-    return dict(found) if isinstance(found, dict) else found
+    return type(found)(found) if isinstance(found, (dict, set)) else found
 
 
 class Tiny(nn.Module):

@@ -103,7 +103,7 @@ CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "one of them goes on": lambda h: (h.chunk(2, -1)[0], h.chunk(2, -1)[1].tanh()),
     "nested": lambda h: (h.chunk(2)[0], *h.chunk(2)[1].chunk(2)),
     "eigh": lambda h: tuple(torch.linalg.eigh(h.T @ h + torch.diag(torch.arange(16.0)))),
-    "cummax": lambda h: (h.cummax(0)[0], *h.aminmax(dim=1)),
+    "cummax": lambda h: (h.cummax(0)[0], *torch.var_mean(h, dim=1)),
     "qr": lambda h: tuple(torch.linalg.qr(h)),
     "views": lambda h: (h[:, 1], h[:, 2:], h.T),
     "one number": lambda h: (h.expand(2, -1, -1), h.sum()),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 
 from rematplan.runtime.graph.compat import TorchDispatchMode
 from rematplan.runtime.guards.assertions import (
@@ -45,6 +46,9 @@ _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
     ATEN._assert_async.msg: torch.ops.rematplan.assert_async.default,
     ATEN._linalg_check_errors.default: torch.ops.rematplan.linalg_check_errors.default,
 }
+# PyTorch 2.11 removes a check that a backward makes as dead code, so that it would neither be made nor refused.
+for _check in _WITH_RESULT:
+    torch.fx.has_side_effect(_check)
 
 _VALID = Presumption(
     True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rematplan.runtime.graph.compat import TORCH
+from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, TORCH
 
 _ROOM = "rematplan.runtime"
 _OWN = "takes effect in the thread that captures, which it compares; others get PyTorch's own"
@@ -77,7 +77,7 @@ PATCHES = (
     Patch(
         (
             "torch.utils.checkpoint.CheckpointFunction",
-            "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+            f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}",
         ),
         "a model's own checkpoints would run ops twice in the graph; what runs again is for the plan to say",
         f"{_ROOM}.capture.patches.checkpoint",
@@ -158,6 +158,14 @@ PATCHES = (
         threads=_LOCAL,
     ),
     Patch(
+        ("torch.fx.node._side_effectful_functions",),
+        "PyTorch removes a check in a backward as dead code; registered by torch.fx.has_side_effect",
+        f"{_ROOM}.capture.patches.checks",
+        versions="torch<2.13",
+        threads="affects all tracers: they keep the three ops that only check values",
+        undone="never: it is made at import, and says what is so of these ops",
+    ),
+    Patch(
         ("dispatch modes",),
         "values that a forward decides by have to be computed and noted",
         f"{_ROOM}.guards.values",
@@ -170,5 +178,5 @@ PATCHES = (
         threads=f"{_ALL}: what others would log there is dropped",
     ),
 )
-"""The rows, from kernels to settings. None is made at import: the ops in torch.ops.rematplan, which are, are added and
-change nothing that was there."""
+"""The rows, from kernels to settings. One is made at import, and says so; the ops in torch.ops.rematplan, made then
+too, change nothing that was there."""

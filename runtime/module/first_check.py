@@ -1,0 +1,98 @@
+"""A check of the first plan against eager mode, for versions of PyTorch that the test suite was not run with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import TESTED, is_tested, pytree
+from rematplan.runtime.graph.warn import warn
+
+_checked: set[str] = set()
+"""The versions of PyTorch that a plan of this process was checked with: one version, once it is there."""
+
+
+def check_first_plan(
+    model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
+) -> None:
+    """Compare the first planned step of this process with eager mode, where PyTorch's version is not a tested one.
+
+    Both run once, forward and backward, on copies of the model, the arguments and the random state. Warns that the
+    version is not tested, and says so where the comparison was not possible: memory is too short for the run, which no
+    plan bounds, or the model cannot be copied.
+
+    ``tolerance``: the relative error that gradients may have; 0 where the plan inverts nothing that rounds.
+
+    Raises:
+        ModelError: an output or a gradient differs from eager mode's, and eager mode gives the same result twice.
+    """
+    version = torch.__version__
+    if is_tested(version) or version in _checked:
+        return
+    _checked.add(version)
+    untested = f"rematplan was not tested with torch {version} (tested: {', '.join(TESTED)})"
+    try:
+        eager = _results(model, args, kwargs)
+        different = _different(eager, _results(planned, args, kwargs), tolerance)
+        if different and not _different(eager, _results(model, args, kwargs), tolerance):
+            raise ModelError(
+                f"{untested}, and the first planned step differs from eager mode in {different}; use a tested version"
+            )
+    except ModelError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError):
+        warn(f"{untested}; memory is too short to compare the first planned step with eager mode")
+    except Exception as error:  # a model that cannot be copied is planned all the same
+        warn(f"{untested}; the first planned step could not be compared with eager mode: {error}")
+    else:
+        warn(f"{untested}; the first planned step was compared with eager mode and is equal")
+
+
+def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The outputs and gradients by name of one forward and backward. It runs on copies; the random state stays."""
+    model, args, kwargs = copy.deepcopy((model, args, dict(kwargs)))
+    with _random_state_kept(), torch.enable_grad():
+        outputs = [o for o in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(o, torch.Tensor)]
+        trained = [o for o in outputs if o.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(o) for o in trained])
+    inputs = [i for i in pytree.tree_leaves((args, kwargs)) if isinstance(i, torch.Tensor)]
+    return {
+        **{f"output {at}": output.detach() for at, output in enumerate(outputs)},
+        **{f"the gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None},
+        **{f"the gradient of input {at}": i.grad for at, i in enumerate(inputs) if i.grad is not None},
+        **{f"buffer {name}": buffer for name, buffer in model.named_buffers()},
+    }
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """A block that begins with the caller's random state and leaves it as it was."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _different(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
+) -> str:
+    """The name of the first tensor that differs, or nothing."""
+    for name in dict.fromkeys((*expected, *found)):
+        one, other = expected.get(name), found.get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            return name
+        close = (
+            torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True) if tolerance else False
+        )
+        if not close and not _equal_with_nan(one, other):
+            return name
+    return ""
+
+
+def _equal_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
