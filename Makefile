@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := ir planner runtime models rematplan benchmarks tests
 
-.PHONY: demo test kernels conformance lint format clean
+.PHONY: demo test docs kernels conformance lint format clean
 
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
 test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them, TORCH=2.15.0 takes another PyTorch
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+docs: $(READY)  ## the documentation as a site in build/site; warnings are errors
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 kernels: $(READY)  ## compile the planner's hot loops, which the first run does otherwise
 	$(BIN)/python -c 'from rematplan.planner.auto.compile_kernels import compile_kernels; compile_kernels()'
