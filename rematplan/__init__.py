@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     )
     from rematplan.compile_backend import backend
     from rematplan.drop_in import plan_module, planning
+    from rematplan.optim.kfac import KFAC
     from rematplan.planner.core.plan import Plan, save_plan
 
 __version__: str
 
 __all__ = [
+    "KFAC",
     "InfeasibleBudget",
     "LoadedStep",
     "ModelError",
@@ -62,6 +64,7 @@ __all__ = [
 
 # Where the names that need torch or numba stand: they take seconds to import, and not all that imports this needs them.
 _HOMES = {
+    "KFAC": "rematplan.optim.kfac",
     **dict.fromkeys(
         (
             "LoadedStep",

@@ -69,6 +69,7 @@ LAYERS = {
         "pipeline",
     ),
     "rematplan": (
+        "optim",
         "plans",
         "api drop_in compile_backend onnx_backend",
         "pipeline",

@@ -1,0 +1,1 @@
+"""Optimizers on Kronecker-factored statistics."""

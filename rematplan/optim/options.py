@@ -1,0 +1,56 @@
+"""Refusals of options that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rematplan.ir import UsageError
+from rematplan.optim.inverses import INVERSES
+from rematplan.optim.param_groups import Group
+from rematplan.optim.side import AUTO
+
+MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
+"""What makes the optimizer of parameters without factors from their groups."""
+
+
+def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | None) -> None:
+    """Refuse parameters for which there is no optimizer.
+
+    Raises:
+        UsageError: names them.
+    """
+    if others is not None or not theirs:
+        return
+    left = {id(p) for group in theirs for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if id(p) in left]
+    raise UsageError(
+        f"no factors for {', '.join(names[:5])}{' …' * (len(names) > 5)}: name an optimizer for them, "
+        f"others=torch.optim.AdamW"
+    )
+
+
+def check_numbers(
+    numbers: Mapping[str, float],
+    inverse: str,
+    intervals: tuple[int, ...],
+    decay: float,
+    kl_clip: float | None,
+) -> None:
+    """Refuse numbers out of their range, and unknown kinds of inverses.
+
+    Raises:
+        UsageError: says which.
+    """
+    if inverse != AUTO and inverse not in INVERSES:
+        raise UsageError(f"unknown inverse {inverse!r}; known: {AUTO}, {', '.join(INVERSES)}")
+    for name, number in numbers.items():
+        if not number >= 0:
+            raise UsageError(f"{name} is {number}; it must be 0 or more")
+    if numbers["damping"] == 0 or (kl_clip is not None and not kl_clip > 0):
+        raise UsageError(f"damping is {numbers['damping']} and kl_clip {kl_clip}; both must be above 0")
+    if not 0 <= decay < 1 or min(intervals) < 1:
+        raise UsageError(f"decay is {decay}, of 0 to 1, and intervals {intervals} are steps, 1 or more")

@@ -1,0 +1,156 @@
+"""One of the two factors of a layer: its moving average, its inverse, and how the inverse is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rematplan.optim.hodlr import NotDefinite
+from rematplan.optim.inverses import (
+    INVERSES,
+    LOW_RANK_SHARE,
+    Inverse,
+    cholesky,
+    inverse_bytes,
+    low_rank_inverse,
+    restored,
+    saved,
+)
+from rematplan.optim.nystrom import nystrom
+from rematplan.optim.packing import pack, packed_size, packed_trace, unpack
+
+AUTO = "auto"
+DIAGONAL_ABOVE = 16_384
+"""Larger factors are diagonal with ``auto``: a factor of 16,384 rows and its inverse hold 1.5 GiB."""
+LOW_RANK_FROM = 2_048
+"""Smaller factors are never low-rank with ``auto``: Cholesky takes as long."""
+LOW_RANK_BELOW = 16
+"""With ``auto`` a factor is low-rank while at most one eigenvalue in so many is above its damping."""
+MEASURE_EVERY = 10
+"""With ``auto`` the rank of a factor that was too high is measured again after so many inverses."""
+
+
+@dataclass
+class Side:
+    """A factor of ``size`` rows; ``blocks``: () or (groups,) of such factors. ``how``: a name of `INVERSES`, or `AUTO`.
+
+    ``total``: Σ of outer products, packed, or its diagonal, decayed; ``count``: the rows it has, decayed alike, so that
+    their quotient is a moving average whose start needs no correction. ``rank``: eigenvalues above the damping when
+    they were last counted.
+    """
+
+    size: int
+    blocks: tuple[int, ...]
+    how: str
+    dtype: torch.dtype
+    vector: bool = False
+    total: Tensor | None = None
+    count: float = 0.0
+    inverse: Inverse | None = None
+    made: int = 0
+    changed: bool = False
+    rank: int | None = None
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether only the diagonal is kept."""
+        large = self.how == AUTO and self.size > DIAGONAL_ABOVE
+        return self.vector or large or self.how == "diagonal"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is kept of the factor."""
+        return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
+
+    @property
+    def cost(self) -> float:
+        """Operations of an inversion, up to a constant."""
+        return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
+
+    def kept(self, factor: Tensor) -> Tensor:
+        """What is kept of a factor (…, size, size) or of its diagonal (…, size), of `shape`."""
+        if not self.diagonal:
+            return pack(factor.to(self.dtype))
+        return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
+
+    def fold(self, kept: Tensor, count: float, decay: float) -> None:
+        """Add the sums over ``count`` rows, after earlier ones have decayed."""
+        if self.total is None:
+            self.total = torch.zeros_like(kept)
+        self.total.mul_(decay).add_(kept)
+        self.count = decay * self.count + count
+        self.changed = True
+
+    def mean(self) -> Tensor:
+        """The averaged factor, or its diagonal."""
+        assert self.total is not None
+        mean = self.total / self.count
+        return mean if self.diagonal else unpack(mean, self.size)
+
+    def mean_eigenvalue(self) -> Tensor:
+        """The trace of the averaged factor ÷ its rows, over all blocks."""
+        assert self.total is not None
+        trace = self.total.sum(-1) if self.diagonal else packed_trace(self.total, self.size)
+        return trace.mean() / (self.count * self.size)
+
+    def invert(self, damping: float) -> None:
+        """Make the inverse of the average + ``damping`` I."""
+        self.inverse = self._inverse(self.mean(), damping)
+        self.made, self.changed = self.made + 1, False
+
+    def _inverse(self, mean: Tensor, damping: float) -> Inverse:
+        if self.diagonal:
+            return INVERSES["diagonal"](mean, damping, None)
+        if self.how == AUTO:
+            return self._measured(mean, damping) or cholesky(mean, damping)
+        try:
+            return INVERSES[self.how](mean, damping, self.inverse)
+        except NotDefinite:
+            return cholesky(mean, damping)
+
+    def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
+        """A low-rank inverse, if few eigenvalues are above the damping now; None if that was not so lately."""
+        few = self.size // LOW_RANK_BELOW
+        lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
+        if self.size < LOW_RANK_FROM or lately:
+            return None
+        before = getattr(self.inverse, "basis", None)
+        values, basis = nystrom(mean, self.size // LOW_RANK_SHARE, before)
+        self.rank = int((values > damping).sum(-1).max())
+        return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
+
+    def effective_rank(self, damping: float) -> int:
+        """How many eigenvalues of the average are above ``damping``, of the block that has most. O(size³)."""
+        mean = self.mean()
+        values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
+        return int((values > damping).sum(-1).max())
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes."""
+        inverse = None if self.inverse is None else saved(self.inverse)
+        parts = ("total", "count", "made", "changed", "rank")
+        return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from a `state`."""
+        for part in ("count", "made", "changed", "rank"):
+            setattr(self, part, state[part])
+        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
+        self.inverse = None if state["inverse"] is None else restored(state["inverse"], device)
+
+    def average_bytes(self) -> int:
+        """Bytes of the average, present or to come."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def inverse_bytes(self) -> int:
+        """Bytes of the inverse, at most, present or to come. The truncated kinds may fall back to a dense one."""
+        if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
+            return inverse_bytes(self.inverse)
+        blocks, n = torch.Size(self.blocks).numel(), self.size
+        rank = max(1, n // LOW_RANK_SHARE)
+        numbers = {"eigen": n * n + n + 1, "low-rank": n * rank + rank + 1}.get(self.how, n * n)
+        return blocks * (n if self.diagonal else numbers) * self.dtype.itemsize

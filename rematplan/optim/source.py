@@ -1,0 +1,22 @@
+"""Where an optimizer takes Kronecker factors from: anything that gives sums of outer products by weight name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from rematplan.runtime.statistics.factors import Factors, Statistics
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What gives statistics."""
+
+    def layers(self) -> Mapping[str, Factors]:
+        """By weight name: the factors that statistics will have, as tensors of the device ``meta``."""
+
+    def statistics(self) -> Statistics | None:
+        """The sums over the micro-batches since the last update of the weights.
+
+        None, or statistics whose ``step`` was read before, say that there is nothing new.
+        """

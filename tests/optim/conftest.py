@@ -1,0 +1,13 @@
+"""What tests of optimizers share."""
+
+from collections.abc import Callable
+
+import pytest
+from small_networks import SHAPES, maker
+from torch import nn
+
+
+@pytest.fixture(params=SHAPES, ids=lambda kind: kind.__name__)
+def make(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
+    """What makes a small network, in two kinds."""
+    return maker(request.param)
