@@ -53,6 +53,7 @@ def plan_module(
     max_inversion_error: float | None = None,
     overlap: str | None = None,
     loss_memory: str | int | None = None,
+    accumulate: bool = False,
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -73,7 +74,9 @@ def plan_module(
     of those fits. ``options``: further options of the strategy. ``costs``: ``profile`` measures ops on the present
     device, ``roofline`` models them, without workspaces; the path of a file of ``rematplan profile`` takes them from
     there. Where parameters have gradients of earlier steps when the module is called, and the plan does not fit beside
-    them, another is made, or a warning says that there is none.
+    them, another is made, or a warning says that there is none. ``accumulate``: the gradients of several steps are
+    added up before an optimizer's step, so that the plan counts those of earlier steps from the start, a percentage is
+    of a peak with them, and no plan is made in the middle of a loop.
 
     ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
     (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
@@ -120,6 +123,7 @@ def plan_module(
         max_inversion_error=max_inversion_error,
         overlap=overlap,
         loss_memory=loss_memory,
+        accumulate=accumulate,
     )
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     planned = planned_module(model, StepPlanner(asked, named=named), dynamic)

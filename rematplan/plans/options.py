@@ -39,6 +39,7 @@ class PlanOptions:
     max_inversion_error: float | None = None
     overlap: str | None = None
     loss_memory: str | int | None = None
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:

@@ -22,7 +22,14 @@ from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
-from rematplan.runtime.problem.accumulation import Beside, adding_problem, spare_bytes
+from rematplan.runtime.problem.accumulation import (
+    EARLIER,
+    StepPlan,
+    adding_problem,
+    earlier_gradients,
+    holding,
+    spare_bytes,
+)
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, with_loss_boundary
 
@@ -47,6 +54,8 @@ class StepPlanner:
     """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
     added: frozenset[str] = frozenset()
     """Names of parameters that have gradients, to which their new ones are added."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that others hold during the whole step, by a name for them."""
     scope: str = ""
     """What has a first plan of its own, whose peak a percentage is of; in a compiler each graph."""
 
@@ -78,7 +87,8 @@ class StepPlanner:
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, asked.keep, asked.never_rerun)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
-        return adding_problem(step, graph, self.added) if self.added else graph
+        graph = adding_problem(step, graph, self.added) if self.added else graph
+        return holding(graph, self.held)
 
     def opened(self, step: CapturedStep) -> CapturedStep:
         """The step with its inverses: all if they are wanted, else those that only move numbers."""
@@ -86,17 +96,38 @@ class StepPlanner:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
-    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
-        """The step with its inverses, and its plan.
+    def __call__(self, step: CapturedStep) -> StepPlan:
+        """The plan of a step, which has its inverses; beside gradients of earlier steps where they accumulate.
 
         Raises: see `planned`.
         """
+        if not self.options.accumulate:
+            return self._alone(step)
+        names, held = earlier_gradients(step, self.named)
+        charged = replace(self, held={**self.held, EARLIER: held})
+        found = replace(charged, added=names)._adding(step) or charged._alone(step)
+        return replace(found, gradients=held)
+
+    def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
             return self._either(with_exact_inverses(step), self.opened(step))
         step = self.opened(step)
-        return step, self.planned(step)
+        return StepPlan(step, self.planned(step))
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> Beside | None:
+    def _adding(self, step: CapturedStep) -> StepPlan | None:
+        """The plan where new gradients are added to earlier ones and leave; None if it keeps its budget only where they
+        leave at once. Two lanes hold what one does not: their gradients are charged to the end."""
+        if self.options.overlap not in (None, OFF):
+            return None
+        try:
+            found = self._alone(step)
+        except ProblemError:  # a saved plan that charges them to the end
+            return None
+        budget = found.plan.peak if found.plan.budget is None else found.plan.budget
+        spare = spare_bytes(found.step, self.problem(found.step), found.plan.schedule, budget, self.added)
+        return None if spare is None else replace(found, spare=spare)
+
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
         """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
         without them, serves.
 
@@ -116,34 +147,25 @@ class StepPlanner:
             raise InfeasibleBudget(plan.strategy, budget, plan.peak + gradients)
         left = max(1, budget - gradients)
         try:
-            # Two lanes hold what one does not: their gradients are charged to the end.
-            found = adding._adding_within(step, left) if self.options.overlap in (None, OFF) else None
-            return found or self._within(step, left)
+            return adding._within(left)._adding(step) or self._within(left)._alone(step)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
             raise InfeasibleBudget(error.strategy, budget, smallest, error.known) from None
 
-    def _adding_within(self, step: CapturedStep, budget: int) -> Beside | None:
-        """What is planned within a budget beside the gradients that are added to; None if it is only kept where new
-        ones leave at once."""
-        found = self._within(step, budget)
-        graph = self.problem(found.step)
-        spare = spare_bytes(found.step, graph, found.plan.schedule, budget, self.added)
-        return None if spare is None else replace(found, spare=spare)
+    def _within(self, budget: int) -> StepPlanner:
+        """The planner with another budget, in bytes."""
+        return replace(self, options=replace(self.options, budget=budget))
 
-    def _within(self, step: CapturedStep, budget: int) -> Beside:
-        return Beside(*replace(self, options=replace(self.options, budget=budget))(step))
-
-    def _either(self, plain: CapturedStep, inverted: CapturedStep) -> tuple[CapturedStep, Plan]:
+    def _either(self, plain: CapturedStep, inverted: CapturedStep) -> StepPlan:
         """The step that has the better plan, or that the saved plan is of, and the plan."""
         graphs = self.problem(plain), self.problem(inverted)
         if not any(inverse.noise for inverse in graphs[1].inverses):
-            return plain, self._planned(plain, graphs[0])
+            return StepPlan(plain, self._planned(plain, graphs[0]))
         if self.options.plan is not None:
             try:
-                return inverted, self._planned(inverted, graphs[1])
+                return StepPlan(inverted, self._planned(inverted, graphs[1]))
             except ProblemError:
-                return plain, self._planned(plain, graphs[0])
+                return StepPlan(plain, self._planned(plain, graphs[0]))
         budget, auto = self.limit(graphs[0]), self.options.chosen()
         assert isinstance(auto, Auto)
         amount = _amount(budget)
@@ -154,7 +176,7 @@ class StepPlanner:
             with self._explaining_refusals(graphs[0]):
                 graph, plan = plan_either(auto, *graphs, budget, store=self.store)
         step = inverted if graph is graphs[1] else plain
-        return step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint))
+        return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
     def planned(self, step: CapturedStep) -> Plan:
         """The plan of a step as it stands.

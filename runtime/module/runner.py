@@ -52,7 +52,7 @@ from rematplan.runtime.guards.globals import GlobalGuard, GlobalReads
 from rematplan.runtime.guards.values import Guard, ValueGuardRecorder
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
-from rematplan.runtime.problem.accumulation import Beside
+from rematplan.runtime.problem.accumulation import StepPlan
 
 MANY = 8
 """Plans of one module after which it is said that there are many."""
@@ -62,17 +62,16 @@ LOCK = CaptureLock()
 
 
 class Planner(Protocol):
-    """Makes plans of captured steps: schedules of their `turn.with_loss_boundary`. With each comes the step that it is
-    for, the same or the same with inverses."""
+    """Makes plans of captured steps: schedules of their `loss_boundary.with_loss_boundary`."""
 
-    def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
+    def __call__(self, step: CapturedStep) -> StepPlan:
         """The plan of a step.
 
         Raises:
             InfeasibleBudget: there is none within the budget.
         """
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> Beside | None:
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
         """One for when parameters of these names have so many bytes of gradients before the step; None if its ``plan``
         serves.
 
@@ -120,6 +119,15 @@ class CacheEntry:
         where it has a gradient of an earlier step, the others have theirs."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
+
+    def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
+        """The same entry, noted as its own for gradients of earlier steps, if its plan counts any.
+
+        ``gradients``: the bytes that the plan counts; ``names``: of the parameters that may have them.
+        """
+        if gradients:
+            self.beside[names, gradients] = self
+        return self
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the forward would be the same for a module in this state and these tensors."""
@@ -271,11 +279,7 @@ class Runner:
                 f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more"
             )
             found = None
-        if found is None:
-            return way
-        plan = found.plan
-        compiled = CompiledPlan(found.step, plan.schedule, plan.lanes, found.spare)
-        return replace(way, plan=plan, compiled=compiled)
+        return way if found is None else replace(way, plan=found.plan, compiled=_compiled(found))
 
     def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
         """The way, planned with these tangents and those that came before; calls like it take that plan from now on.
@@ -290,9 +294,9 @@ class Runner:
                 if not known.captured.left_out & self.brought:
                     return known
             captured = with_expected_tangents(way.whole, self.brought)
-            step, plan = self.planner(captured)
-            compiled = CompiledPlan(step, plan.schedule, plan.lanes)
-            found = replace(way, plan=plan, compiled=compiled, captured=captured, beside={})
+            made = self.planner(captured)
+            found = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured, beside={})
+            found.counting(made.gradients, next((names for names, _ in way.beside), frozenset()))
             for ways in self.ways.values():
                 ways[:] = [found if w.whole is way.whole else w for w in ways]
         return found
@@ -348,15 +352,17 @@ class Runner:
             for c in flat.constants
         )
         whole, captured = step, with_expected_tangents(step, self.brought)
-        step, plan = self.planner(captured)
-        outputs = [o for o in step.outputs if o.kind == "output"]
+        found = self.planner(captured)
+        outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
-        compiled = CompiledPlan(step, plan.schedule, plan.lanes)
         depends = (*reads.listed(), *outside.listed(self.name))
-        return CacheEntry(
+        plan, compiled = found.plan, _compiled(found)
+        entry = CacheEntry(
             plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured, whole
         )
+        wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
+        return entry.counting(found.gradients, wanting)
 
     def _say_hooks(self, names: list[str]) -> None:
         if names:
@@ -364,6 +370,10 @@ class Runner:
                 f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
                 f"step is planned; what they compute is part of the plan, what else they do is done only then"
             )
+
+
+def _compiled(found: StepPlan) -> CompiledPlan:
+    return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan
@@ -16,15 +19,54 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.segments import gradient_segments
 
+EARLIER = "earlier_gradients"
+"""The input that stands for gradients of earlier steps, where a problem counts them."""
+
 
 @dataclass(frozen=True)
-class Beside:
-    """A plan of a step beside earlier gradients. ``spare``: see `spare_bytes`; empty where the new ones are charged to
-    the end."""
+class StepPlan:
+    """A plan and the step that it is of, which may have inverses that the captured one has not.
+
+    ``spare``: see `spare_bytes`; empty where new gradients are charged to the end. ``gradients``: bytes of gradients of
+    earlier steps that the plan's problem counts.
+    """
 
     step: CapturedStep
     plan: Plan
     spare: tuple[int, ...] = ()
+    gradients: int = 0
+
+
+def earlier_gradients(
+    step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[frozenset[str], int]:
+    """The names of the parameters to whose gradients a step may add, and the bytes of all gradients that may be there.
+
+    Args:
+        step: its own parameters are known by their names.
+        named: all parameters of the model, by the names that steps know them by: those that want gradients may have
+            some of other steps, though this one gives them none.
+    """
+    targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
+    own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
+    known = {id(named[name]) for name in own if name in named}
+    others = {
+        id(t): allocated(t.nbytes, t.device)
+        for t in named.values()
+        if t.requires_grad and t.is_leaf and id(t) not in known
+    }
+    return targets, sum(own.values()) + sum(others.values())
+
+
+def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
+    """The problem beside bytes that others hold during the whole step, by a name for them: further inputs."""
+    held = {name: size for name, size in held.items() if size}
+    return replace(
+        graph,
+        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in held.items())),
+        inputs=(*graph.inputs, *held),
+        fixed_split={**graph.fixed_split, **held},
+    )
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:

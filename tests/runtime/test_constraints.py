@@ -21,6 +21,7 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.module.planned_module import planned_module
+from rematplan.runtime.problem.accumulation import StepPlan
 
 
 class Block(nn.Module):
@@ -58,7 +59,7 @@ def captured() -> CapturedStep:
     seen = []
 
     class Noting(StepPlanner):
-        def __call__(self, step: CapturedStep) -> tuple[CapturedStep, Plan]:
+        def __call__(self, step: CapturedStep) -> StepPlan:
             seen.append(step)
             return super().__call__(step)
 
@@ -71,7 +72,7 @@ def captured() -> CapturedStep:
 def plan_of(strategy: str = "approx_dp", budget: str = "85%", **more: Any) -> Plan:
     """What `planned` would follow; without tracing the model each time."""
     settings = {"costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
-    return StepPlanner(PlanOptions(budget=budget, strategy=strategy, **settings))(captured())[1]
+    return StepPlanner(PlanOptions(budget=budget, strategy=strategy, **settings))(captured()).plan
 
 
 def reruns(plan: Plan, what: str) -> int:

@@ -242,3 +242,71 @@ def test_gradients_of_inputs_count_too() -> None:
         held += 0 if x.grad is None else x.grad.nbytes
         assert held + peak_above_entry(lambda: planned(x).sum().backward(), CPU)[0] <= budget
     assert len(planned.plans) == 2
+
+
+def accumulating(budget: str | int, **options: object) -> nn.Module:
+    return rematplan.plan_module(
+        network(), (few()[0],), budget=budget, strategy="approx_dp", accumulate=True, **options
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_accumulation_that_is_stated_makes_one_plan(share: float) -> None:
+    with pytest.raises(InfeasibleBudget) as refused:
+        accumulating(1000)
+    most = accumulating("100%").plan.peak
+    budget = refused.value.smallest + int(share * (most - refused.value.smallest))
+    planned, plain = accumulating(budget, dynamic=False), network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peaks = beside_alone(planned, 4)
+        planned.prepare(few()[0])
+        peaks += beside_alone(planned, 3)
+    assert max(peaks) <= budget
+    assert len(planned.plans) == 1
+    assert planned.plan.budget == budget
+    assert gradients(planned) + sum(p.nbytes for p in planned.parameters()) < planned.plan.peak
+    beside_alone(plain, 3)
+    for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+
+
+def test_a_percentage_is_of_a_peak_with_earlier_gradients() -> None:
+    planned = accumulating("100%")
+    alone = rematplan.plan_module(network(), (few()[0],), budget="100%", strategy="store_all")
+    eager = max(beside_alone(network(), 3))
+    assert planned.plan.estimate.reruns == 0
+    assert alone.plan.peak < planned.plan.peak
+    assert eager <= planned.plan.peak
+    assert max(beside_alone(planned, 3)) <= planned.plan.peak
+
+
+def test_gradients_of_parameters_that_a_step_does_not_use_are_counted() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = network(), nn.ModuleList(nn.Linear(CLASSES, 900) for _ in range(2))
+
+        def forward(self, x: Tensor, at: int) -> Tensor:
+            return self.heads[at](self.body(x)).square().mean()
+
+    planned = rematplan.plan_module(
+        Heads(), (few()[0], 0), budget="100%", strategy="approx_dp", accumulate=True
+    )
+    x = few()[0]
+    planned.prepare(x, 1)
+    for k in range(4):
+        used = [*planned.body.parameters(), *planned.heads[k % 2].parameters()]
+        held = sum(p.nbytes for p in used) + gradients(planned) + x.nbytes
+        above, _ = peak_above_entry(lambda k=k: planned(x, k % 2).backward(), CPU)
+        assert held + above <= planned.plan.budget
+    assert len(planned.plans) == 2  # one a head
+
+
+def test_a_saved_plan_that_counts_them_is_for_accumulation(tmp_path: Path) -> None:
+    planned = accumulating("98%")
+    rematplan.save_plan(planned.plan, tmp_path / "plan.json")
+    loaded = rematplan.plan_module(network(), (few()[0],), plan=tmp_path / "plan.json", accumulate=True)
+    assert loaded.plan.schedule == planned.plan.schedule
+    assert max(beside_alone(loaded, 3)) <= planned.plan.budget
+    assert len(loaded.plans) == 1
