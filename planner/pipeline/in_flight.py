@@ -116,7 +116,10 @@ class RankSearch:
             self._search()
             best = self._best()
         if best is None:
-            raise InfeasibleBudget("in_flight", self.budget, self.least(), "searched")
+            smallest = self.least()
+            best = self._best()  # on the way to the least budget plans may turn up that fit this one
+            if best is None:
+                raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
         extra = _extra(best)
         floor = min(extra, self._floor()) if extra > 0 else 0.0

@@ -55,6 +55,10 @@ class Link:
         return self.latency + self.occupied(size)
 
 
+FREE_LINK = Link()
+"""A link that takes no time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """An action's time, microseconds from the first action's start."""
@@ -90,7 +94,7 @@ class Timeline:
 def replay(
     schedule: PipelineSchedule,
     times: Sequence[StageTimes],
-    link: Link = Link(),
+    link: Link = FREE_LINK,
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:

@@ -1,0 +1,294 @@
+"""A pipeline's cuts and the plans of its stages, chosen together for the least simulated makespan.
+
+Plans of stages take seconds, floors of their time nothing (`stage_floor`). So cuts are chosen with floors where stages
+are not planned yet and with their plans' times where they are; the stages of the best cuts are planned; and so on until
+all stages of the best cuts are planned. Then no cut can be better, but for stages whose plans are not optimal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from rematplan.ir import InfeasibleBudget
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
+from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.stage_chain import StageChain
+from rematplan.planner.pipeline.stage_floor import time_floors
+from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
+from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_problem
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, Timeline, replay
+
+ROUNDS = 12
+"""Cuts at most whose stages are planned."""
+REFUSED = 3
+"""Cuts at most that are planned and do not fit."""
+Intervals = tuple[tuple[int, int], ...]
+"""The blocks of a rank's stages: the first, and the one behind the last."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a pipeline is planned for.
+
+    ``budget``: bytes that each rank may hold. ``overhead``: microseconds that each action takes beside its work.
+    ``optimizer``: bytes of optimizer state for each byte of a parameter that gets a gradient. ``batch``: the inputs
+    that are another for each micro-batch; the ranks that read them hold those of all micro-batches.
+    """
+
+    budget: int
+    link: Link = FREE_LINK
+    overhead: float = 0.0
+    optimizer: float = 0.0
+    batch: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """``stages``: of each stage its figures, with its plan. ``floor``: microseconds that the slowest stage takes at
+    least, whatever the cuts at the chain's places. ``floors``: of each rank, microseconds of recomputation that any
+    plans have with these cuts."""
+
+    chain: StageChain
+    schedule: PipelineSchedule
+    terms: Terms
+    cuts: Cuts
+    stages: tuple[StagePlan, ...]
+    floors: tuple[float, ...]
+    floor: float
+
+    @cached_property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Times and messages of each stage."""
+        return stage_times(self.chain, self.cuts, [(s.forward, s.backward, s.weight) for s in self.stages])
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule's replay."""
+        return replay(self.schedule, self.times, self.terms.link, self.terms.overhead)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Bytes that each rank holds at most."""
+        own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
+        return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches that each stage has in flight."""
+        return most_in_flight(self.schedule)
+
+    @property
+    def slowest(self) -> int:
+        """The stage that takes longest for a micro-batch."""
+        return max(range(len(self.times)), key=lambda s: self.times[s].total)
+
+
+def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """The most micro-batches that each stage has between the begin of its forward and the end of its backward."""
+    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
+    return tuple(most[stage] for stage in range(schedule.stages))
+
+
+def stage_times(
+    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]]
+) -> tuple[StageTimes, ...]:
+    """The stages' times (forward, backward, weight gradients; microseconds) with their messages."""
+    bounds = (0, *cuts, len(chain))
+    return tuple(
+        StageTimes(*own, sends=chain.sends[end], returns=chain.returns[start])
+        for own, (start, end) in zip(times, pairwise(bounds), strict=True)
+    )
+
+
+@dataclass
+class PipelineSearch:
+    """The search for one schedule.
+
+    ``seconds``: after which no further cuts are planned. ``planned``: the plans of each rank that was planned, by its
+    stages' blocks; an error where none fits.
+    """
+
+    chain: StageChain
+    schedule: PipelineSchedule
+    terms: Terms
+    planner: StagePlanner
+    progress: Progress = silent
+    seconds: float = math.inf
+    planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
+    _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+
+    def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
+        """The pipeline with these cuts, or with the best.
+
+        Raises:
+            InfeasibleBudget: a rank does not fit; names it and its least budget.
+            UsageError: cuts that cannot be.
+        """
+        if cuts is not None:
+            self.chain.check_cuts(cuts)
+            return self._pipeline(cuts)
+        began, tried = time.monotonic(), dict[Cuts, bool]()
+        while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
+            self.progress(len(tried) / ROUNDS, "planning the stages")
+            chosen = self._promising()
+            late = time.monotonic() - began > self.seconds and any(tried.values())
+            if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
+                break
+            tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
+        return self._pipeline(min(tried or (self._balanced(),), key=self._makespan))
+
+    @cached_property
+    def floor(self) -> float:
+        """Microseconds that the slowest stage has at least, whatever the cuts; infinite if none fits."""
+        found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
+        return found[0].slowest if found else math.inf
+
+    @cached_property
+    def least_makespan(self) -> float:
+        """Of the cuts that promise most, before any stage is planned."""
+        chosen = self._promising()
+        return math.inf if chosen is None else chosen[0]
+
+    @cached_property
+    def _floors(self) -> StageTime:
+        k = most_in_flight(self.schedule)
+
+        def room(start: int, end: int, stage: int) -> tuple[float, int]:
+            fixed = self._template(start, end, stage)
+            own = {*self.chain.inputs_of(start, end)} - self._batch
+            states = fixed.states + fixed.torch_bytes + self._bytes(own)
+            return self.terms.budget - states - k[stage] * self._leaves(start, end), k[stage]
+
+        return time_floors(self.chain, room)
+
+    def _promising(self) -> tuple[float, Cuts] | None:
+        """The cuts of the least makespan by what is known so far; None if none fit."""
+        found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
+        near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
+        return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
+
+    def _balanced(self) -> Cuts:
+        """The cuts of the fastest slowest stage if memory were without end."""
+        return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
+
+    def _makespan(self, cuts: Cuts) -> float:
+        """Simulated, with the times of plans where a rank is planned, else with floors."""
+        times = [(0.0, 0.0, 0.0)] * self.schedule.stages
+        for rank, stages in enumerate(self.schedule.stage_of_rank):
+            own = self._intervals(cuts, rank)
+            plan = self.planned.get((rank, own))
+            for at, (stage, (start, end)) in enumerate(zip(stages, own, strict=True)):
+                if isinstance(plan, RankPlan):
+                    found = plan.stages[at]
+                    times[stage] = (found.forward, found.backward, found.weight)
+                else:
+                    forward, backward, weight = self._base(start, end)
+                    floor = math.inf if plan else self._floors(start, end, stage)
+                    times[stage] = (forward, backward + floor - forward - backward - weight, weight)
+        if any(math.inf in own for own in times):
+            return math.inf
+        line = replay(
+            self.schedule, stage_times(self.chain, cuts, times), self.terms.link, self.terms.overhead
+        )
+        return line.makespan
+
+    def _time(self, start: int, end: int, stage: int) -> float:
+        """Microseconds of a stage, of its plan if it has one and its rank for itself, else a floor."""
+        rank = self.schedule.rank_of(stage)
+        plan = self.planned.get((rank, ((start, end),)))
+        if plan is None:
+            return self._floors(start, end, stage)
+        if isinstance(plan, InfeasibleBudget):
+            return math.inf
+        found = plan.stages[0]
+        return found.forward + found.backward + found.weight
+
+    def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
+        """The plan of each rank, made now if it is not known."""
+        for rank in range(self.schedule.ranks):
+            key = rank, self._intervals(cuts, rank)
+            if key not in self.planned:
+                self.planned[key] = self._rank_plan(*key)
+            yield self.planned[key]
+
+    def _rank_plan(self, rank: int, intervals: Intervals) -> RankPlan | InfeasibleBudget:
+        stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
+        problems = [
+            stage_problem(
+                StageSlice(self.chain, start, end),
+                self._template(start, end, stage),
+                held={self.chain.graph.tensors[t].name for t in self._batch},
+                split=self.split,
+            )
+            for stage, (start, end) in stages
+        ]
+        try:
+            return RankSearch(problems, self.schedule.actions[rank], self.terms.budget, self.planner).run()
+        except InfeasibleBudget as error:
+            return error
+
+    def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
+        plans = []
+        for rank, plan in enumerate(self._rank_plans(cuts)):
+            if isinstance(plan, InfeasibleBudget):
+                raise InfeasibleBudget(f"rank {rank}", plan.budget, plan.smallest, plan.known, plan.floor)
+            plans.append(plan)
+        stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
+        floors = tuple(plan.floor for plan in plans)
+        return PlannedPipeline(self.chain, self.schedule, self.terms, cuts, tuple(stages), floors, self.floor)
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether weight gradients are made apart."""
+        return any(action.kind == "W" for row in self.schedule.actions for action in row)
+
+    def _intervals(self, cuts: Cuts, rank: int) -> Intervals:
+        """The blocks of a rank's stages."""
+        bounds = list(pairwise((0, *cuts, len(self.chain))))
+        return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
+
+    def _template(self, start: int, end: int, stage: int) -> StagePlan:
+        """What a stage of these blocks holds whatever its plan: optimizer states, and as many buffers to receive into
+        as there are micro-batches."""
+        piece = StageSlice(self.chain, start, end)
+        inputs = self.chain.inputs_of(start, end)
+        names = {self.chain.graph.tensors[t].name: t for t in inputs}
+        trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
+        each = self._bytes({*piece.received, *piece.answered}) + self._bytes(self._batch & {*inputs})
+        return StagePlan(
+            stage,
+            *(0, 0, 0),
+            states=int(self.terms.optimizer * self._bytes(trained)),
+            torch_bytes=self.schedule.microbatches * each,
+        )
+
+    def _base(self, start: int, end: int) -> tuple[float, float, float]:
+        """Microseconds of forward, backward and weight gradients without recomputation."""
+        if (start, end) not in self._bases:
+            piece = StageSlice(self.chain, start, end)
+            costs = indexed(self.chain.graph).cost
+            late = math.fsum(costs[o] for o in late_ops(piece)) if self.split else 0.0
+            forward = self.chain.forward[end] - self.chain.forward[start]
+            backward = self.chain.backward[end] - self.chain.backward[start]
+            self._bases[start, end] = forward, max(0.0, backward - late), late
+        return self._bases[start, end]
+
+    def _leaves(self, start: int, end: int) -> int:
+        """Bytes that a stage makes and sends on: it keeps them until their gradients come."""
+        piece = StageSlice(self.chain, start, end)
+        return 0 if self.split else self._bytes({*piece.sent} - {*piece.received})
+
+    def _bytes(self, tensors: Collection[int]) -> int:
+        return sum(self.chain.graph.tensors[t].bytes for t in tensors)
+
+    @cached_property
+    def _batch(self) -> frozenset[int]:
+        return frozenset(t for t, one in enumerate(self.chain.graph.tensors) if one.name in self.terms.batch)

@@ -1,0 +1,104 @@
+"""Where a chain is cut into stages, so that the slowest is fastest and the pipeline ends soonest.
+
+The recurrence, over blocks j and stages s, with the time c(i, j, s) of a stage of blocks i to j − 1 and the time l(i)
+for which the messages at its begin occupy a link:
+
+    slowest[s + 1, j] = min over i of max(slowest[s, i], l(i), c(i, j, s))
+
+A micro-batch's time through all stages and links counts too: the makespan of M micro-batches is about the one through
+all, and M − 1 of the slowest. So each entry keeps all pairs (slowest, through) that no other beats in both, and the
+pipeline's own simulation chooses among the last entry's. O(S·n²·pairs) time.
+
+Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rematplan.ir import UsageError
+from rematplan.planner.core.strategy import undominated
+from rematplan.planner.pipeline.stage_chain import StageChain
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link
+
+StageTime = Callable[[int, int, int], float]
+"""Microseconds of a micro-batch in stage s of blocks i to j − 1, as (i, j, s); infinite where it cannot fit."""
+Cuts = tuple[int, ...]
+"""The blocks at which the second stage and each later one begin."""
+MOST_PAIRS = 32
+"""Pairs kept for an entry: more differ by little, and would only cost time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """``slowest``: microseconds of the stage or link that takes longest for a micro-batch; ``through``: of all stages
+    and links."""
+
+    cuts: Cuts
+    slowest: float
+    through: float
+
+
+def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
+    """The cuts into stages that no other beats both in the slowest stage and in the time through all, by rising
+    slowest stage; none if no cut fits.
+
+    Raises:
+        UsageError: there are not as many places to cut at.
+    """
+    places = chain.allowed()
+    if len(places) < stages - 1:
+        tied = f"; {next(iter(chain.whole))} is read at several of them" if chain.whole else ""
+        raise UsageError(f"{chain.graph.name} has {len(places) + 1} places for stages, not {stages}{tied}")
+    begins = (0, *places)
+    front = {0: [Partition((), 0.0, 0.0)]}
+    for stage in range(stages):
+        last = stage == stages - 1
+        ends = (len(chain),) if last else places[stage : len(places) - (stages - 2 - stage)]
+        front = {end: _undominated(_ended(chain, front, begins, end, stage, time, link)) for end in ends}
+    return front[len(chain)]
+
+
+def _ended(
+    chain: StageChain,
+    front: dict[int, list[Partition]],
+    begins: Sequence[int],
+    end: int,
+    stage: int,
+    time: StageTime,
+    link: Link,
+) -> list[Partition]:
+    """The partitions whose stage of that number ends before a block."""
+    found = []
+    for begin in begins:
+        if begin >= end or not front.get(begin):
+            continue
+        own = time(begin, end, stage)
+        if own == math.inf:
+            continue
+        sizes = (chain.sends[begin], chain.returns[begin]) if begin else ()
+        occupied = max(map(link.occupied, sizes), default=0.0)
+        travel = math.fsum(map(link.travel, sizes))
+        for before in front[begin]:
+            cuts = (*before.cuts, begin) if begin else ()
+            found.append(Partition(cuts, max(before.slowest, occupied, own), before.through + travel + own))
+    return found
+
+
+def _undominated(found: list[Partition]) -> list[Partition]:
+    front = undominated(found, lambda p: (p.slowest, p.through))  # type: ignore[arg-type, return-value]
+    return front[:MOST_PAIRS]
+
+
+def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
+    """The cuts with one of them moved to the next place before or after it."""
+    places = chain.allowed()
+    found = []
+    for at, cut in enumerate(cuts):
+        for step in (-1, 1):
+            to = places.index(cut) + step
+            if 0 <= to < len(places) and places[to] not in cuts:
+                found.append((*cuts[:at], places[to], *cuts[at + 1 :]))
+    return found

@@ -1,0 +1,189 @@
+"""One stage of a chain as a planning problem by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_chain import Passage, StageChain
+from rematplan.planner.pipeline.stage_problem import StageProblem
+
+BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
+"""The ops between a stage's forward and backward, and between its input's gradient and the rest, and their tensors."""
+
+
+@dataclass(frozen=True)
+class StageSlice:
+    """Blocks ``start`` to ``end`` − 1 of a chain: tensors by position."""
+
+    chain: StageChain
+    start: int
+    end: int
+
+    @cached_property
+    def ops(self) -> tuple[int, ...]:
+        """Its ops, in base order."""
+        return tuple(o for o, b in enumerate(self.chain.block) if self.start <= b < self.end)
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """What the stage before it sends."""
+        return self._of(lambda p: p.forward and p.made < self.start <= p.up)
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """What it sends to the next stage, tensors that only pass included."""
+        return self._of(lambda p: p.forward and p.made < self.end <= p.up)
+
+    @cached_property
+    def answered(self) -> tuple[int, ...]:
+        """What the next stage sends back."""
+        return self._of(lambda p: p.down < self.end <= p.made)
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """What it sends back to the stage before it."""
+        return self._of(lambda p: p.down < self.start <= p.made)
+
+    def bytes(self, tensors: Iterable[int]) -> int:
+        """Of tensors by position."""
+        sizes = indexed(self.chain.graph).bytes
+        return sum(sizes[t] for t in tensors)
+
+    def _of(self, crosses: Callable[[Passage], bool]) -> tuple[int, ...]:
+        return tuple(p.tensor for p in self.chain.passages if crosses(p))
+
+
+def late_ops(piece: StageSlice) -> frozenset[int]:
+    """The backward ops that nothing which is sent back needs: those of the weights' gradients."""
+    ix = indexed(piece.chain.graph)
+    backward = [o for o in piece.ops if not ix.forward[o]]
+    needed, early = set(piece.returned), set()
+    for o in reversed(backward):
+        if not needed.isdisjoint(ix.writes[o]):
+            early.add(o)
+            needed.update(ix.reads[o])
+    return frozenset(backward) - early
+
+
+def stage_problem(
+    piece: StageSlice, template: StagePlan, *, held: Collection[str] = (), split: bool = False
+) -> StageProblem:
+    """The planning problem of a stage for one micro-batch beside gradients of earlier ones.
+
+    What the neighbours send are inputs that the template charges, as torch receives into buffers that are there during
+    the whole step; so are inputs named in ``held``, which each micro-batch has its share of.
+
+    Args:
+        template: `StageProblem.template`.
+        held: inputs of the graph that are not there for good: the batch.
+        split: whether weight gradients are made apart from the input's.
+    """
+    return _Builder(piece, frozenset(held), split).problem(template)
+
+
+class _Builder:
+    def __init__(self, piece: StageSlice, held: frozenset[str], split: bool) -> None:
+        self.piece, self.held, self.split = piece, held, split
+        self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
+        own = set(piece.ops)
+        self.made = {t for o in own for t in self.ix.writes[o]}
+        self.forward = [o for o in piece.ops if self.ix.forward[o]]
+        self.backward = [o for o in piece.ops if not self.ix.forward[o]]
+        self.late = late_ops(piece) if split else frozenset()
+
+    def problem(self, template: StagePlan) -> StageProblem:
+        ix, piece = self.ix, self.piece
+        name = ix.tensors.__getitem__
+        inputs = [name(t) for t in piece.chain.inputs_of(piece.start, piece.end)]
+        messages = [name(t) for t in dict.fromkeys((*piece.received, *piece.answered)) if t not in self.made]
+        ops = self._ops()
+        used = {t for op in ops for t in (*op.reads, *op.writes)} | {*inputs, *messages}
+        marks = self._marks()
+        sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, *marks), 0)
+        known = {op.name for op in ops}
+        graph = TrainingGraph(
+            name=f"{self.graph.name}, blocks {piece.start} to {piece.end - 1}",
+            tensors=tuple(Tensor(t, sizes[t]) for t in sizes if t in used),
+            inputs=(*inputs, *messages),
+            outputs=(*marks, *self._outputs(set(marks.values()))),
+            ops=ops,
+            inverses=tuple(i for i in self.graph.inverses if used.issuperset((*i.reads, *i.writes))),
+            ordered=tuple(o for o in self.graph.ordered if o in known),
+            never_rerun=tuple(
+                dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
+            ),
+        )
+        states = tuple(t for t in inputs if t not in self.held)
+        weights = WEIGHTS if self.split else None
+        return StageProblem(
+            graph, BOUNDARY, states=states, weights=weights, gradients=marks, template=template
+        )
+
+    def _marks(self) -> dict[str, str]:
+        """A marker for each parameter's gradient."""
+        own = (self.ix.tensors[t] for o in self.piece.ops for t in self.ix.writes[o])
+        return {f"({t} added)": t for t in own if t in self.piece.chain.gradient_of}
+
+    def _leaving(self) -> list[str]:
+        """What the forward half makes for others: for the next stage, or as the step's result."""
+        found = (
+            t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
+        )
+        return [self.ix.tensors[t] for t in found]
+
+    @cached_property
+    def _sent(self) -> frozenset[int]:
+        return frozenset(self.piece.sent)
+
+    def _returned(self) -> list[str]:
+        """What it makes of what it sends back."""
+        return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
+
+    def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
+        """Resident to the end of the micro-batch's backward: what leaves. A split stage's message leaves with the I."""
+        results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
+        leaving = [] if self.split else [*self._leaving(), *self._returned()]
+        order = {name: at for at, name in enumerate(self.ix.tensors)}
+        found = {t for t in (*results, *leaving) if t not in gradients}
+        return tuple(sorted(found, key=order.__getitem__))
+
+    def _ops(self) -> tuple[Op, ...]:
+        graph, marks = self.graph, self._marks()
+        of = {t: mark for mark, t in marks.items()}
+        rows = {o: graph.ops[o] for o in self.piece.ops}
+        for o in self.backward:
+            op = rows[o]
+            rows[o] = replace(
+                op,
+                reads=tuple(dict.fromkeys((*op.reads, *self._token(o)))),
+                writes=(*op.writes, *(of[t] for t in op.writes if t in of)),
+                phase="backward",
+            )
+        forward = [replace(rows[o], phase="forward") for o in self.forward]
+        boundary = Op(BOUNDARY, tuple(self._leaving()), (BOUNDARY,), 0.0, 0, "backward")
+        early = [rows[o] for o in self.backward if o not in self.late]
+        if not self.split:
+            return (*forward, boundary, *early)
+        leave = dict.fromkeys((BOUNDARY, *self._leaving(), *self._returned()))
+        done = Op(WEIGHTS, tuple(leave), (WEIGHTS,), 0.0, 0, "backward")
+        return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
+
+    def _token(self, o: int) -> tuple[str, ...]:
+        """What an op reads so that it runs in its part: of a late one the second boundary's tensor; of others the first
+        one's, unless they wait for one that does."""
+        if o in self.late:
+            return (WEIGHTS,)
+        own = (self.ix.producer[t] for t in self.ix.reads[o] if t in self.made)
+        return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
+
+    def _once(self) -> list[str]:
+        """Ops that may run only once: what leaves is made once, and a split stage's first part is over at its end."""
+        leaving = set(self._leaving())
+        makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
+        early = [self.ix.ops[o] for o in self.backward if o not in self.late]
+        return [*makers, BOUNDARY, *((WEIGHTS, *early) if self.split else ())]

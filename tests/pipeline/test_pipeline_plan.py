@@ -1,0 +1,131 @@
+"""Cuts and plans together: within the budget by an independent replay, no slower than other cuts, above the floors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+import problems
+import pytest
+from replay import replayed
+from test_stage_slices import one_op_a_block
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.pipeline.schedules import schedule_named
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.pipeline.pipeline_plan import PipelineSearch, Terms
+from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
+from rematplan.planner.pipeline.timeline import Link
+from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.store_all import no_recompute
+
+
+class Blocks:
+    """Plans by blocks, quick and the same each time."""
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        del starts
+        return min(
+            (p for p in (*ExactDP().curve(graph, ()), no_recompute(graph)) if p.estimate.peak <= budget),
+            key=lambda p: p.estimate.cost,
+            default=None,
+        ) or ExactDP().plan(graph, budget)
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        del starts
+        return min((*ExactDP().curve(graph, ()), no_recompute(graph)), key=lambda p: p.estimate.peak)
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        del graph, budget
+        return 0.0
+
+
+def chained(layers: int = 7) -> StageChain:
+    graph = problems.chain(layers)
+    gradients = {t: t.replace("dconv", "conv") for t in graph.outputs if t.endswith(".dw")}
+    assert gradients
+    weights = [t for t in graph.inputs if t.startswith("w")]
+    pairs = dict(zip(sorted(gradients, key=graph.producer.__getitem__, reverse=True), weights, strict=True))
+    return stage_chain(graph, one_op_a_block(graph), pairs)
+
+
+def search(chain: StageChain, name: str, budget: int, ranks: int = 2, **terms: object) -> PipelineSearch:
+    schedule = schedule_named(name, ranks, 2 * ranks)
+    return PipelineSearch(chain, schedule, Terms(budget, **terms), Blocks())  # type: ignore[arg-type]
+
+
+AMPLE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        *(("1f1b", 0.9), ("gpipe", 0.9), ("interleaved", 0.97)),
+        *(("zbv", 1.0), ("interleaved-zb", 0.97), ("dualpipev", 1.0)),
+    ],
+)
+def test_peaks_are_those_of_a_replay_and_within_the_budget(name: str, share: float) -> None:
+    chain = chained()
+    whole = search(chain, name, AMPLE, optimizer=2.0).run()
+    assert all(stage.extra == 0 for stage in whole.stages)
+    budget = int(share * max(whole.peaks))
+    for found, limit in ((whole, AMPLE), (search(chain, name, budget, optimizer=2.0).run(), budget)):
+        for rank, (row, stages) in enumerate(
+            zip(found.schedule.actions, found.schedule.stage_of_rank, strict=True)
+        ):
+            assert max(replayed(row, {s: found.stages[s] for s in stages})) == found.peaks[rank] <= limit
+        assert found.times[found.slowest].total >= found.floor - 1e-6
+        assert sum(s.backward + s.weight + s.forward - s.extra for s in found.stages) == pytest.approx(
+            chain.graph.base_cost
+        )
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_no_other_cuts_end_sooner(share: float) -> None:
+    chain, link = chained(6), Link(2.0, 512.0)
+    whole = search(chain, "1f1b", AMPLE, link=link).run()
+    budget = int(share * max(whole.peaks))
+    found = search(chain, "1f1b", budget, link=link).run()
+    best, slowest = math.inf, math.inf
+    for cuts in combinations(chain.allowed(), 1):
+        try:
+            other = search(chain, "1f1b", budget, link=link).run(cuts)
+        except InfeasibleBudget:
+            continue
+        best = min(best, other.timeline.makespan)
+        slowest = min(slowest, other.times[other.slowest].total)
+    assert found.timeline.makespan == pytest.approx(best)
+    assert found.floor <= slowest + 1e-6
+
+
+def test_the_rank_that_does_not_fit_is_named_with_its_least_budget() -> None:
+    chain = chained()
+    for cuts in (None, (2,)):
+        with pytest.raises(
+            InfeasibleBudget, match=r"rank [01]: budget .* is below the smallest peak"
+        ) as refused:
+            search(chain, "1f1b", 20_000).run(cuts)
+        assert refused.value.exit_status == 3
+    least = refused.value.smallest
+    rank = int(refused.value.strategy.removeprefix("rank "))
+    assert search(chain, "1f1b", least).run((2,)).peaks[rank] <= least
+
+
+def test_states_grow_with_the_optimizer_and_buffers_with_micro_batches() -> None:
+    chain = chained()
+    plain, adam = (search(chain, "1f1b", AMPLE, optimizer=n).run((3,)) for n in (0.0, 2.0))
+    weights = [512 * 3, 512 * 4]
+    assert [b.states - a.states for a, b in zip(plain.stages, adam.stages, strict=True)] == [
+        2 * w for w in weights
+    ]
+    assert [s.gradients for s in plain.stages] == weights
+    assert [s.torch_bytes for s in plain.stages] == [4 * chain.returns[3], 4 * chain.sends[3]]
+    batch = search(chain, "1f1b", AMPLE, batch=frozenset({"x"})).run((3,))
+    assert batch.stages[0].torch_bytes - plain.stages[0].torch_bytes == 4 * chain.graph.size["x"]
+    assert plain.stages[0].states - batch.stages[0].states == chain.graph.size["x"]
+
+
+def test_impossible_cuts_are_refused() -> None:
+    with pytest.raises(UsageError, match="8 places for stages, not 9"):
+        search(chained(), "1f1b", AMPLE, ranks=9).run()

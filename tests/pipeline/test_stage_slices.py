@@ -1,0 +1,182 @@
+"""Stages cut out of a training step: together they do what it does, with what their neighbours send."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import problems
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph, UsageError
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice, stage_problem
+from rematplan.planner.strategies.store_all import no_recompute
+
+
+def one_op_a_block(graph: TrainingGraph) -> list[tuple[int, ...]]:
+    return [(o,) for o, forward in enumerate(indexed(graph).forward) if forward]
+
+
+def slices(chain: StageChain, cuts: list[int]) -> list[StageSlice]:
+    bounds = [0, *cuts, len(chain)]
+    return [StageSlice(chain, low, high) for low, high in pairwise(bounds)]
+
+
+def problems_of(pieces: list[StageSlice], split: bool) -> list[StageProblem]:
+    return [stage_problem(p, StagePlan(i, 0, 0, 0), split=split) for i, p in enumerate(pieces)]
+
+
+def run_in_parts(
+    graph: TrainingGraph, pieces: list[StageSlice], stages: list[StageProblem], split: bool
+) -> None:
+    """Run forwards, backwards and weight parts, each with nothing but what its stage holds and is sent."""
+    names = indexed(graph).tensors
+    own = [{t for t in s.graph.inputs if t in graph.inputs} for s in stages]
+
+    def run(stage: int, ops: tuple[Op, ...]) -> None:
+        for op in ops:
+            assert own[stage].issuperset(op.reads), (stage, op.name, set(op.reads) - own[stage])
+            own[stage].update(op.writes)
+
+    def part(stage: StageProblem, number: int) -> tuple[Op, ...]:
+        at = [i for i, op in enumerate(stage.graph.ops) if op.name in (BOUNDARY, WEIGHTS)]
+        bounds = [0, *at, len(stage.graph.ops)]
+        return stage.graph.ops[bounds[number] : bounds[number + 1]]
+
+    for s, stage in enumerate(stages):
+        if s:
+            sent = {names[t] for t in pieces[s].received}
+            assert sent == {names[t] for t in pieces[s - 1].sent} <= own[s - 1]
+            own[s] |= sent
+        run(s, part(stage, 0))
+    for s in reversed(range(len(stages))):
+        if s + 1 < len(stages):
+            sent = {names[t] for t in pieces[s].answered}
+            assert sent == {names[t] for t in pieces[s + 1].returned} <= own[s + 1]
+            own[s] |= sent
+        run(s, part(stages[s], 1))
+    for s, stage in enumerate(stages) if split else ():
+        run(s, part(stage, 2))
+    made = [t for s in stages for t in s.graph.outputs if t in graph.outputs]
+    made += [t for s in stages for t in s.gradients.values()]
+    assert set(made) >= set(graph.outputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.booleans(), st.data())
+def test_stages_do_together_what_the_step_does(
+    seed: int, layers: int, split: bool, data: st.DataObject
+) -> None:
+    graph = problems.random_training(Random(seed), layers)
+    chain = stage_chain(graph, one_op_a_block(graph))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(chain) - 1), max_size=3)))
+    pieces = slices(chain, cuts)
+    stages = problems_of(pieces, split)
+    run_in_parts(graph, pieces, stages, split)
+    ours = [op.name for s in stages for op in s.graph.ops if op.name in graph.op]
+    assert sorted(ours) == sorted(op.name for op in graph.ops)
+    for piece, cut in zip(pieces[1:], cuts, strict=True):
+        assert piece.bytes(piece.received) == chain.sends[cut]
+        assert piece.bytes(piece.returned) == chain.returns[cut]
+    for stage, piece in zip(stages, pieces, strict=True):
+        figures = stage.measured(no_recompute(stage.graph))
+        assert figures.forward == pytest.approx(chain.forward[piece.end] - chain.forward[piece.start])
+        assert figures.backward + figures.weight == pytest.approx(
+            chain.backward[piece.end] - chain.backward[piece.start]
+        )
+        assert figures.extra == pytest.approx(0)
+
+
+def test_skips_of_a_unet_pass_through_every_stage_between() -> None:
+    graph = problems.unet(levels=2)
+    chain = stage_chain(graph, one_op_a_block(graph))
+    n = len(chain)
+    pieces = slices(chain, [n // 4, n // 2, 3 * n // 4])
+    skips = [t for t in pieces[1].received if t in pieces[1].sent and t in pieces[2].sent]
+    assert skips, "the first skip is made in the first stage and read in the last"
+    for piece, stage in zip(pieces[1:3], problems_of(pieces[1:3], False), strict=True):
+        names = {indexed(graph).tensors[t] for t in skips}
+        assert names <= set(stage.graph.inputs)  # torch receives into buffers, one a micro-batch
+        assert set(skips) <= set(piece.received) & set(piece.sent)
+    gradients = set(pieces[3].returned) & set(pieces[1].returned)
+    assert {indexed(graph).bytes[t] for t in gradients} == {indexed(graph).bytes[t] for t in skips}
+
+
+def tied() -> TrainingGraph:
+    """An embedding whose weight is the head's, too, with a layer between."""
+    rows = [
+        ("e", ("x", "w"), ("a",)),
+        ("h", ("a", "v"), ("b",)),
+        ("o", ("b", "w"), ("c",)),
+        ("l", ("c",), ("loss",)),
+    ]
+    back = [
+        ("dl", ("c",), ("dc",)),
+        ("do", ("dc", "b", "w"), ("db", "dw2")),
+        ("dh", ("db", "a", "v"), ("da", "dv")),
+        ("de", ("da", "x", "dw2"), ("dw",)),
+    ]
+    ops = [Op(n, r, w, 1.0, 0, "forward") for n, r, w in rows] + [
+        Op(n, r, w, 1.0, 0, "backward") for n, r, w in back
+    ]
+    names = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
+    return TrainingGraph(
+        "tied", tuple(Tensor(t, 8) for t in names), ("x", "w", "v"), ("loss", "dw", "dv"), tuple(ops)
+    )
+
+
+def test_tied_weights_are_refused_by_name() -> None:
+    graph = tied()
+    chain = stage_chain(graph, one_op_a_block(graph), {"dw": "w", "dv": "v"})
+    assert chain.allowed() == (3,)  # before the loss
+    chain.check_cuts([3])
+    with pytest.raises(
+        UsageError, match="tied: w is read by several stages; cut where all that read it are in one"
+    ):
+        chain.check_cuts([2])
+
+
+def test_a_bias_gradient_is_made_where_its_bias_is() -> None:
+    rows = [("f", ("x", "w", "b"), ("y",)), ("g", ("y", "v"), ("z",)), ("l", ("z",), ("loss",))]
+    back = [
+        ("dl", ("z",), ("dz",)),
+        ("dg", ("dz", "y", "v"), ("dy", "dv")),
+        ("sum", ("dy",), ("db",)),
+        ("df", ("dy", "x"), ("dw",)),
+    ]
+    ops = [Op(n, r, w, 1.0, 0, "forward") for n, r, w in rows] + [
+        Op(n, r, w, 1.0, 0, "backward") for n, r, w in back
+    ]
+    names = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
+    outputs = ("loss", "dv", "db", "dw")
+    graph = TrainingGraph(
+        "bias", tuple(Tensor(t, 8) for t in names), ("x", "w", "b", "v"), outputs, tuple(ops)
+    )
+    chain = stage_chain(graph, one_op_a_block(graph), {"dv": "v", "db": "b", "dw": "w"})
+    assert dict(zip([op.name for op in ops], chain.block, strict=True))["sum"] == 0
+    first, second = problems_of(slices(chain, [1]), False)
+    assert first.gradients == {"(db added)": "db", "(dw added)": "dw"}
+    assert second.gradients == {"(dv added)": "dv"}
+    assert first.states == ("x", "w", "b")
+
+
+def test_blocks_begin_at_forward_ops() -> None:
+    graph = problems.chain(5)
+    assert blocks_at(graph, [2, 4]) == ((0, 1), (2, 3), (4, 5))
+
+
+def test_a_problem_without_backward_and_blocks_out_of_order_are_refused() -> None:
+    graph = problems.chain(2)
+    with pytest.raises(UsageError, match=r"conv_2 reads what conv_1 makes, in a later stage"):
+        stage_chain(graph, [(1,), (0,), (2,)])
+    forward = TrainingGraph(
+        "f", graph.tensors[:3], (graph.tensors[0].name, graph.tensors[1].name), (), graph.ops[:1]
+    )
+    with pytest.raises(ProblemError, match="f: stages are made of a forward and a backward half"):
+        stage_chain(forward, 2)
