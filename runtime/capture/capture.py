@@ -52,11 +52,16 @@ _HIGHER_ORDER = (
     "it calls an operator that takes functions (torch.cond, torch.while_loop) or checks values in its backward, which "
     "no plan states; plan those of its parts that do not"
 )
+_EFFECTS = (
+    "it calls an op that does more than give results, as collectives in place do; call those of "
+    "torch.distributed._functional_collectives, or plan those of its parts that do not"
+)
 _COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
 _VARYING = "it makes nested tensors, whose sizes no plan states; plan those of its parts that do not"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
+    "HigherOrderOperator with_effects": _EFFECTS,
     "HigherOrderOperator": _HIGHER_ORDER,
     "dynamo-optimized": _COMPILED,
     "shape_env must not be None": _VARYING,

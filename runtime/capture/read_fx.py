@@ -224,6 +224,7 @@ class _Reader:
         if schema is not None and schema.is_mutable:
             raise ModelError(f"{node.target} changes its arguments, and so cannot be planned")
         args, kwargs = self._refs(node.args), self._refs(node.kwargs)
+        tags = getattr(node.target, "tags", ())
         read = {self.values[r.value].storage for r in refs((args, kwargs))}
         val = node.meta["val"]
         single = isinstance(val, torch.Tensor)
@@ -235,6 +236,20 @@ class _Reader:
                 self._value(name, fake, node.name)
                 self.item[node.name, at] = name
         made = [self.values[n] for n in names if n]
+        call = Call(
+            name=node.name,
+            target=node.target,  # type: ignore[arg-type]
+            args=args,
+            kwargs=kwargs,
+            results=tuple(names),
+            single=single,
+            is_view=False,
+            seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+            backward=False,
+            module=_module_of(node),
+        )
+        if call.waits:
+            made = [self._same_storage(v, args) for v in made]
         is_view = bool(made) and all(v.storage in read for v in made)
         if not is_view:
             # A result that shares an argument's storage beside fresh ones is counted as a storage of its own:
@@ -242,22 +257,15 @@ class _Reader:
             for v in made:
                 if v.storage in read:
                     self.values[v.name] = replace(v, storage=v.name)
-        target = node.target
-        tags = getattr(target, "tags", ())
-        self.calls.append(
-            Call(
-                name=node.name,
-                target=target,  # type: ignore[arg-type]
-                args=args,
-                kwargs=kwargs,
-                results=tuple(names),
-                single=single,
-                is_view=is_view,
-                seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
-                backward=False,
-                module=_module_of(node),
-            )
-        )
+        self.calls.append(replace(call, is_view=is_view))
+
+    def _same_storage(self, value: Value, args: Any) -> Value:
+        """A value as a view of what its call is given, where the trace does not know that it is one."""
+        (of,) = refs(args)
+        storage = self.values[of.value].storage
+        self.storages[value.fake.untyped_storage()._cdata] = storage  # of its views, too
+        self.values[value.name] = value = replace(value, storage=storage)
+        return value
 
     def _renews(self, node: fx.Node) -> bool:
         """Whether a copy gives an input new content, which then is an output of the step."""

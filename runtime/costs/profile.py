@@ -60,7 +60,8 @@ def profile_costs(
     ``only``: the names of those to measure. ``cache``: the folder of the cache file, by default
     ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far.
     """
-    calls = {c.name: signature(step, c) for c in step.priced_calls if only is None or c.name in only}
+    priced = [c for c in step.priced_calls if only is None or c.name in only]
+    calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = (cache or cache_folder()) / f"profile-{_machine(step.device)}.json"
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}
@@ -69,7 +70,8 @@ def profile_costs(
     finally:
         if missing:
             _save(file, known)
-    return {name: known[s] for name, s in calls.items()}
+    # A collective would wait for other processes, which may have nothing to measure.
+    return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 
 
 def signature(step: CapturedStep, call: Call) -> str:
@@ -118,7 +120,13 @@ def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
         f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
         ProfileWarning,
     )
-    return CallCost(device_model("laptop-cpu").time(flops(step, call), moved, torch.float32), moved)
+    return replace(_modelled(step, call), workspace=moved)
+
+
+def _modelled(step: CapturedStep, call: Call) -> CallCost:
+    return CallCost(
+        device_model("laptop-cpu").time(flops(step, call), moved_bytes(step, call), torch.float32)
+    )
 
 
 def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:

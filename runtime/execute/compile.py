@@ -78,7 +78,7 @@ def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = N
             another order than the step does, which would draw other numbers; or the lanes do not fit it, or do not wait
             for what they read.
     """
-    _check_order_of_draws(step, schedule)
+    _check_order(step, schedule)
     writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
     source = writer.write()
     return Executable(source, _defined(step, source, writer.scope)["step"])
@@ -105,7 +105,7 @@ def compile_halves(
     Raises:
         ProblemError: as `compile_step`; or an output is not there at the turn.
     """
-    _check_order_of_draws(step, schedule)
+    _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
     segments = gradient_segments(step, schedule, own.turn, [spare[at] for at in own.positions if spare])
@@ -143,19 +143,24 @@ def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[
     return found
 
 
-def _check_order_of_draws(step: CapturedStep, schedule: Schedule) -> None:
-    """Refuse a schedule that would draw other random numbers.
+def _check_order(step: CapturedStep, schedule: Schedule) -> None:
+    """Refuse a schedule that would draw other random numbers, or communicate in another order.
 
     Raises:
-        ProblemError: it runs random ops for the first time in another order than the step.
+        ProblemError: it runs random ops and collectives for the first time in another order than the step, or a
+            collective again.
     """
-    seeded = [c.name for c in step.calls if c.seeded]
-    wanted = set(seeded)
-    first = [name for name in dict.fromkeys(runs_of(schedule)) if name in wanted]
-    if first != seeded:
+    ordered = [c.name for c in step.calls if c.ordered]
+    wanted = set(ordered)
+    runs = [name for name in runs_of(schedule) if name in wanted]
+    if list(dict.fromkeys(runs)) != ordered:
         raise ProblemError(
-            f"{step.name}: the schedule's first runs of random ops stand in another order than the step's"
+            f"{step.name}: the schedule's first runs of random ops and collectives stand in another order than the "
+            f"step's"
         )
+    again = next((name for name in ordered if step.call[name].collective and runs.count(name) > 1), None)
+    if again is not None:
+        raise ProblemError(f"{step.name}: the schedule runs the collective {again} again")
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

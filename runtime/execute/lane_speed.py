@@ -45,10 +45,13 @@ def measured_sharing(
 
 
 def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
-    """The op that takes most of a lane's time, so often that it takes `SECONDS`."""
+    """The op that takes most of a lane's time, so often that it takes `SECONDS`; none that other processes take part
+    in."""
     total: dict[str, float] = {}
-    for name in names:
+    for name in (n for n in names if not step.call[n].collective):
         total[name] = total.get(name, 0.0) + cost[name]
+    if not total:
+        return _nothing
     name = max(total, key=lambda one: total[one])
     call = step.call[name]
     args, kwargs = SyntheticArguments(step).of(call)

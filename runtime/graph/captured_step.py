@@ -21,6 +21,12 @@ GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
 """The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
 
 
+COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+"""Namespaces of ops that all processes of a group must call in the same order."""
+WAITS = frozenset({"wait_tensor"})
+"""Names of ops among these that wait for a collective, which each process may do when it likes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """In a call's arguments: the value of that name."""
@@ -61,6 +67,23 @@ class Call:
     module: str = ""
     gain: float = 1.0
     noise: float | None = None
+
+    @property
+    def collective(self) -> bool:
+        """Whether it communicates with other processes, whose plans may differ: it runs once, and in order."""
+        return getattr(self.target, "namespace", "") in COLLECTIVES and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether it gives the result of a collective when that is there; it is the same memory."""
+        packet = getattr(self.target, "overloadpacket", None)
+        named = getattr(packet, "__name__", "") in WAITS
+        return named and getattr(self.target, "namespace", "") in COLLECTIVES
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its first run must keep its place among others of which this holds."""
+        return self.seeded or self.collective
 
 
 @dataclass(frozen=True, slots=True)

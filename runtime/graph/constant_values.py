@@ -39,7 +39,7 @@ class KnownValues:
 
     def _compute(self, name: str | None, depth: int) -> None:
         call = self.step.call.get(name or "")
-        if call is None or call.seeded or not depth:
+        if call is None or call.ordered or not depth:
             return
         wanted = [self.step.values[r].fake for r in call.results if r]
         if any(fake.numel() > LARGEST_CONSTANT for fake in wanted):

@@ -16,7 +16,7 @@ def with_phases(step: CapturedStep) -> CapturedStep:
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()
     for call in reversed(step.calls):
-        if call.name in late or not (call.seeded or any(r in needed for r in call.results)):
+        if call.name in late or not (call.ordered or any(r in needed for r in call.results)):
             backward.add(call.name)
         else:
             needed.update(r.value for r in refs((call.args, call.kwargs)))
@@ -24,12 +24,12 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Drop calls whose results nothing needs; random ones stay, since those after them draw from what they
-    leave."""
+    """Drop calls whose results nothing needs. Random ones stay, since those after them draw from what they leave;
+    collectives too, since other processes wait for them."""
     needed = {o.value for o in step.outputs}
     kept = []
     for call in reversed(step.calls):
-        if call.seeded or any(r in needed for r in call.results):
+        if call.ordered or any(r in needed for r in call.results):
             kept.append(call)
             needed.update(r.value for r in refs((call.args, call.kwargs)))
     kept.reverse()

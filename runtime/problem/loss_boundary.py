@@ -129,6 +129,13 @@ def with_loss_boundary(
     old = sum(step.storage_bytes[s] for s in early if s not in held)
     beside = {OLD_BUFFERS: old} if old else {}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
+    ops = (
+        *(op for op in graph.ops if op.name not in late),
+        between,
+        *(turned(op) for op in graph.ops if op.name in late),
+    )
+    # What is done between the halves may communicate too.
+    ordered = {*graph.ordered, *([LOSS] if any(c.collective for c in step.calls) else [])}
     return replace(
         graph,
         tensors=(
@@ -140,11 +147,8 @@ def with_loss_boundary(
         inputs=(*graph.inputs, *beside),
         outputs=(*graph.outputs, LOSS_VALUE, *([LOSS] if tangents & set(graph.outputs) else [])),
         fixed_split={**graph.fixed_split, **beside},
-        ops=(
-            *(op for op in graph.ops if op.name not in late),
-            between,
-            *(turned(op) for op in graph.ops if op.name in late),
-        ),
+        ops=ops,
+        ordered=tuple(op.name for op in ops if op.name in ordered),
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
     )

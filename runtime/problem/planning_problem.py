@@ -21,7 +21,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
 
     Views are folded into the storage they view. The saved generator states of the random calls, needed to
     draw the same numbers when they run again, are charged as one more input. A call whose results take no more than
-    its state never runs again: they can be held in the state's place. So is what libraries keep for good.
+    its state never runs again: they can be held in the state's place. So is what libraries keep for good. Collectives
+    run once, in order among them and random calls, since the plans of other processes may be others.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -59,8 +60,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
         ops=ops,
         inverses=inverses,
-        ordered=tuple(seeded),
-        never_rerun=tuple(kept),
+        ordered=tuple(c.name for c in step.calls if c.ordered),
+        never_rerun=(*kept, *(c.name for c in step.calls if c.collective)),
         fixed_split=split,
     )
 

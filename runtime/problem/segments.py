@@ -39,10 +39,13 @@ def gradient_segments(
     bytes of gradients, but no fewer than ``least``.
 
     ``spare``: bytes at each position, if gradients that wait for the end of their segment may hold no more. It ends
-    before a position where they would, so that there may be more segments.
+    before a position where they would, so that there may be more segments. Where the backward communicates, there is
+    one: a data-parallel model sends gradients between segments, in all processes at the same place.
     """
     ready = _ready(step, schedule)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
+    if any(c.collective and c.name in step.after_turn for c in step.calls):
+        return (Segment(start, len(schedule), tuple(gradients)),)
     sizes = [step.storage_bytes[step.values[o.value].storage] for o in gradients]
     enough = max(least, -(-sum(sizes) // most))
     segments: list[Segment] = []

@@ -1,0 +1,124 @@
+"""Laws of collectives inside a planned step: each runs once, in one order in all processes, whatever their plans."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import _functional_collectives as collectives
+
+import rematplan
+from rematplan.ir import ModelError, ProblemError
+from rematplan.planner.core.schedule import Run, runs_of
+from rematplan.runtime.execute.compile import compile_halves
+
+WORKER = Path(__file__).parent / "collective_worker.py"
+
+
+def test_fifty_steps_with_other_budgets_are_equal_and_communicate_in_one_order(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(tmp_path / "rendezvous")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = []
+        for process in ranks:
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err
+            said.append(out.splitlines())
+    finally:
+        for process in ranks:
+            process.kill()
+    (reruns, order, equal), (other_reruns, other_order, other_equal) = said
+    assert reruns != other_reruns
+    assert order == other_order
+    assert equal == other_equal == "equal"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Shares(nn.Module):
+    """Communicates between two layers that a plan would run again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(16, 16) for _ in "abcdef")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).exp()
+            if self.kind == "in place":
+                mean = x.detach().mean(0)
+                distributed.all_reduce(mean)
+                x = x - mean
+            else:
+                x = collectives.all_reduce(x, "sum", distributed.group.WORLD).sin()
+        return x
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("strategy", ["chen_sqrt", "approx_dp", "nested_dp", "anneal", "auto"])
+def test_no_collective_runs_again(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x = Shares("functional"), torch.randn(64, 16)
+    options = {"moves": 4000} if strategy == "anneal" else {}
+    planned = rematplan.plan_module(
+        copy.deepcopy(model), (x,), budget="min", strategy=strategy, options=options, time_limit=1.0
+    )
+    step, plan = planned._rematplan.last.compiled.step, planned.plan
+    ordered = [c.name for c in step.calls if c.collective]
+    assert len(ordered) == 2 * len(model.layers)
+    assert [op for op in runs_of(plan.schedule) if op in ordered] == ordered
+    assert plan.estimate.reruns > 0
+    for one in (planned, model):
+        one(x).square().mean().backward()
+    for ours, eager in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_waits_for_a_collective_is_not_charged_twice() -> None:
+    planned = rematplan.plan_module(
+        Shares("functional"), (torch.randn(64, 16),), budget="100%", costs="roofline"
+    )
+    step = planned._rematplan.last.compiled.step
+    waits = [c for c in step.calls if c.waits]
+    assert waits
+    assert all(c.is_view for c in waits)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_that_communicates_again_or_in_another_order_is_refused() -> None:
+    planned = rematplan.plan_module(
+        Shares("functional"), (torch.randn(64, 16),), budget="100%", strategy="store_all", costs="roofline"
+    )
+    step, schedule = planned._rematplan.last.compiled.step, planned.plan.schedule
+    first, second = [c.name for c in step.calls if c.collective][:2]
+    at, later = schedule.index(Run(first)), schedule.index(Run(second))
+    with pytest.raises(ProblemError, match=f"the collective {first} again"):
+        compile_halves(step, (*schedule[: at + 1], *schedule[at:]))
+    swapped = list(schedule)
+    swapped[at], swapped[later] = swapped[later], swapped[at]
+    with pytest.raises(ProblemError, match="another order"):
+        compile_halves(step, tuple(swapped))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_collective_in_place_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match="functional_collectives"):
+        rematplan.plan_module(Shares("in place"), (torch.randn(64, 16),), budget="100%", costs="roofline")
