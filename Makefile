@@ -1,7 +1,9 @@
 # The project's commands. Each makes its own virtual environment if there is none.
 # PYTHON: the interpreter to make it with (3.11 or newer).
+# PYTHON_TO: the Python of the machine that `make wheels` fetches for.
 # TORCH: a version of PyTorch, which gets a virtual environment of its own; by default the one that pip chooses.
 PYTHON ?= python3
+PYTHON_TO ?= 3.12
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -23,6 +25,16 @@ kernels: $(READY)  ## compile the planner's hot loops, which the first run does 
 
 conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
 	$(BIN)/python benchmarks/conformance.py --refusals
+
+wheels:  ## fetch what a machine with PyTorch and without a network may lack: make wheels PYTHON_TO=3.12
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(PYTHON_TO) \
+		$(addprefix --platform manylinux_2_,28_x86_64 27_x86_64 17_x86_64) --platform manylinux2014_x86_64 \
+		--dest wheels ortools immutabledict platformdirs absl-py protobuf
+
+gpu:  ## everything about a CUDA device in 8 minutes, by the PyTorch of $(PYTHON): gpu.json, gpu.md
+	$(PYTHON) -c 'import ortools, platformdirs' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps \
+		--target build/gpu wheels/*.whl
+	PYTHONPATH="$(CURDIR):$(CURDIR)/build/gpu" $(PYTHON) benchmarks/gpu.py --json gpu.json --table gpu.md
 
 lint: $(READY)  ## ruff, and strict types of the package
 	$(BIN)/ruff check .

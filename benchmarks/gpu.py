@@ -1,0 +1,346 @@
+"""All that is worth knowing of a CUDA device, in one call of under eight minutes; `make gpu` runs it.
+
+usage: python benchmarks/gpu.py [--device cuda] [--minutes 7.5] [--json gpu.json] [--table gpu.md] [--small]
+
+1. The tests that take a CUDA device.
+2. For ResNet-50, a GPT, U-Net and a Llama-like decoder, in float32 and bfloat16: eager mode, checkpointing per block
+   and torch.compile, and plans at four budgets (90 %, 70 % and 50 % of the peak without recomputation, and the least).
+   Each row has the plan's promise, the measured peak of allocated and of reserved bytes, and the step's time as a ratio
+   to eager mode's, all taken in turn in one process.
+3. The plan at 50 % with recomputation on a second stream.
+
+The files are written again after each network, so that an interrupted call leaves what it measured. Nothing is fetched
+from a network. Rows that the time does not suffice for are named as left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from llama_like import DecoderBlock, LlamaLike
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rematplan
+from rematplan.ir import InfeasibleBudget
+from rematplan.models import build
+from rematplan.models.resnet import Residual
+from rematplan.models.transformer import Block
+from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn, synchronize
+
+BUDGETS = ("90%", "70%", "50%", "min")
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUNDS = 5
+TESTS = ("tests/runtime/test_devices.py", "tests/runtime/test_charged_on_cuda.py")
+MORE_TESTS = ("tests/runtime/test_two_lanes.py", "tests/runtime/test_training_step.py")
+COMPILING = 60.0
+"""Seconds that must be left for torch.compile to be tried: it takes about that for one of the networks."""
+PLANNING = 3.0
+"""Seconds for each plan's search, beside the profile of the ops, which is measured once a network."""
+
+
+Maker: TypeAlias = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]]]
+"""How a model is made, and what its plan says of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its inputs, and the class of the blocks that are checkpointed."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    block: type[nn.Module]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one step. Bytes; ``time``: a ratio to eager mode's. ``note``: why figures are absent."""
+
+    network: str
+    dtype: str
+    step: str
+    budget: int | None = None
+    promised: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    time: float | None = None
+    note: str = ""
+
+
+def cases(small: bool) -> Mapping[str, Case]:
+    """The networks, at sizes for a data-centre GPU or, ``small``, for a quick look on any device."""
+    image, batch = (32, 2) if small else (224, 64)
+    tokens, depth, width = (16, 2, 32) if small else (1024, 12, 768)
+    vocabulary, texts = (64, 2) if small else (32000, 8)
+    unet_image, unet_width = (32, 4) if small else (512, 64)
+
+    def pictures(number: int, size: int) -> tuple[Tensor, ...]:
+        return (torch.randn(number, 3, size, size, generator=torch.Generator().manual_seed(0)),)
+
+    def text() -> tuple[Tensor, ...]:
+        return (torch.randint(0, vocabulary, (texts, tokens), generator=torch.Generator().manual_seed(0)),)
+
+    return {
+        "resnet50": Case(partial(build, "resnet50", image=image), partial(pictures, batch, image), Residual),
+        "gpt": Case(
+            partial(build, "gpt12", tokens=tokens, depth=depth, width=width, vocabulary=vocabulary),
+            text,
+            Block,
+        ),
+        "unet": Case(
+            partial(build, "unet", image=unet_image, width=unet_width),
+            partial(pictures, 1 if small else 4, unet_image),
+            nn.Sequential,
+        ),
+        "llama": Case(
+            partial(
+                LlamaLike,
+                tokens=tokens,
+                depth=depth,
+                width=width,
+                heads=2 if small else 12,
+                groups=1 if small else 4,
+                vocabulary=vocabulary,
+            ),
+            text,
+            DecoderBlock,
+        ),
+    }
+
+
+class MeanSquare(nn.Module):
+    """A network and a loss, under autocast where ``dtype`` is not float32."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.network, self.dtype, self.kind = network, dtype, torch.device(device).type
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The mean square of what comes out."""
+        with torch.autocast(self.kind, self.dtype, enabled=self.dtype is not torch.float32):
+            return cast(Tensor, self.network(*inputs)).float().pow(2).mean()
+
+
+class Bench:
+    """One call: a deadline, a device, and the rows so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.end = time.monotonic() + 60 * options.minutes
+        self.device = torch.device(options.device)
+        self.rows: list[Row] = []
+        self.tests = "not run"
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.end - time.monotonic()
+
+    def run(self) -> None:
+        """Tests, then network by network; the files after each."""
+        if self.device.type == "cuda":
+            self.tests = self.tested()
+        self.write()
+        every = [(name, case, t) for name, case in cases(self.options.small).items() for t in TYPES]
+        for name, case, dtype in every:
+            self.rows += self.measured(
+                name, case, dtype, self.steps(case, dtype, case_inputs(case, self.device))
+            )
+            self.write()
+        for name, case, dtype in reversed(every):  # bfloat16 first, for which people compile
+            self.rows += self.measured(name, case, dtype, self.compiled(case, dtype))
+            self.write()
+
+    def tested(self) -> str:
+        """pytest's last line; at most a quarter of the time."""
+        found = []
+        for files in (TESTS, MORE_TESTS):
+            command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=max(10.0, self.left / 8)
+                )
+                found.append((done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1])
+            except subprocess.TimeoutExpired:
+                found.append(f"{' '.join(files)}: not done in an eighth of the time")
+        return "; ".join(found)
+
+    def model(self, case: Case, dtype: str) -> nn.Module:
+        """The network with its loss on the device, its weights from a fixed seed."""
+        torch.manual_seed(0)
+        return MeanSquare(case.make(), TYPES[dtype], self.options.device).to(self.device)
+
+    def measured(self, name: str, case: Case, dtype: str, makers: Mapping[str, Maker]) -> Iterator[Row]:
+        """The rows of a network in one type, whose steps are made by ``makers``; eager mode is among them."""
+        inputs = case_inputs(case, self.device)
+        steps: dict[str, Callable[[], None]] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        for step, (make, more) in makers.items():
+            if self.left < (COMPILING if step == "compile" else 5.0):
+                facts[step] = {"note": "left out: no time"}
+                continue
+            try:
+                model = make()
+                run = stepper(model, inputs)
+                facts[step] = {**more(model), **self.peaks(model, inputs, run)}
+                steps[step] = run
+            except (InfeasibleBudget, RuntimeError) as error:
+                facts[step] = {"note": str(error).splitlines()[0]}
+        seconds = seconds_in_turn(steps, self.device, ROUNDS, settling=1)
+        for step, found in facts.items():
+            ratio = seconds[step] / seconds["eager"] if step in seconds else None
+            row = Row(name, dtype, step, time=ratio, **found)
+            print(row, flush=True)
+            yield row
+        steps.clear()
+        gc.collect()
+
+    def compiled(self, case: Case, dtype: str) -> dict[str, Maker]:
+        """Eager mode, which times are ratios to, and torch.compile."""
+        plain = partial(self.model, case, dtype)
+        return {
+            "eager": (plain, lambda _: {}),
+            "compile": (lambda: cast(nn.Module, torch.compile(plain())), lambda _: {}),
+        }
+
+    def steps(self, case: Case, dtype: str, inputs: tuple[Tensor, ...]) -> dict[str, Maker]:
+        """What is measured of a network, by name: how it is made, and what its plan says."""
+
+        def checkpointed() -> nn.Module:
+            model = self.model(case, dtype)
+            for block in [m for m in model.modules() if isinstance(m, case.block)]:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            return model
+
+        def planned(budget: str, **options: Any) -> nn.Module:
+            return rematplan.plan_module(
+                self.model(case, dtype), inputs, budget=budget, time_limit=PLANNING, **options
+            )
+
+        def promise(model: nn.Module) -> dict[str, Any]:
+            plan = rematplan.planning(model).plan
+            return {"budget": plan.budget, "promised": plan.peak}
+
+        plain = partial(self.model, case, dtype)
+        return {
+            "eager": (plain, lambda _: {}),
+            "checkpoint": (checkpointed, lambda _: {}),
+            **{f"plan {budget}": (partial(planned, budget), promise) for budget in BUDGETS},
+            "plan 50%, two streams": (partial(planned, "50%", overlap="on"), promise),
+        }
+
+    def peaks(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> dict[str, int]:
+        """The peak of allocated bytes, all that is held counted, and on CUDA that of reserved ones."""
+        run()
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        peak = held + peak_above_entry(run, self.device)[0]
+        if self.device.type != "cuda":
+            return {"allocated": peak}
+        others = torch.cuda.max_memory_allocated(self.device) - peak  # other models of this process
+        reserved = torch.cuda.max_memory_reserved(self.device) - others - before
+        return {"allocated": peak, "reserved": reserved}
+
+    def write(self) -> None:
+        """The JSON and the table; each file is whole at any moment."""
+        card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        facts = {
+            "device": card,
+            "torch": torch.__version__,
+            "rematplan": rematplan.__version__,
+            "tests": self.tests,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        replace(Path(self.options.json), json.dumps(facts, indent=1) + "\n")
+        replace(Path(self.options.table), table(facts, self.rows))
+
+
+def case_inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+    """The inputs of a network on a device."""
+    return tuple(t.to(device) for t in case.inputs())
+
+
+def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """A step: forward, backward."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(*inputs).backward()
+
+    return step
+
+
+def table(facts: Mapping[str, Any], rows: list[Row]) -> str:
+    """The rows as a table of Markdown. Shares: of the plan's budget."""
+    lines = [
+        f"{facts['device']}, torch {facts['torch']}, rematplan {facts['rematplan']}. Tests: {facts['tests']}",
+        "",
+        "| network | type | step | promised, MiB | allocated | ÷ budget | reserved | ÷ budget | time ÷ eager | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mib = [
+            f"{b / 2**20:.0f}" if b is not None else "" for b in (row.promised, row.allocated, row.reserved)
+        ]
+        shares = [
+            f"{b / row.budget:.3f}" if b is not None and row.budget else ""
+            for b in (row.allocated, row.reserved)
+        ]
+        ratio = "" if row.time is None else f"{row.time:.3f}"
+        cells = (
+            row.network,
+            row.dtype,
+            row.step,
+            mib[0],
+            mib[1],
+            shares[0],
+            mib[2],
+            shares[1],
+            ratio,
+            row.note,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file anew at once."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def main() -> None:
+    """One call."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="where to run; cpu leaves the tests and streams out")
+    parser.add_argument("--minutes", type=float, default=7.5, help="what is left out after that is named")
+    parser.add_argument("--json", default="gpu.json", help="the file of all figures")
+    parser.add_argument("--table", default="gpu.md", help="the file of the table")
+    parser.add_argument("--small", action="store_true", help="tiny networks, for a quick look")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is here; --device cpu --small shows what would be measured")
+    bench = Bench(options)
+    bench.run()
+    synchronize(bench.device)
+    print(Path(options.table).read_text())
+
+
+if __name__ == "__main__":
+    main()
