@@ -1,0 +1,24 @@
+"""Which of these GPUs can train a 6-layer GPT-2 at a batch of 16, and at what price? Nobody needs to own one.
+
+The network is captured without weights or data, so it takes no memory here. A roofline model of each device states what
+an op costs; the planner then finds, for each share of the peak, the least extra time.
+"""
+
+import rematplan
+from rematplan.ir import show_bytes
+
+loaded = rematplan.load_step("gpt12", sizes=rematplan.Sizes(batch=16, depth=6), weightless=True)
+print(f"{len(loaded.step.calls)} calls of PyTorch operators")
+print("device     step without recomputation   budget      overhead   proven floor")
+for device in ("t4", "a100", "h100"):
+    graph = rematplan.problem(loaded, device=device)
+    base = rematplan.no_recompute(graph)
+    for share in (85, 75):
+        budget = base.estimate.peak * share // 100
+        plan = rematplan.plan(graph, budget, options={"time_limit": 2})
+        floor = f"{plan.lower_bound:.2%}" if plan.lower_bound is not None else "none"
+        milliseconds = base.estimate.cost / 1000
+        print(
+            f"{device:10} {milliseconds:23.1f} ms   {show_bytes(budget):11} {plan.estimate.overhead:8.2%} {floor:>12}"
+        )
+        assert plan.estimate.peak <= budget

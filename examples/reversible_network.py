@@ -1,0 +1,53 @@
+"""A network of additive couplings, whose activations need not be kept: each layer's input is computed from its output.
+
+y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁)   gives back   x₂ = y₂ − G(y₁), x₁ = y₁ − F(x₂).
+
+No special module is needed. With `inverses=True` the planner finds the inverses in the graph, and activations no longer
+grow with the depth. Gradients are then equal within rounding errors.
+"""
+
+import torch
+from torch import nn
+
+import rematplan
+
+
+class Coupling(nn.Module):
+    """Two halves, each changed by a function of the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
+        self.g = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both halves, changed."""
+        first, second = x.chunk(2, dim=1)
+        first = first + self.f(second)
+        second = second + self.g(first)
+        return torch.cat((first, second), dim=1)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of a mean square."""
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+x = torch.randn(2048, 32)
+print("blocks   no recompute   inverted   overhead   largest relative difference of a gradient")
+for blocks in (4, 8, 16):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Coupling(16) for _ in range(blocks)))
+    kept = rematplan.plan_module(model, (x,), budget="100%", strategy="store_all", costs="roofline").plan
+    planned = rematplan.plan_module(model, (x,), budget="min", strategy="reversible", costs="roofline")
+    exact = gradients(model, x)
+    differences = [
+        float((a - b).norm() / b.norm()) for a, b in zip(gradients(planned, x), exact, strict=True)
+    ]
+    print(
+        f"{blocks:6} {kept.peak / 2**20:10.2f} MiB {planned.plan.peak / 2**20:6.2f} MiB "
+        f"{planned.plan.estimate.overhead:9.1%}   {max(differences):.1e}"
+    )
+    assert max(differences) < 1e-4

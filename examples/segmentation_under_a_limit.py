@@ -1,0 +1,71 @@
+"""Segmentation at a high resolution under a memory limit: eager mode dies, the planned step trains.
+
+The limit is the operating system's own (`RLIMIT_AS`, the size of the process's address space), set after planning.
+First the plain U-Net takes a step and fails; then the planned one, with the same weights, takes several.
+"""
+
+import ctypes
+import gc
+import resource
+
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.models import build
+
+SIDE = 320
+"""Pixels of the image's side."""
+LIMIT = 0.75
+"""What the process may take beyond its present size, as a share of the step's peak without recomputation."""
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, masks: torch.Tensor
+) -> float:
+    """One step of gradient descent; returns the loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(images), masks)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def bytes_of_process() -> int:
+    """The size of this process's address space."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[0]) * resource.getpagesize()
+
+
+c_library = ctypes.CDLL(None)
+c_library.mallopt(
+    -3, 2**18
+)  # M_MMAP_THRESHOLD: a tensor's memory goes back to the system as soon as it is freed
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # each thread has a stack of its own in the address space
+images, masks = torch.randn(2, 3, SIDE, SIDE), torch.randint(2, (2, SIDE, SIDE))
+model = build("unet", width=16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+free = rematplan.plan_module(model, (images,), budget="100%", strategy="store_all")
+planned = rematplan.plan_module(model, (images,), budget="55%", strategy="approx_dp")
+print(
+    f"without recomputation the step holds {free.plan.peak / 2**20:.0f} MiB, "
+    f"as planned {planned.plan.peak / 2**20:.0f} MiB"
+)
+
+gc.collect()
+c_library.malloc_trim(0)  # memory that planning has freed goes back to the system
+limit = bytes_of_process() + int(LIMIT * free.plan.peak)
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+try:
+    train_step(model, optimizer, images, masks)
+except (MemoryError, RuntimeError) as error:
+    print("eager mode:", str(error).strip().splitlines()[0])
+else:
+    raise SystemExit("eager mode fitted: the limit is too generous for this example")
+optimizer.zero_grad()
+
+for step in range(3):
+    print(f"planned, step {step}: loss {train_step(planned, optimizer, images, masks):.4f}")
