@@ -30,6 +30,10 @@ class UsageError(RematplanError):
     """An option or argument that does not fit the model or the problem."""
 
 
+class ProcessEnded(RematplanError):
+    """Another process of a distributed run has ended, or cannot be reached."""
+
+
 class LatticeTooLarge(RematplanError):
     """A graph with more lower sets than a strategy may enumerate."""
 

@@ -38,8 +38,10 @@ class Exchange(Protocol):
         ``rows``: the weight of this process in the mean.
         """
 
-    def updates(self, updates: Mapping[str, Tensor], product: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
-        """The updates made here → those of all layers; and the sum over all layers of a number each."""
+    def updates(
+        self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        """The updates made here → those of all layers named; and the sum over all layers of a number each."""
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
         """Replace gradients of parameters without factors by their mean over the processes, ``rows`` as above."""
@@ -75,8 +77,11 @@ class Alone:
         del rows
         return gradients
 
-    def updates(self, updates: Mapping[str, Tensor], product: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    def updates(
+        self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
         """As they are."""
+        del names
         return updates, product
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:

@@ -129,7 +129,7 @@ class KFAC(Optimizer):
         self._exchange.inverses(made)
         gradients = {name: m for name, layer in self._layers.items() if (m := layer.gradient()) is not None}
         means = self._exchange.gradients(gradients, rows)
-        updates, product = self._exchange.updates(*self._precondition(means, group_of))
+        updates, product = self._exchange.updates(gradients, *self._precondition(means, group_of))
         rest = [
             p.grad for group in self.param_groups[self._ours :] for p in group["params"] if p.grad is not None
         ]

@@ -57,10 +57,14 @@ class Layer:
         return self.form.matrix(weight, bias)
 
     def empty(self) -> Tensor:
-        """A matrix of zeros, of the shape of `gradient`."""
+        """A matrix of the shape of `gradient`, not filled."""
+        return torch.empty(self.shape, dtype=self.a.dtype, device=self.weight.device)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of `gradient`."""
         blocks = (self.form.groups,) if self.form.groups > 1 else ()
-        shape = (*blocks, self.g.size, self.a.size)
-        return torch.zeros(shape, dtype=self.a.dtype, device=self.weight.device)
+        return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float) -> Tensor:
         """The sums of some statistics as one vector: what is kept of A and of G, the numbers of rows and samples."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
 from rematplan.optim.layer import Layer
@@ -20,8 +19,10 @@ class Refresh:
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[str], every: int, early: int) -> None:
         self._layers = {name: layer for name, layer in layers.items() if name in owned}
         self._every, self._early = every, early
-        costs = {(n, s): side.cost for n, layer in self._layers.items() for s, side in enumerate(layer.sides)}
-        self._slots = longest_first(costs, every)
+        costs = {(n, s): side.cost for n, layer in layers.items() for s, side in enumerate(layer.sides)}
+        # Those of all layers: when a layer is inverted must not depend on how many processes there are.
+        slots = longest_first(costs, every)
+        self._slots = {key: slot for key, slot in slots.items() if key[0] in self._layers}
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
         """Invert what is due at the step ``clock``: by layer, which sides were (0: inputs, 1: outputs)."""
@@ -42,10 +43,3 @@ class Refresh:
             if (side := self._layers[name].sides[at]).changed
             and (side.inverse is None or clock < self._early or clock % self._every == slot)
         ]
-
-    def loads(self) -> list[float]:
-        """The cost of each slot, in the unit of `Side.cost`."""
-        found: dict[int, float] = defaultdict(float)
-        for (name, at), slot in self._slots.items():
-            found[slot] += self._layers[name].sides[at].cost
-        return [found[slot] for slot in range(self._every)]

@@ -1,0 +1,261 @@
+"""One of several processes of `test_distributed_kfac`: trains a model in parallel and compares with one process.
+
+usage: distributed_worker.py RANK SIZE RENDEZVOUS_FILE CHECK...
+"""
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hook_source import HookSource
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rematplan.ir import UsageError
+from rematplan.optim.checkpoint import merged
+from rematplan.optim.distributed import Ranks
+from rematplan.optim.kfac import KFAC
+
+STEPS = 50
+BATCH = 24
+OPTIONS = {"inverse_every": 4, "early_steps": 3, "weight_decay": 0.01, "others": torch.optim.AdamW}
+
+
+def network() -> nn.Module:
+    """Convolutions, a norm without factors, linear layers; nothing that sees the whole batch."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 3, groups=2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(54, 7),
+        nn.Tanh(),
+        nn.Linear(7, 5),
+    ).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, 2, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(5, (BATCH,), generator=generator)
+
+
+def equal_share(rank: int, size: int) -> slice:
+    return slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+
+
+def unequal_share(rank: int, size: int) -> slice:
+    """The last process has what the others leave: most of the batch."""
+    return slice(rank * 3, BATCH if rank == size - 1 else (rank + 1) * 3)
+
+
+def step(model: nn.Module, kfac: KFAC, at: int, share: slice, **more: float) -> None:
+    kfac.zero_grad()
+    x, y = (t[share] for t in batch(at))
+    nn.functional.cross_entropy(model(x), y).backward()
+    kfac.step(**more)
+
+
+def alone(steps: int = STEPS) -> nn.Module:
+    model = network()
+    kfac = KFAC(model, 0.05, source=HookSource(model), **OPTIONS)
+    for at in range(steps):
+        step(model, kfac, at, slice(None))
+    return model
+
+
+def same(model: nn.Module, other: nn.Module, how: str) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        found = p.full_tensor() if hasattr(p, "full_tensor") else p
+        torch.testing.assert_close(found, q, rtol=1e-7, atol=1e-9)
+    if distributed.get_rank() == 0:
+        print(f"{how}: equal", flush=True)
+
+
+def reduced_here(
+    share: Callable[[int, int], slice], grad_workers: int, inverse: str = "auto"
+) -> tuple[nn.Module, KFAC]:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = network()
+    exchange = Ranks(grad_workers=grad_workers)
+    kfac = KFAC(model, 0.05, source=HookSource(model), exchange=exchange, **OPTIONS | {"inverse": inverse})
+    part = share(rank, size)
+    for at in range(STEPS):
+        step(model, kfac, at, part, rows=part.stop - part.start)
+    return model, kfac
+
+
+def own_reduction(whole: nn.Module) -> None:
+    model, kfac = reduced_here(equal_share, 1)
+    same(model, whole, "own_reduction")
+    assert_owners_hold_all_factors_once(kfac)
+
+
+def assert_owners_hold_all_factors_once(kfac: KFAC) -> None:
+    held = [[n for n, layer in kfac.layers.items() if layer.a.total is not None]]
+    inverses = [[n for n, layer in kfac.layers.items() if layer.inverted]]
+    for mine in (held, inverses):
+        everybodys: list[list[str]] = [[]] * distributed.get_world_size()
+        distributed.all_gather_object(everybodys, mine[0])
+        assert sorted(name for names in everybodys for name in names) == sorted(kfac.layers)
+
+
+def unequal(whole: nn.Module) -> None:
+    same(reduced_here(unequal_share, 1)[0], whole, "unequal")
+
+
+def two_workers(whole: nn.Module) -> None:
+    same(reduced_here(unequal_share, 2)[0], whole, "two_workers")
+
+
+def all_workers(whole: nn.Module) -> None:
+    model, _ = reduced_here(equal_share, distributed.get_world_size())
+    same(model, whole, "all_workers")
+
+
+def data_parallel(whole: nn.Module) -> None:
+    model = network()
+    kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(reduce_gradients=False), **OPTIONS)
+    wrapped = DistributedDataParallel(model)
+    for at in range(STEPS):
+        step(wrapped, kfac, at, equal_share(distributed.get_rank(), distributed.get_world_size()))
+    same(model, whole, "data_parallel")
+
+
+def sharded(whole: nn.Module) -> None:
+    model = network()
+    source = HookSource(model)
+    model = fully_shard(model)
+    kfac = KFAC(model, 0.05, source=source, exchange=Ranks(reduce_gradients=False), **OPTIONS)
+    for at in range(STEPS):
+        step(model, kfac, at, equal_share(distributed.get_rank(), distributed.get_world_size()))
+    same(model, whole, "sharded")
+
+
+def other_size(whole: nn.Module) -> None:
+    """States of all processes, merged, continue a run on one process."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = network()
+    kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(), **OPTIONS)
+    half = STEPS // 2
+    for at in range(half):
+        step(model, kfac, at, equal_share(rank, size))
+    states: list[dict[str, object]] = [{}] * size
+    distributed.all_gather_object(states, kfac.state_dict())
+    single = copy.deepcopy(model)
+    for module in single.modules():
+        module._forward_hooks.clear()
+    resumed = KFAC(single, 0.05, source=HookSource(single), **OPTIONS)
+    with pytest.raises(UsageError, match="merged"):
+        resumed.load_state_dict(states[rank])
+    resumed.load_state_dict(merged(states))
+    twin = network()
+    straight = KFAC(twin, 0.05, source=HookSource(twin), **OPTIONS)
+    for at in range(half):
+        step(twin, straight, at, slice(None))
+    for at in range(half, half + 2):
+        step(single, resumed, at, slice(None))
+        step(twin, straight, at, slice(None))
+    del whole
+    same(single, twin, "other_size")
+
+
+def counted(whole: nn.Module) -> None:
+    """The bytes that a step communicates are those of SGD and of the packed factors."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = network()
+    kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(), **OPTIONS, factors_every=2)
+    with counting() as sent:
+        for at in range(2):
+            step(model, kfac, at, equal_share(rank, size))
+    matrices = sum(p.numel() for layer in kfac.layers.values() for p in layer.parameters)
+    rest = sum(p.numel() for p in model.parameters()) - matrices
+    sides = [side for layer in kfac.layers.values() for side in layer.sides]
+    # Packed: n (n + 1) / 2 numbers, an odd n as the next even one; and the rows and samples of each layer.
+    factors = sum(
+        k * (n + n % 2) * (n + n % 2 + 1) // 2 for n, k in ((s.size, *s.blocks, 1)[:2] for s in sides)
+    )
+    factors += 2 * len(kfac.layers)
+    # A reduce-scatter and an all-gather of n numbers are an all-reduce of n numbers. Beyond it each owner gets the
+    # sum of the weights, and gives its part of the product that clips updates.
+    assert sent["reduce_scatter"] == 8 * (factors + 2 * (matrices + size))
+    assert sent["broadcast"] == 8 * 2 * (matrices + size)
+    assert sent["all_reduce"] == 8 * 2 * (rest + 1)
+    assert set(sent) == {"reduce_scatter", "broadcast", "all_reduce"}
+    if rank == 0:
+        print("counted: equal", flush=True)
+    del whole
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the bytes that are handed to each collective."""
+    sent: Counter[str] = Counter()
+    real = {name: getattr(distributed, name) for name in dir(distributed) if name.startswith(KINDS)}
+
+    def counts(name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            given = args[1] if name == "reduce_scatter" else args[0]
+            tensors = given if isinstance(given, list) else [given]
+            sent[name] += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in real:
+        setattr(distributed, name, counts(name))
+    try:
+        yield sent
+    finally:
+        for name, function in real.items():
+            setattr(distributed, name, function)
+
+
+KINDS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "isend",
+    "reduce",
+    "scatter",
+    "send",
+)
+
+
+def failing(whole: nn.Module) -> None:
+    """The last process fails in the third step."""
+    del whole
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = network()
+    kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(), **OPTIONS)
+    for at in range(STEPS):
+        if at == 2 and rank == size - 1:
+            raise ValueError("the last process fails")
+        step(model, kfac, at, equal_share(rank, size))
+
+
+def main() -> None:
+    """Make the named checks."""
+    rank, size, rendezvous, *checks = sys.argv[1:]
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(size)
+    )
+    whole = alone() if set(checks) - {"failing", "counted", "other_size"} else network()
+    for check in checks:
+        globals()[check](whole)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
