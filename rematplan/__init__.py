@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from rematplan.drop_in import plan_module, planning
     from rematplan.optim.kfac import KFAC
     from rematplan.planner.core.plan import Plan, save_plan
+    from rematplan.runtime.statistics.options import Kronecker
 
 __version__: str
 
 __all__ = [
     "KFAC",
     "InfeasibleBudget",
+    "Kronecker",
     "LoadedStep",
     "ModelError",
     "Plan",
@@ -82,6 +84,7 @@ _HOMES = {
     "backend": "rematplan.compile_backend",
     "plan_module": "rematplan.drop_in",
     "planning": "rematplan.drop_in",
+    "Kronecker": "rematplan.runtime.statistics.options",
     "Plan": "rematplan.planner.core.plan",
     "save_plan": "rematplan.planner.core.plan",
 }

@@ -16,6 +16,7 @@ from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_check import check_first_plan
 from rematplan.runtime.module.planned_module import Planning, planned_module
 from rematplan.runtime.problem.constraints import Name
+from rematplan.runtime.statistics.options import Kronecker
 
 if TYPE_CHECKING:
 
@@ -54,6 +55,7 @@ def plan_module(
     overlap: str | None = None,
     loss_memory: str | int | None = None,
     accumulate: bool = False,
+    statistics: Kronecker | None = None,
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -96,10 +98,14 @@ def plan_module(
     ``overlap``: ``on``, or ``auto`` where it is predicted to pay, runs what brings tensors back beside the gradients,
     on two threads or CUDA streams, as far ahead as the budget allows; by default ``off``, or as the saved plan says.
 
+    ``statistics``: Kronecker-factored curvature of the layers, summed within the step and its budget in every n-th
+    training step; `planning` gives it (``planning(planned).statistics()``). A step with statistics has a plan of its
+    own, which is made here, too.
+
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
         UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap,
-            module or op.
+            module or op; statistics with a saved plan.
         ProblemError: the saved plan is another graph's.
         ModelError: the model cannot be captured. What the model raises of itself for these arguments (it is run once,
             without gradients kept, if it cannot be captured) is raised as it is.
@@ -125,8 +131,10 @@ def plan_module(
         loss_memory=loss_memory,
         accumulate=accumulate,
     )
+    if statistics is not None and plan is not None:
+        raise UsageError("a saved plan is of a step without statistics; state a budget for one with them")
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    planned = planned_module(model, StepPlanner(asked, named=named), dynamic)
+    planned = planned_module(model, StepPlanner(asked, named=named), dynamic, statistics)
     Planning(planned).prepare(*args, **(kwargs or {}))
     check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
     return planned  # type: ignore[return-value]

@@ -37,7 +37,10 @@ def moved_bytes(step: CapturedStep, call: Call) -> int:
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Arithmetic operations of a call: the table's row, or one an element of its results."""
+    """Arithmetic operations of a call: what the op itself says, the table's row, or one an element of its results."""
+    own = getattr(call.target, "flops", None)
+    if isinstance(own, float):
+        return own
     results = [step.values[r].fake if r else None for r in call.results]
     row = FLOPS.get(getattr(call.target, "overloadpacket", None))
     if row is None:

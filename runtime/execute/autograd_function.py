@@ -28,6 +28,9 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
 from rematplan.runtime.graph.zero_tangents import lies_otherwise
 
+Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
+"""Is told statistics by their targets, and whether they are the backward's last."""
+
 
 class CompiledPlan:
     """A plan that takes part in autograd.
@@ -92,15 +95,17 @@ class CompiledPlan:
         named: Mapping[str, torch.Tensor],
         batch: Sequence[torch.Tensor],
         with_tangents: WithTangents | None = None,
+        statistics: Sink | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The outputs. Raises what the ops raise.
 
         ``with_tangents``: gives the plan of the same step with further tangents, for a backward that brings some of
-        those that the step leaves out.
+        those that the step leaves out. ``statistics`` is told those of the step by their targets, in each segment of
+        the backward those that are ready, None for one that no gradient reached; and whether the segment is the last.
         """
         pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = _Call(self, named, inputs, with_tangents)
+        call = _Call(self, named, inputs, with_tangents, statistics)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
@@ -152,6 +157,7 @@ class _Call:
     named: Mapping[str, torch.Tensor]
     inputs: Sequence[torch.Tensor]
     with_tangents: WithTangents | None = None
+    statistics: Sink | None = None
     rerun: Rerun | None = None
     start: list[Any] | None = None
     held: list[Any] | None = None
@@ -240,7 +246,7 @@ class _Call:
         assert self.with_tangents is not None
         self.rerun.check(self.plan.step.name)
         plan = self.with_tangents(brought)
-        again = _Call(plan, {}, self.rerun.inputs)
+        again = _Call(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
             again._forward_half()
         tangents = again.begin(gradients, kept=False)
@@ -265,7 +271,14 @@ class _Call:
             )
         with _without_autocast(self.plan.step.device):
             gradients, self.held = self.segments[k].function(held, *tangents)
-        if k == len(self.plan.wanting) - 1:
+        last = k == len(self.plan.wanting) - 1
+        if sums := self.segments[k].statistics:
+            gradients, found = gradients[: -len(sums)], gradients[-len(sums) :]
+            if self.statistics:
+                self.statistics(dict(zip((o.target for o in sums), found, strict=True)), last)
+        elif self.statistics and last:
+            self.statistics({}, True)
+        if last:
             self.held, self.segments = None, ()
             self.inputs = self.inputs if self.way.kept else ()
             self.plan.learn(self.way, self.notes)

@@ -70,7 +70,7 @@ class Writer:
             tangents = "" if k else self.take([i.value for i in step.inputs if i.kind == "tangent"])
             self.lines += [f"{held} = held", "held.clear()"]
             self.steps(segment.start, segment.end)
-            given = [o.value for o in segment.outputs]
+            given = [o.value for o in (*segment.outputs, *segment.statistics)]
             head = f"backward_{k}(held{', ' if tangents else ''}{tangents})"
             gone = [*given, *self._done_with(segment.end)]
             functions.append(self._handing_over(head, given, gone, self.unused.zero))

@@ -42,13 +42,15 @@ class Backward:
     """One segment of a compiled schedule's backward half.
 
     ``function(held, *tangents)`` (tangents for the first segment only) empties the list ``held``, so that what it holds
-    can be freed on the way, and gives the gradients ``outputs`` and the list of what the next segment is to get.
+    can be freed on the way, and gives the gradients ``outputs`` and after them the ``statistics``, and the list of what
+    the next segment is to get.
     ``still_read``: positions in `Halves.read_late` of the inputs that it or a later segment reads.
     """
 
     outputs: tuple[StepOutput, ...]
     still_read: tuple[int, ...]
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
+    statistics: tuple[StepOutput, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def compile_halves(
             segment.outputs,
             tuple(k for k, at in enumerate(late) if storages[at] in still),
             scope[f"backward_{k}"],
+            segment.statistics,
         )
         for k, (segment, still) in enumerate(zip(segments, read, strict=True))
     )

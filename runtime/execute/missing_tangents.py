@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.runtime.graph.captured_step import CapturedStep, refs
 from rematplan.runtime.graph.zero_tangents import zeros_without
+from rematplan.runtime.problem.loss_boundary import LATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,7 @@ def unused_by(step: CapturedStep, schedule: Schedule, turn: int, missing: Iterab
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}
-    wanted = {
-        step.values[o.value].storage for o in step.outputs if "gradient" in o.kind and o.value not in zero
-    }
+    wanted = {step.values[o.value].storage for o in step.outputs if o.kind in LATE and o.value not in zero}
     skipped = set()
     for at in reversed(range(turn, len(schedule))):
         one = schedule[at]

@@ -13,7 +13,7 @@ import torch
 from rematplan.runtime.graph.allocator import allocated
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed", "check"]
+OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed", "check", "statistic"]
 
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
@@ -52,7 +52,8 @@ class Call:
     ``seeded``: it draws from the random number generator, whose state must be replayed when it runs again.
     ``module``: the name of the innermost module whose forward, or its backward, it belongs to.
     ``gain``: the factor by which it multiplies a relative error of what it reads. ``noise``: the relative error that
-    its own rounding adds; None where it follows from the types.
+    its own rounding adds; None where it follows from the types. ``late``: it runs after the outputs' gradients are
+    there, whether or not it reads one.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Call:
     module: str = ""
     gain: float = 1.0
     noise: float | None = None
+    late: bool = False
 
     @property
     def collective(self) -> bool:
@@ -100,7 +102,8 @@ class StepInput:
 class StepOutput:
     """An output of the step: one of the module's outputs (``target``: its position; the loss is 0), the gradient of a
     parameter or of an input (its position in the batch), a buffer's new content, an input's that somebody
-    else copies into it (``renewed``), or the empty tensor that a check of values gives (``check``; nobody gets it)."""
+    else copies into it (``renewed``), the empty tensor that a check of values gives (``check``; nobody gets it), or a
+    sum over the rows of a layer that the backward half makes (``statistic``)."""
 
     kind: OutputKind
     target: str
@@ -166,11 +169,12 @@ class CapturedStep:
 
     @cached_property
     def after_turn(self) -> frozenset[str]:
-        """The calls that need a tangent, directly or not: they run after the turn from forward to backward."""
+        """The calls that need a tangent, directly or not, or are marked as late: they run after the turn from forward
+        to backward."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
-            if any(r.value in after for r in refs((call.args, call.kwargs))):
+            if call.late or any(r.value in after for r in refs((call.args, call.kwargs))):
                 found.add(call.name)
                 after.update(r for r in call.results if r)
         return frozenset(found)

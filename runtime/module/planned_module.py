@@ -20,12 +20,18 @@ from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
+from rematplan.runtime.statistics.factors import Factors, Statistics
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.recorder import Recorder, shapes
 
 
-def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> nn.Module:
+def planned_module(
+    model: nn.Module, planner: Planner, dynamic: bool = True, statistics: Kronecker | None = None
+) -> nn.Module:
     """``model`` with a planned forward and backward: an object of a subclass of its class, sharing all its state.
 
     ``dynamic``: whether a call with other shapes, types or modes makes a further plan; else it is refused.
+    ``statistics``: those to take in its steps.
 
     Raises:
         ModelError: the model is compiled, the shape of a parameter is not known yet, or the model is planned and its
@@ -39,7 +45,9 @@ def planned_module(model: nn.Module, planner: Planner, dynamic: bool = True) -> 
                 f"model.forward) to plan it once more"
             )
         model = model._rematplan_model()
-    return _become(_blank(type(model)), (model, Runner(type(model).__name__, planner, dynamic), None))
+    return _become(
+        _blank(type(model)), (model, Runner(type(model).__name__, planner, dynamic, statistics), None)
+    )
 
 
 _classes: dict[type[nn.Module], Any] = {}
@@ -123,7 +131,8 @@ class Planning:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans made so far."""
-        alone = [way for ways in self._planned._rematplan.ways.values() for way in ways]
+        plain = [way for ways in self._planned._rematplan.ways.values() for way in ways]
+        alone = [*plain, *(other for way in plain for other in way.measured)]
         beside = [other for way in alone for other in way.beside.values() if other is not way]
         return tuple(way.plan for way in (*alone, *beside))
 
@@ -131,6 +140,69 @@ class Planning:
     def source(self) -> str:
         """The generated source of `plan`."""
         return self._planned._rematplan.last.compiled.halves.source
+
+    def statistics(self) -> Statistics:
+        """The statistics of the present training step: of its backwards so far, until the next step's first forward;
+        without factors in a step that takes none.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        return self._recorder.statistics()
+
+    def statistics_layers(self) -> dict[str, Factors]:
+        """By weight name the factors that the planned ways of calling the module give, as tensors of the device
+        ``meta``.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        assert self._recorder
+        plain = (way for ways in self._planned._rematplan.ways.values() for way in ways)
+        found = (shapes(other.statistics) for way in plain for other in way.measured if other.statistics)
+        return {name: factors for one in found for name, factors in one.items()}
+
+    def take_statistics(self, wanted: bool | None = True) -> None:
+        """End the present training step; whether the coming ones have statistics. None: every n-th has them, as
+        planned. An optimizer that steps over the module's parameters ends a step by itself.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        self._recorder.take(wanted)
+
+    @property
+    def statistics_options(self) -> Kronecker:
+        """What was asked of the statistics.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        return self._recorder.options
+
+    @property
+    def statistics_state(self) -> tuple[int, int]:
+        """The number of the present training step, and of draws of labels so far: all that has to be saved and set
+        again for training to resume as it would have gone on.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        return self._recorder.step, self._recorder.draws.count
+
+    @statistics_state.setter
+    def statistics_state(self, state: tuple[int, int]) -> None:
+        self._recorder.step, self._recorder.draws.count = state
+
+    @property
+    def _recorder(self) -> Recorder:
+        found = self._planned._rematplan.recorder
+        if found is None:
+            name = self._planned._rematplan.name
+            raise UsageError(
+                f"{name} was planned without statistics; see plan_module(statistics=Kronecker())"
+            )
+        return found
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make the plan for these arguments without running anything; returns the module."""

@@ -53,6 +53,9 @@ from rematplan.runtime.guards.values import Guard, ValueGuardRecorder
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
 from rematplan.runtime.problem.accumulation import StepPlan
+from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.recorder import Recorder
 
 MANY = 8
 """Plans of one module after which it is said that there are many."""
@@ -110,6 +113,10 @@ class CacheEntry:
     """The step before there was a plan of it."""
     whole: CapturedStep
     """The same with the tangents of all outputs."""
+    statistics: StatisticsStep | None = None
+    """The step with statistics, if this entry takes them."""
+    measured: list[CacheEntry] = field(default_factory=list, compare=False)
+    """The entry for the same forward that takes statistics, once there is one."""
     beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
     """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
 
@@ -161,8 +168,11 @@ FORWARDS = _Forwards()
 class Runner:
     """Plans and runs one model."""
 
-    def __init__(self, name: str, planner: Planner, dynamic: bool) -> None:
+    def __init__(
+        self, name: str, planner: Planner, dynamic: bool, statistics: Kronecker | None = None
+    ) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
+        self.recorder = Recorder(statistics) if statistics else None
         self.ways: dict[Any, list[CacheEntry]] = {}
         self.last: CacheEntry
         self.brought: frozenset[str] = frozenset()
@@ -173,6 +183,7 @@ class Runner:
         """For a copy of the planned module, with the same plans, or those given."""
         twin = copy.copy(self)
         twin.walk = None
+        twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
         if not twin.ways:
             twin.__dict__.pop("last", None)
@@ -193,8 +204,14 @@ class Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
-        way = self._beside_gradients(self._way(planned, leaves, spec, state), state, tensors)
-        flat = way.compiled(state.named, tensors, lambda brought: self._with_tangents(way, brought).compiled)
+        way = self._way(planned, leaves, spec, state)
+        if self.recorder and self._takes_statistics(self.recorder, way, state):
+            way = self._measured(way, self.recorder)
+        way = self._beside_gradients(way, state, tensors)
+        sink = self.recorder.sink(way.statistics) if self.recorder else None
+        flat = way.compiled(
+            state.named, tensors, lambda brought: self._with_tangents(way, brought).compiled, sink
+        )
         places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
         results, given, left = pytree.tree_unflatten(found, way.outputs)
@@ -208,7 +225,29 @@ class Runner:
         """Make the plan for these arguments."""
         leaves, spec = flattened((args, kwargs))
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+            way = self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+            if self.recorder:
+                self._measured(way, self.recorder)
+
+    def _takes_statistics(self, recorder: Recorder, way: CacheEntry, state: ModuleState) -> bool:
+        parameters = [t for t in state.named.values() if t.requires_grad]
+        accumulating = any(_gradient(state.named.get(name)) is not None for name in way.targets)
+        return recorder.forward(parameters, accumulating)
+
+    def _measured(self, way: CacheEntry, recorder: Recorder) -> CacheEntry:
+        """The entry of the same forward that takes statistics."""
+        if not way.measured:
+            with LOCK.alone():
+                if not way.measured:
+                    found = with_statistics(way.whole, recorder.options, recorder.draws)
+                    captured = with_expected_tangents(found.step, self.brought)
+                    made = self.planner(captured)
+                    entry = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
+                    entry = replace(entry, statistics=found, beside={}, measured=[])
+                    names = next((names for names, _ in way.beside), frozenset[str]())
+                    way.measured.append(entry.counting(made.gradients, names))
+        self.last = way.measured[0]
+        return self.last
 
     def _state(self, planned: nn.Module) -> ModuleState:
         state = self.walk.state(planned) if self.walk else None
@@ -253,11 +292,12 @@ class Runner:
         those of parameters, to which new ones are added, and those of inputs."""
         own = state.named.get(next(iter(way.targets), ""))
         of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
-        if _gradient(own) is None and not of_inputs:
+        summed = self.recorder.held if self.recorder else {}
+        if _gradient(own) is None and not of_inputs and not summed:
             return way
         gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
         every = (*gradients.values(), *of_inputs)
-        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values())
+        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values()) + sum(summed.values())
         with LOCK.shared():
             found = next(
                 (w for (n, size), w in way.beside.items() if held <= size and gradients.keys() <= n), None
@@ -286,6 +326,9 @@ class Runner:
 
         ``brought``: positions of outputs.
         """
+        if way.statistics and self.recorder:
+            plain = replace(way, statistics=None, measured=[])
+            return self._measured(self._with_tangents(plain, brought), self.recorder)
         with LOCK.alone():
             self._say_brought(brought - self.brought)
             self.brought |= brought
@@ -295,7 +338,8 @@ class Runner:
                     return known
             captured = with_expected_tangents(way.whole, self.brought)
             made = self.planner(captured)
-            found = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured, beside={})
+            found = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
+            found = replace(found, beside={}, measured=[])
             found.counting(made.gradients, next((names for names, _ in way.beside), frozenset()))
             for ways in self.ways.values():
                 ways[:] = [found if w.whole is way.whole else w for w in ways]

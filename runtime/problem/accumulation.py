@@ -40,7 +40,8 @@ class StepPlan:
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """The names of the parameters to whose gradients a step may add, and the bytes of all gradients that may be there.
+    """The names of the parameters to whose gradients a step may add, and the bytes of all gradients that may be there,
+    and of the statistics that the step gives, of which there may be earlier ones, too.
 
     Args:
         step: its own parameters are known by their names.
@@ -55,7 +56,8 @@ def earlier_gradients(
         for t in named.values()
         if t.requires_grad and t.is_leaf and id(t) not in known
     }
-    return targets, sum(own.values()) + sum(others.values())
+    statistics = sum(_bytes(step, o.value) for o in step.outputs if o.kind == "statistic")
+    return targets, sum(own.values()) + sum(others.values()) + statistics
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:

@@ -9,8 +9,9 @@ from typing import Any
 from rematplan.ir import UsageError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 
-EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
-"""Namespaces of ops that do more than compute what they return: they never run again, whoever asks."""
+EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "statistics"})
+"""Namespaces of ops that do more than compute what they return (statistics draw, and add in place): they never run
+again, whoever asks."""
 
 Name = str | Callable[..., Any]
 """A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``, or the op."""

@@ -76,6 +76,8 @@ class LossMemory:
 
 
 NO_LOSS = LossMemory(0, 0)
+LATE = ("gradient", "input gradient", "statistic")
+"""The kinds of a step's outputs that its backward half gives."""
 
 
 def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
@@ -103,16 +105,17 @@ def with_loss_boundary(
     runs once, after all that makes outputs or new buffers and before all that reads a tangent; what it keeps is a
     tensor of that op's.
 
-    Whatever reads a tangent also reads all of them, so that they are there at the turn. The outputs are made once, and
-    so stay from then on, as their owner holds them; no inverse brings them back. New buffers are copied at the turn,
-    and what makes them (batch norm, say) may run again, from copies of what they were: these are charged as one more
-    input. ``copies``, which the backward makes where a loss lays the tangents out otherwise, are charged to what makes
-    them, or to what they are copies of; the loss's own tensor stands for the copies of tangents.
+    Whatever reads a tangent, or is marked as late, also reads all of them, so that they are there at the turn. The
+    outputs are made once, and so stay from then on, as their owner holds them; no inverse brings them back. New buffers
+    are copied at the turn, and what makes them (batch norm, say) may run again, from copies of what they were: these
+    are charged as one more input. ``copies``, which the backward makes where a loss lays the tangents out otherwise,
+    are charged to what makes them, or to what they are copies of; the loss's own tensor stands for the copies of
+    tangents.
     """
-    early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if "gradient" not in o.kind)
+    early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     given = sum(size for storage, size in copies.kept.items() if storage in tangents)
-    late = step.after_turn
+    late, marked = step.after_turn, {c.name for c in step.calls if c.late}
     workspace = max(0, loss.peak - loss.kept - given)
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
@@ -120,7 +123,7 @@ def with_loss_boundary(
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
         return (
             op
-            if tangents.isdisjoint(op.reads)
+            if tangents.isdisjoint(op.reads) and op.name not in marked
             else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
         )
 

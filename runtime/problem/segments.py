@@ -6,8 +6,8 @@ optimizer that runs in the gradients' hooks frees them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepOutput
@@ -20,11 +20,13 @@ LEAST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps ``start`` to ``end`` of a schedule, after which the gradients ``outputs`` are ready."""
+    """Steps ``start`` to ``end`` of a schedule, after which the gradients ``outputs`` are ready, and the ``statistics``
+    that are made on the way."""
 
     start: int
     end: int
     outputs: tuple[StepOutput, ...]
+    statistics: tuple[StepOutput, ...] = ()
 
 
 def gradient_segments(
@@ -64,7 +66,24 @@ def gradient_segments(
                 end += 1
             segments.append(Segment(start, end, tuple(given)))
             start, given, waiting = end, [], 0
-    return (*segments, Segment(start, len(schedule), tuple(given)))
+    segments.append(Segment(start, len(schedule), tuple(given)))
+    return _with_statistics(step, schedule, segments)
+
+
+def _with_statistics(
+    step: CapturedStep, schedule: Schedule, segments: Sequence[Segment]
+) -> tuple[Segment, ...]:
+    """The segments with the statistics that the ops of each make."""
+    of = {step.values[o.value].call: o for o in step.outputs if o.kind == "statistic"}
+    if not of:
+        return tuple(segments)
+
+    def made(segment: Segment) -> Iterator[StepOutput]:
+        for one in schedule[segment.start : segment.end]:
+            if isinstance(one, Run) and one.op in of:
+                yield of[one.op]
+
+    return tuple(replace(segment, statistics=tuple(made(segment))) for segment in segments)
 
 
 def _ready(step: CapturedStep, schedule: Schedule) -> dict[StepOutput, int]:

@@ -36,9 +36,10 @@ class Factors:
 
     ``a``: (d_in, d_in), where a bias is the last row and column; Σ a aᵀ, not divided. Layers with the same input hold
     the same tensor: change it only in a copy. ``g``: (d_out, d_out), Σ g gᵀ. With ``groups`` > 1 both have a leading
-    dimension of that size, one block a group. ``rows``: the number of rows that ``a`` sums. ``samples``: the
-    number of terms of the loss. ``bias``: whether the last input is one, for the bias called ``bias_name``.
-    ``split``, ``order``: how the weight becomes a matrix, see `matrix`.
+    dimension of that size, one block a group. ``rows``: the number of rows that ``a`` sums (where
+    parts of a weight have inputs of their own, the most of them; the sums of the others are scaled to that).
+    ``samples``: the number of terms of the loss. ``bias``: whether the last input is one, for the bias called
+    ``bias_name``. ``split``, ``order``: how the weight becomes a matrix, see `matrix`.
     """
 
     a: Tensor
@@ -77,7 +78,8 @@ class Statistics:
     """The statistics of one training step, summed over its micro-batches.
 
     ``factors``: by the weight's name. ``skipped``: by the parameter's name, why it has no factors; biases that stand
-    within a weight's factors are in neither. ``step``: the number of the training step that they belong to, from 0.
+    within a weight's factors are in neither. ``step``: the number of the training step that they belong to, from 0. A
+    step that takes none has no factors. Whoever keeps this beyond its step holds bytes that no plan counts.
     """
 
     factors: Mapping[str, Factors]

@@ -1,0 +1,234 @@
+"""The op of a statistic: the sum of outer products of a tensor's rows, as packed symmetric matrices.
+
+Rows are read in chunks, so that what is copied (patches of a convolution, float32 of bfloat16) stays small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rematplan.runtime.statistics.packing import block_column, block_columns, packed_size
+
+CHUNK_BYTES = 2**24
+"""Bytes of the rows that are copied at once, but for one sample's that are more."""
+GOLDEN = (5**0.5 - 1) / 2
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How rows are read off a tensor: it is viewed in a ``shape``, whose dimensions are ``groups``, ``features``,
+    ``samples`` and ``places`` (what the rows of one sample are counted by)."""
+
+    shape: Dims
+    groups: Dims
+    features: Dims
+    samples: Dims
+    places: Dims
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A view (groups..., features..., samples..., places...)."""
+        return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
+
+    @property
+    def sizes(self) -> tuple[int, int, Dims, Dims]:
+        """The number of groups and features, and the sizes of the row dimensions (samples, places)."""
+        count = [math.prod(self.shape[d] for d in dims) for dims in (self.groups, self.features)]
+        samples, places = (tuple(self.shape[d] for d in dims) for dims in (self.samples, self.places))
+        return count[0], count[1], samples, places
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """How the inputs of a convolution are read: (batch, channels, *sizes), for each position of the output the window
+    that it sees, of channels / groups × kernel numbers.
+
+    ``padding``: before and after each of the sizes, negative to crop. ``spread``: zeros that a transposed
+    convolution puts between the inputs, plus one; its windows are read backwards (``flipped``). ``per_sample``: how
+    many of the batch belong to one sample.
+    """
+
+    batch: int
+    channels: int
+    groups: int
+    kernel: Dims
+    stride: Dims
+    dilation: Dims
+    padding: tuple[tuple[int, int], ...]
+    spread: Dims
+    flipped: bool
+    positions: Dims
+    per_sample: int = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A view of a padded copy: (groups, channels / groups, *kernel, samples, batch of a sample, *positions)."""
+        n = len(self.kernel)
+        if any(s > 1 for s in self.spread):
+            sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
+            spread = x.new_zeros((*x.shape[:2], *sizes))
+            places = [slice(None), slice(None), *(slice(None, None, s) for s in self.spread)]
+            spread[tuple(places)] = x
+            x = spread
+        if any(p for pair in self.padding for p in pair):
+            x = functional.pad(x, [p for pair in reversed(self.padding) for p in pair])
+        for at, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + at, d * (k - 1) + 1, s)[..., ::d]
+        if self.flipped:
+            x = x.flip(tuple(range(2 + n, 2 + 2 * n)))
+        x = x.unflatten(0, (-1, self.per_sample)).unflatten(2, (self.groups, -1))
+        kernel, positions = range(4 + n, 4 + 2 * n), range(4, 4 + n)
+        return x.permute(2, 3, *kernel, 0, 1, *positions)
+
+    @property
+    def sizes(self) -> tuple[int, int, Dims, Dims]:
+        """As of `Rows`."""
+        features = self.channels // self.groups * math.prod(self.kernel)
+        return self.groups, features, (self.batch // self.per_sample,), (self.per_sample, *self.positions)
+
+
+Reading = Rows | Patches
+
+
+@dataclass(frozen=True, slots=True)
+class Gram:
+    """Σ r rᵀ over rows r of a tensor, in float32 at least, packed: (groups, `packed_size`).
+
+    ``places``: ``each`` place is a row, or a sample's row is the ``mean`` or the ``sum`` over its places. ``share``:
+    of the rows that are taken. ``ones``: a further last number of each row is 1. ``scale``: multiplies the
+    sum. Calling it with a second tensor, which an earlier use of the same weight made, adds to that in place.
+    """
+
+    read: Reading
+    places: Literal["each", "mean", "sum"]
+    share: float
+    ones: bool
+    scale: float
+
+    @property
+    def size(self) -> int:
+        """The matrix's side."""
+        return self.read.sizes[1] + self.ones
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The result's shape."""
+        return self.read.sizes[0], packed_size(self.size)
+
+    @property
+    def all_rows(self) -> int:
+        """The rows there are."""
+        _, _, samples, places = self.read.sizes
+        return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
+
+    def rows(self, dtype: torch.dtype) -> int:
+        """The rows that are taken of a tensor of that type."""
+        per_sample = self.all_rows // max(1, self.read.sizes[2][0])
+        return sum(_taken(per_sample * n, self.share) for _, n in self._chunks(dtype))
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic operations, for a model of its cost."""
+        groups, features, _, _ = self.read.sizes
+        return float(groups * features * features * self.all_rows * self.share)
+
+    def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
+        """The packed sum."""
+        dtype = sum_type(tensor.dtype)
+        out = tensor.new_zeros(self.shape, dtype=dtype) if previous is None else previous
+        for start, count in self._chunks(tensor.dtype):
+            self._add(out, self._rows(tensor, start, count, dtype))
+        return out
+
+    def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """The rows of some samples, (groups, features, rows)."""
+        groups, features, samples, places = self.read.sizes
+        if isinstance(self.read, Patches):
+            each = self.read.per_sample
+            found = self.read(tensor.narrow(0, start * each, count * each))
+        else:
+            whole = self.read(tensor)
+            found = whole.narrow(whole.dim() - len(samples) - len(places), start, count)
+        if self.places != "each":
+            dims = tuple(range(-len(places), 0))
+            if dims:
+                found = (found.mean if self.places == "mean" else found.sum)(dims, dtype=dtype)
+            places = ()
+        row_sizes = (count, *samples[1:], *places)
+        if self.share < 1:
+            taken = _indices(math.prod(row_sizes), self.share, row_sizes, tensor.device)
+            where: list[Any] = [slice(None)] * (found.dim() - len(taken))
+            found = found[tuple(where + taken)]
+        return found.reshape(groups, features, -1).to(dtype)
+
+    def _add(self, out: Tensor, rows: Tensor) -> None:
+        d, features, scale = self.size, rows.shape[1], self.scale
+        sums = rows.sum(-1, keepdim=True) if self.ones else None
+        for start, end, offset in block_columns(d):
+            column = block_column(out, d, start, end, offset)
+            inner = min(end, features)
+            if inner > start:
+                left, right = rows[:, start:], rows[:, start:inner].mT
+                target = column[:, : features - start, : inner - start]
+                if len(rows) == 1:
+                    target[0].addmm_(left[0], right[0], alpha=scale)
+                else:
+                    target.baddbmm_(left, right, alpha=scale)
+            if sums is not None:
+                column[:, -1, : inner - start] += scale * sums[:, start:inner, 0]
+                if end == d:
+                    column[:, : features - start, -1] += scale * sums[:, start:, 0]
+                    column[:, -1, -1] += scale * rows.shape[-1]
+
+    def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Samples at a time: the first of them and how many."""
+        groups, features, samples, places = self.read.sizes
+        first = samples[0]
+        each = self.all_rows // max(1, first) * self.share
+        numbers = groups * features * each
+        if isinstance(self.read, Patches):
+            numbers += self.read.channels * math.prod(places) * math.prod(self.read.stride)  # padded
+        bytes_ = numbers * sum_type(dtype).itemsize
+        whole = isinstance(self.read, Rows) and sum_type(dtype) == dtype and not places
+        step = first if whole else max(1, min(first, int(CHUNK_BYTES // max(1, bytes_))))
+        yield from ((start, min(step, first - start)) for start in range(0, first, max(1, step)))
+
+    def __str__(self) -> str:
+        # All that its cost depends on: the key of a profile.
+        return f"statistics.gram {self.read} {self.places} {self.share} {self.ones} {self.scale != 1}"
+
+    @property
+    def source_name(self) -> str:
+        """The function's name in generated source."""
+        return "statistics_gram"
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _taken(rows: int, share: float) -> int:
+    return rows if share >= 1 else max(1, math.ceil(rows * share))
+
+
+def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The rows that are taken, one of each stretch of 1 / share, by their index in each row dimension.
+
+    Within its stretch a row is where the golden ratio's multiples put it, so that no column of an image is preferred.
+    """
+    taken = _taken(rows, share)
+    at = torch.arange(taken, device=device, dtype=torch.float64)
+    flat = ((at + (at * GOLDEN).frac()) * (rows / taken)).long().clamp_(max=rows - 1)
+    found = []
+    for size in reversed(sizes):
+        found.append(flat % size)
+        flat = flat // size
+    return found[::-1]

@@ -1,0 +1,301 @@
+"""The pass: a captured step gets further ops that sum the outer products of its layers' inputs and gradients.
+
+Each op stands before the product that makes the weight's gradient, and reads what that reads, so that nothing lives
+longer or is recomputed for it. The ops run once, and what they give stays until the step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepOutput, Value, refs
+from rematplan.runtime.statistics.gram import Gram, Patches, sum_type
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.output_gradients import Draws, OutputGradient
+from rematplan.runtime.statistics.second_backward import SecondBackward, call_of, with_calls
+from rematplan.runtime.statistics.weights import Block, Use, Weight, Weights
+
+MOST_COLUMNS = 64
+"""Backwards at most for ``type-2``, one a class."""
+
+Places: TypeAlias = Literal["each", "mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The two sums of a block of a weight, by the targets of the step's outputs; as of `Block`."""
+
+    a: str
+    g: str
+    d_in: int
+    d_out: int
+    rows: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A weight with statistics: as of `Weight`, with its ``sums``."""
+
+    name: str
+    bias: str | None
+    groups: int
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    sums: tuple[Sums, ...]
+
+
+@dataclass(frozen=True)
+class StatisticsStep:
+    """A step with statistics. ``terms``: of the loss. ``skipped``: trained parameters without, and why."""
+
+    step: CapturedStep
+    layers: tuple[Layer, ...]
+    skipped: dict[str, str]
+    terms: int
+
+
+def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
+    """The step with statistics of all weights that have any.
+
+    Raises:
+        ModelError: the step has no output of which the likelihood could be that is asked for, or no weight with
+            statistics.
+    """
+    return _Pass(step, options, draws).run()
+
+
+@dataclass
+class _Pass:
+    step: CapturedStep
+    options: Kronecker
+    draws: Draws
+    before: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    behind: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, Value] = field(default_factory=dict)
+    sums: dict[object, tuple[str, int]] = field(default_factory=dict)
+    """The value of a sum that is made already, and its rows."""
+    outputs: dict[str, str] = field(default_factory=dict)
+    """The targets of the sums, by value."""
+
+    def run(self) -> StatisticsStep:
+        weights = Weights(self.step)
+        terms = self.terms()
+        backwards = self._backwards()
+        skipped, layers = dict(weights.skipped), []
+        for weight in weights.found:
+            try:
+                layers.append(self._layer(weight, backwards, terms))
+            except _NotTaken as error:
+                names = (*(weight.parts or (weight.name,)), *filter(None, (weight.bias,)))
+                skipped.update(dict.fromkeys(names, str(error)))
+        if not layers:
+            raise ModelError(f"{self.step.name} has no weight with statistics: {_first(skipped)}")
+        self._needed_only(backwards)
+        step = with_calls(self.step, self.before, self.behind, self.values)
+        outputs = (StepOutput("statistic", target, value) for value, target in self.outputs.items())
+        step = replace(step, outputs=(*step.outputs, *outputs))
+        return StatisticsStep(step, tuple(layers), skipped, terms)
+
+    def terms(self) -> int:
+        """The number of terms of the loss."""
+        if self.options.terms is not None:
+            return self.options.terms
+        fake = self._output(needed=False)
+        if fake is None or fake.numel() <= 1:
+            return max(1, self._samples())
+        return fake.numel() // fake.shape[self.options.class_dim]
+
+    def _samples(self) -> int:
+        """The first dimension of the module's first input; 0 if there is none."""
+        first = next((i for i in self.step.inputs if i.kind == "batch"), None)
+        shape = self.step.values[first.value].fake.shape if first else ()
+        return shape[0] if shape else 0
+
+    def _output(self, needed: bool) -> torch.Tensor | None:
+        target = str(self.options.output)
+        found = next((o for o in self.step.outputs if (o.kind, o.target) == ("output", target)), None)
+        if found is None:
+            raise ModelError(f"{self.step.name} has no output {target}; state output= for the statistics")
+        fake = self.step.values[found.value].fake
+        classes = -fake.dim() <= self.options.class_dim < fake.dim()
+        if (needed or fake.dim() > 1) and not classes:
+            raise ModelError(
+                f"output {target} of {self.step.name} has the shape {list(fake.shape)}, without a dimension of "
+                f"classes (class_dim={self.options.class_dim}); fisher={self.options.fisher!r} needs what a loss "
+                f"outside of the model is taken of: state output=, or use fisher='empirical'"
+            )
+        return fake
+
+    def _backwards(self) -> list[SecondBackward]:
+        """The further backwards; none where the statistics are those of the user's loss."""
+        options = self.options
+        if options.fisher == "empirical":
+            return []
+        fake = self._output(needed=True)
+        assert fake is not None
+        target, size = str(options.output), fake.shape[options.class_dim]
+        tangent = next((i.value for i in self.step.inputs if (i.kind, i.target) == ("tangent", target)), None)
+        if tangent is None:
+            raise ModelError(f"output {target} of {self.step.name} depends on nothing that is trained")
+        columns = range(size) if options.fisher == "type-2" else range(1)
+        if len(columns) > MOST_COLUMNS:
+            raise ModelError(
+                f"fisher='type-2' goes backward for each of {size} classes; {MOST_COLUMNS} is the most; use 'mc'"
+            )
+        if options.fisher == "type-2" and fake.numel() // size != max(1, self._samples()):
+            raise ModelError(
+                "fisher='type-2' is for outputs with one term of the loss a sample; use fisher='mc'"
+            )
+        output = next(o.value for o in self.step.outputs if (o.kind, o.target) == ("output", target))
+        weight = 1 / size if options.loss_reduction == "mean" else 1.0
+        return [self._backward(tangent, output, fake, column, weight) for column in columns]
+
+    def _backward(
+        self, tangent: str, output: str, fake: torch.Tensor, column: int, weight: float
+    ) -> SecondBackward:
+        options = self.options
+        kind = f"{options.fisher} {options.likelihood}"
+        name, suffix = f"output_gradient_{column}", f"_{options.fisher.replace('-', '')}{column}"
+        target = OutputGradient(kind, options.class_dim % fake.dim(), column, weight, self.draws)
+        given = Value(name, name, name, torch.empty_like(fake))
+        self.values[name] = given
+        first = next(c for c in self.step.calls if c.name in self.step.after_turn)
+        self.before[first.name].append(call_of(name, target, (Ref(output),), name))
+        backward = SecondBackward(self.step, tangent, given, suffix)
+        self.values |= backward.values
+        return backward
+
+    def _needed_only(self, backwards: list[SecondBackward]) -> None:
+        """Take from the further backwards the calls that the statistics need."""
+        needed = {ref.value for calls in self.before.values() for c in calls for ref in _refs(c)}
+        for one in backwards:
+            for call in reversed(self.step.calls):
+                kept: list[Call] = []
+                for own in reversed(one.behind.get(call.name, ())):
+                    if any(r in needed for r in own.results):
+                        needed.update(ref.value for ref in _refs(own))
+                        kept.insert(0, own)
+                self.behind[call.name] += kept
+        made = {
+            r for calls in (*self.before.values(), *self.behind.values()) for c in calls for r in c.results
+        }
+        self.values = {name: value for name, value in self.values.items() if name in made}
+
+    def _layer(self, weight: Weight, backwards: list[SecondBackward], terms: int) -> Layer:
+        for block in weight.blocks:
+            grams = [self._grams(use, weight.bias is not None) for use in block.uses]
+            if len({(a.shape, g.shape) for a, g in grams}) > 1:
+                raise _NotTaken("its uses see it as different matrices")
+            gradients = [g for u in block.uses for g in _gradients(u.product.gradients, backwards) if g]
+            if not gradients:
+                raise _NotTaken(f"no gradient of output {self.options.output} reaches it")
+        sums = [self._sums(weight, block, at, backwards, terms) for at, block in enumerate(weight.blocks)]
+        return Layer(weight.name, weight.bias, weight.groups, weight.split, weight.order, tuple(sums))
+
+    def _sums(
+        self, weight: Weight, block: Block, at: int, backwards: list[SecondBackward], terms: int
+    ) -> Sums:
+        a_value: str | None = None
+        g_value: str | None = None
+        a_key: list[object] = []
+        rows = 0
+        for use in block.uses:
+            a_gram, g_gram = self._grams(use, weight.bias is not None)
+            product = use.product
+            a_key.append(self._key(product.inputs, a_gram))
+            a_value, rows = self._sum(tuple(a_key), a_gram, product.inputs, a_value, rows, product.call.name)
+            dtype = self.step.values[product.gradients].fake.dtype
+            scale = g_gram.all_rows / max(1, g_gram.rows(dtype))
+            if not backwards and self.options.loss_reduction == "mean":
+                scale *= float(terms) ** 2
+            g_gram = replace(g_gram, scale=scale)
+            for number, value in enumerate(_gradients(product.gradients, backwards)):
+                if value:
+                    key = (weight.name, at, product.call.name, number)
+                    g_value, _ = self._sum(key, g_gram, value, g_value, 0, product.call.name)
+        assert a_value is not None
+        assert g_value is not None
+        a, g = self._target(a_value, f"a of {weight.name}"), self._target(g_value, f"g of {weight.name}")
+        return Sums(a, g, a_gram.size, g_gram.size, rows, block.count)
+
+    def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
+        """The sums of a use: of its inputs and of its gradients."""
+        reduce = self.options.approx == "reduce"
+        samples = self._samples() if reduce else 0
+        product = use.product
+        inner = reduce and _samples_inside(self.step, product.inputs, samples)
+        inputs, gradients = product.read(use.placement.batch, samples, inner)
+        if reduce and math.prod(inputs.sizes[2]) != samples:
+            raise _NotTaken(f"its rows at {product.call.name} are no multiple of the {samples} samples")
+        a_places: Places = "mean" if reduce else "each"
+        g_places: Places = "sum" if reduce else "each"
+        share = self.options.share
+        return Gram(inputs, a_places, share, ones, 1.0), Gram(gradients, g_places, share, False, 1.0)
+
+    def _key(self, value: str, gram: Gram) -> object:
+        """The same for all sums of the same rows, however the value views them."""
+        fake, read = self.step.values[value].fake, gram.read
+        place = (self.step.values[value].storage, int(fake.storage_offset()), fake.dtype)
+        if isinstance(read, Patches):
+            return (*place, fake.stride(), str(gram))
+        seen = read(fake)
+        return (*place, tuple(seen.shape), seen.stride(), gram.size, gram.places, gram.share)
+
+    def _target(self, value: str, name: str) -> str:
+        if value not in self.outputs:
+            name = f"{name} ({value})" if name in self.outputs.values() else name
+            self.outputs[value] = name
+        return self.outputs[value]
+
+    def _sum(
+        self, key: object, gram: Gram, value: str, previous: str | None, rows: int, product: str
+    ) -> tuple[str, int]:
+        """The value of a sum, and its rows with those of the sums before; made once for all with the same key."""
+        if key not in self.sums:
+            fake = self.values.get(value) or self.step.values[value]
+            name = f"statistic_{len(self.sums)}"
+            packed = fake.fake.new_empty(gram.shape, dtype=sum_type(fake.fake.dtype))
+            args = (Ref(value), *([Ref(previous)] if previous else []))
+            self.before[product].append(call_of(name, gram, args, name))
+            self.values[name] = Value(name, name, name, packed)
+            self.sums[key] = name, rows + gram.rows(fake.fake.dtype)
+        return self.sums[key]
+
+
+class _NotTaken(Exception):
+    """A weight has no statistics after all; the text is the reason."""
+
+
+def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
+    """What stands for a gradient of the user's backward in the backwards of the statistics; None where it is zero."""
+    if not backwards:
+        return [value]
+    made = [one.made[value] for one in backwards]
+    return [one.name if one else None for one in made]
+
+
+def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
+    """Whether rows that were viewed together count samples by their second dimension, as in (time, batch, features)."""
+    while True:
+        shape = step.values[value].fake.shape
+        if len(shape) > 2:
+            return shape[0] != samples and shape[1] == samples
+        call = step.call.get(step.values[value].call or "")
+        if call is None or not call.is_view or not isinstance(call.args[0], Ref):
+            return False
+        value = call.args[0].value
+
+
+def _refs(call: Call) -> list[Ref]:
+    return list(refs((call.args, call.kwargs)))
+
+
+def _first(skipped: dict[str, str]) -> str:
+    return next((f"of {name}, {why}" for name, why in skipped.items()), "nothing in it is trained")

@@ -1,0 +1,94 @@
+"""The gradients of a module's outputs for which the Fisher matrix is the mean of gᵀg, one op each.
+
+Terms of a loss are summed, not averaged. For cross entropy the Hessian in the logits is diag(p) − p pᵀ: labels drawn
+from p give p − e_y (``mc``), and columns √p_c (p − e_c) are an exact root of it (``type-2``). For a Gaussian, the loss
+of one term is ‖y − t‖² with weight w (1 / d where the user's loss is a mean, as of `torch.nn.MSELoss`, else 1), whose
+Hessian is 2 w I: √(2 w) ε with a normal ε, or √(2 w) times each unit vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Draws:
+    """Where the random numbers of ``mc`` come from: each draw has a generator of its own, so that the global ones are
+    left alone. ``count``: of draws so far; together with the seed it is all of the state."""
+
+    seed: int
+    count: int = 0
+
+    def next(self, device: torch.device) -> torch.Generator:
+        """The generator of the next draw. Each process of a distributed run draws other numbers."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed else 0
+        generator = torch.Generator(device).manual_seed(hash((self.seed, rank, self.count)) % 2**63)
+        self.count += 1
+        return generator
+
+
+@dataclass(frozen=True)
+class OutputGradient:
+    """One gradient of an output. ``kind``: a row of `KINDS`. ``dim``: the dimension of classes. ``column``: which of
+    the columns of a root; ``weight``: w."""
+
+    kind: str
+    dim: int
+    column: int
+    weight: float
+    draws: Draws = field(compare=False)
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """The gradient, laid out as the output and of its type."""
+        found = KINDS[self.kind](self, output.detach().to(torch.promote_types(output.dtype, torch.float32)))
+        return torch.empty_like(output).copy_(found)
+
+    def __str__(self) -> str:
+        return f"statistics.output_gradient {self.kind} {self.dim} {self.column}"
+
+    @property
+    def source_name(self) -> str:
+        """The function's name in generated source."""
+        return "statistics_output_gradient"
+
+
+def _drawn_labels(of: OutputGradient, logits: Tensor) -> Tensor:
+    p = torch.softmax(logits, of.dim)
+    rows = p.movedim(of.dim, -1)
+    labels = torch.multinomial(rows.reshape(-1, rows.shape[-1]), 1, generator=of.draws.next(logits.device))
+    labels = labels.view(rows.shape[:-1]).unsqueeze(of.dim)
+    return p.scatter_add(of.dim, labels, p.new_full((), -1.0).expand(labels.shape))
+
+
+def _root_of_hessian(of: OutputGradient, logits: Tensor) -> Tensor:
+    p = torch.softmax(logits, of.dim)
+    own = p.narrow(of.dim, of.column, 1)
+    found = p * own.sqrt()
+    found.narrow(of.dim, of.column, 1).sub_(own.sqrt())
+    return found
+
+
+def _normal(of: OutputGradient, output: Tensor) -> Tensor:
+    noise = torch.empty_like(output).normal_(generator=of.draws.next(output.device))
+    return noise * math.sqrt(2 * of.weight)
+
+
+def _unit_vector(of: OutputGradient, output: Tensor) -> Tensor:
+    found = torch.zeros_like(output)
+    found.narrow(of.dim, of.column, 1).fill_(math.sqrt(2 * of.weight))
+    return found
+
+
+KINDS: Mapping[str, Callable[[OutputGradient, Tensor], Tensor]] = {
+    "mc categorical": _drawn_labels,
+    "mc gaussian": _normal,
+    "type-2 categorical": _root_of_hessian,
+    "type-2 gaussian": _unit_vector,
+}
+"""By the kind of Fisher matrix and the likelihood."""

@@ -1,0 +1,56 @@
+"""Symmetric matrices packed: the lower triangle in columns of blocks, each block column a dense rectangle.
+
+A matrix of d × d is cut into block columns of width b. Block column j keeps the rows from its diagonal block down, so
+that sums are matrix products straight into the packed tensor, and (d² + d·b) / 2 numbers are kept of d².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+LEAST_WIDTH = 32
+"""Narrower block columns cost more time than they save bytes."""
+COLUMNS = 16
+"""Block columns of a large matrix."""
+
+
+def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
+    """Of each block column its first column, the column after its last, and where it begins in the packed tensor."""
+    width, offset = max(LEAST_WIDTH, -(-d // COLUMNS)), 0
+    for start in range(0, d, width):
+        end = min(start + width, d)
+        yield start, end, offset
+        offset += (d - start) * (end - start)
+
+
+def packed_size(d: int) -> int:
+    """The numbers that are kept of a symmetric matrix of d × d."""
+    return sum((d - start) * (end - start) for start, end, _ in block_columns(d))
+
+
+def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
+    """A block column as a view (..., d − start, end − start) of packed matrices (..., `packed_size`)."""
+    rows, width = d - start, end - start
+    column: Tensor = packed[..., offset : offset + rows * width].unflatten(-1, (rows, width))
+    return column
+
+
+def unpack(packed: Tensor, d: int) -> Tensor:
+    """Packed symmetric matrices (..., `packed_size`) as dense ones (..., d, d)."""
+    dense = packed.new_empty((*packed.shape[:-1], d, d))
+    for start, end, offset in block_columns(d):
+        column = block_column(packed, d, start, end, offset)
+        dense[..., start:, start:end] = column
+        dense[..., start:end, end:] = column[..., end - start :, :].mT
+    return dense
+
+
+def pack(dense: Tensor) -> Tensor:
+    """The inverse of `unpack`; only the lower triangle's block columns are read."""
+    d = dense.shape[-1]
+    packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
+    for start, end, offset in block_columns(d):
+        block_column(packed, d, start, end, offset).copy_(dense[..., start:, start:end])
+    return packed

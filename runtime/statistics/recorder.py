@@ -1,0 +1,261 @@
+"""Statistics as backwards give them, summed over the micro-batches of a training step.
+
+A training step ends when an optimizer has stepped over one of the module's parameters, when `Recorder.take` says so, or
+when a forward finds no gradients though a backward has run since the step began.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rematplan.runtime.execute.autograd_function import Sink
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.statistics.factors import Factors, Statistics
+from rematplan.runtime.statistics.insert import Layer, StatisticsStep, Sums
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.output_gradients import Draws
+from rematplan.runtime.statistics.packing import unpack
+
+NO_GRADIENT = "no gradient reached it in this step"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The sums of one weight: as of `Layer`, with the rows of each of its blocks."""
+
+    layer: Layer
+    rows: tuple[int, ...]
+
+
+class PackedFactors(Mapping[str, Factors]):
+    """Factors by the weight's name. They are kept as packed triangles, and dense for as long as somebody holds them."""
+
+    def __init__(self, taken: Mapping[str, Taken], tensors: Mapping[str, Tensor], samples: int) -> None:
+        self._taken, self._tensors, self._samples = dict(taken), dict(tensors), samples
+        self._dense: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taken)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The packed a and g of each block of a weight's rows, (groups, `packing.packed_size`); one block but for
+        weights whose parts have different inputs."""
+        sums = self._taken[name].layer.sums
+        return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
+
+    def __getitem__(self, name: str) -> Factors:
+        taken = self._taken[name]
+        layer, sums = taken.layer, taken.layer.sums
+        key = tuple(one.a for one in sums), tuple(one.count for one in sums), taken.rows
+        a = self._dense.get(key)
+        if a is None:
+            self._dense[key] = a = self._joined(
+                [
+                    self._inputs(one, max(taken.rows) / rows)
+                    for one, rows in zip(sums, taken.rows, strict=True)
+                ]
+            )
+        g = self._joined([self._gradients(one) for one in sums])
+        return Factors(
+            a,
+            g,
+            max(taken.rows),
+            self._samples,
+            layer.bias is not None,
+            layer.bias,
+            layer.groups,
+            layer.split,
+            layer.order,
+        )
+
+    @staticmethod
+    def _joined(blocks: list[Tensor]) -> Tensor:
+        whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return whole if len(whole) > 1 else whole[0]
+
+    def _inputs(self, sums: Sums, scale: float) -> Tensor:
+        dense = unpack(self._tensors[sums.a], sums.d_in)
+        dense = dense if scale == 1 else dense * scale
+        return dense if sums.count == 1 else dense.expand(sums.count, -1, -1)
+
+    def _gradients(self, sums: Sums) -> Tensor:
+        dense = unpack(self._tensors[sums.g], sums.d_out)
+        if sums.count == 1:
+            return dense
+        cut = dense[0].unflatten(0, (sums.count, -1)).unflatten(2, (sums.count, -1))
+        return torch.stack([cut[at, :, at] for at in range(sums.count)])
+
+
+def shapes(of: StatisticsStep) -> Mapping[str, Factors]:
+    """The factors that a step will give, as tensors of the device ``meta``."""
+    outputs = {o.target: of.step.values[o.value].fake for o in of.step.outputs if o.kind == "statistic"}
+    tensors = {
+        target: torch.empty(fake.shape, dtype=fake.dtype, device="meta") for target, fake in outputs.items()
+    }
+    return PackedFactors({layer.name: _taken(layer) for layer in of.layers}, tensors, of.terms)
+
+
+def _taken(layer: Layer) -> Taken:
+    return Taken(layer, tuple(one.rows for one in layer.sums))
+
+
+class Recorder:
+    """What is taken of one planned module. ``step``: the number of the present training step, from 0; it may be set,
+    as when training resumes."""
+
+    def __init__(self, options: Kronecker) -> None:
+        self.options = options
+        self.draws = Draws(options.seed)
+        self.step = 0
+        self._asked: bool | None = None
+        self._ended = False
+        self._backwards = 0
+        self._parameters: frozenset[int] = frozenset()
+        self._clear()
+        _RECORDERS.add(self)
+
+    def take(self, wanted: bool | None) -> None:
+        """End the present training step. The coming ones have statistics or have none, or every n-th has them if
+        ``wanted`` is None."""
+        self._asked, self._ended = wanted, True
+
+    def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
+        """A forward begins; whether it is to have statistics. ``accumulating``: gradients of earlier micro-batches are
+        there."""
+        if self._ended or (self._backwards and not accumulating):
+            self.step += 1
+            self._ended, self._backwards = False, 0
+            self._clear()
+        self._parameters = frozenset(map(id, parameters))
+        return self.step % self.options.every == 0 if self._asked is None else self._asked
+
+    def ends_with(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, perhaps over parameters of this module."""
+        groups = (group["params"] for group in optimizer.param_groups)
+        if any(id(p) in self._parameters for parameters in groups for p in parameters):
+            self._ended = True
+
+    def sink(self, of: StatisticsStep | None) -> Sink:
+        """What is told the statistics of a forward's backward. ``of``: the step, if it has any."""
+        step, pending = self.step, dict[str, Tensor | None]()
+
+        def told(found: Mapping[str, Tensor | None], last: bool) -> None:
+            pending.update(found)
+            if last and step == self.step:
+                self._backwards += 1
+                if of:
+                    self._add(of, pending)
+            if last:
+                pending.clear()
+
+        return told
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Bytes of the statistics of earlier micro-batches, by storage."""
+        storages = [t.untyped_storage() for t in self._tensors.values()]
+        devices = [t.device for t in self._tensors.values()]
+        return {s._cdata: allocated(s.nbytes(), d) for s, d in zip(storages, devices, strict=True)}
+
+    def statistics(self) -> Statistics:
+        """Those of the present training step, of the micro-batches so far; without factors if it takes none."""
+        factors = PackedFactors(self._taken, self._tensors, self._samples)
+        left = {name: why for name, why in self._skipped.items() if name not in self._taken}
+        return Statistics(factors, left, self.step)
+
+    def _clear(self) -> None:
+        self._taken: dict[str, Taken] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._skipped: dict[str, str] = {}
+        self._samples = 0
+
+    def _add(self, of: StatisticsStep, found: Mapping[str, Tensor | None]) -> None:
+        self._samples += of.terms
+        self._skipped |= of.skipped
+        new = {}
+        for layer in of.layers:
+            if all(found.get(one.g) is not None and found.get(one.a) is not None for one in layer.sums):
+                new[layer.name] = _taken(layer)
+            else:
+                names = (layer.name, *filter(None, (layer.bias,)))
+                self._skipped.update(dict.fromkeys(names, NO_GRADIENT))
+        needed = {target for taken in new.values() for one in taken.layer.sums for target in (one.a, one.g)}
+        tensors = {target: t for target, t in found.items() if t is not None and target in needed}
+        if not self._taken:
+            self._taken, self._tensors = new, tensors
+        elif _geometry(self._taken) == _geometry(new):
+            for target, tensor in tensors.items():
+                self._tensors[target] += tensor
+            self._taken = {name: _with_rows(self._taken[name], one.rows) for name, one in new.items()}
+        else:
+            self._add_apart(new, tensors)
+
+    def _add_apart(self, new: Mapping[str, Taken], tensors: Mapping[str, Tensor]) -> None:
+        """Add statistics of other weights than before, or that share other inputs: each weight gets its own."""
+        taken, summed = {}, {}
+        for name in {**self._taken, **new}:
+            parts = [
+                (had[name], pool)
+                for had, pool in ((self._taken, self._tensors), (new, tensors))
+                if name in had
+            ]
+            layer = parts[0][0].layer
+            if len({_shape(one.layer) for one, _ in parts}) > 1:
+                self._skipped[name] = "micro-batches of this step use it as different matrices"
+                continue
+            own = []
+            for at, one in enumerate(layer.sums):
+                a, g = f"a of {name}, part {at}", f"g of {name}, part {at}"
+                summed[a] = sum_of([pool[p.layer.sums[at].a] for p, pool in parts])
+                summed[g] = sum_of([pool[p.layer.sums[at].g] for p, pool in parts])
+                own.append(replace(one, a=a, g=g))
+            rows = tuple(map(sum, zip(*(p.rows for p, _ in parts), strict=True)))
+            taken[name] = Taken(replace(layer, sums=tuple(own)), rows)
+        self._taken, self._tensors = taken, summed
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """A new tensor, the sum of one or more."""
+    found = tensors[0].clone()
+    for tensor in tensors[1:]:
+        found += tensor
+    return found
+
+
+def _with_rows(taken: Taken, rows: tuple[int, ...]) -> Taken:
+    return Taken(taken.layer, tuple(map(operator.add, taken.rows, rows)))
+
+
+def _geometry(taken: Mapping[str, Taken]) -> dict[str, Layer]:
+    """What must be equal for sums to be added tensor by tensor: all but the rows."""
+    return {
+        name: replace(one.layer, sums=tuple(replace(s, rows=0) for s in one.layer.sums))
+        for name, one in taken.items()
+    }
+
+
+def _shape(layer: Layer) -> Layer:
+    return replace(layer, sums=tuple(replace(s, a="", g="", rows=0) for s in layer.sums))
+
+
+_RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for recorder in list(_RECORDERS):
+        recorder.ends_with(optimizer)
+
+
+register_optimizer_step_post_hook(_stepped)

@@ -1,0 +1,129 @@
+"""A further backward through a captured step, for other gradients of its outputs, that runs beside the first.
+
+Each of its calls stands right behind the call of the first backward that it repeats, so that both read the same saved
+tensors at the same time, and no plan has to recompute them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+
+aten = torch.ops.aten
+
+
+@dataclass
+class SecondBackward:
+    """What repeats the backward of a step for a tangent that takes the place of ``tangent``; all other outputs have
+    none.
+
+    ``made``: by the value of the first backward its counterpart; None where that is zero. ``behind``: the new calls, by
+    the call of the step behind which they stand. ``values``: what they make.
+
+    Raises:
+        ModelError: a call of the backward draws random numbers.
+    """
+
+    step: CapturedStep
+    tangent: str
+    given: Value
+    suffix: str
+    made: dict[str, Value | None] = field(default_factory=dict)
+    behind: dict[str, list[Call]] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for one in self.step.inputs:
+            if one.kind == "tangent":
+                self.made[one.value] = self.given if one.value == self.tangent else None
+        for call in self.step.calls:
+            late = [r.value for r in refs((call.args, call.kwargs)) if r.value in self.made]
+            if late:
+                self._repeat(call, late)
+
+    def _repeat(self, call: Call, late: list[str]) -> None:
+        left = [v for v in late if self.made[v] is not None]
+        if not left:
+            self.made.update((r, None) for r in call.results if r)
+            return
+        if call.target is aten.add.Tensor and len(late) == 2 and len(left) == 1 and not call.kwargs:
+            self.made[call.results[0] or ""] = self.made[left[0]]
+            return
+        if call.seeded:
+            raise ModelError(
+                f"{self.step.name}: {call.name} draws random numbers in the backward, so that none can be run for "
+                f"statistics alone; use fisher='empirical'"
+            )
+        own: list[Call] = []
+
+        def counterpart(name: str) -> Ref:
+            if name not in self.made:
+                return Ref(name)
+            made = self.made[name]
+            return Ref((self._zeros(name, own) if made is None else made).name)
+
+        args, kwargs = substitute((call.args, dict(call.kwargs)), counterpart)
+        results = []
+        for name in call.results:
+            if name:
+                self.made[name] = self._value(call, name)
+            results.append(f"{name}{self.suffix}" if name else None)
+        own.append(
+            replace(call, name=f"{call.name}{self.suffix}", args=args, kwargs=kwargs, results=tuple(results))
+        )
+        self.behind[call.name] = own
+
+    def _value(self, call: Call, name: str) -> Value:
+        like = self.step.values[name]
+        storage = f"{like.storage}{self.suffix}"
+        if call.is_view:
+            for ref in refs((call.args, call.kwargs)):
+                made = self.made.get(ref.value)
+                if made is not None and self.step.values[ref.value].storage == like.storage:
+                    storage = made.storage
+        value = Value(f"{name}{self.suffix}", storage, f"{call.name}{self.suffix}", like.fake)
+        self.values[value.name] = value
+        return value
+
+    def _zeros(self, name: str, calls: list[Call]) -> Value:
+        """A zero that is read together with what is not zero."""
+        fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
+        calls.append(
+            call_of(
+                f"{zero}_made",
+                aten.zeros.default,
+                ([*fake.shape],),
+                zero,
+                kwargs={"dtype": fake.dtype, "device": fake.device},
+            )
+        )
+        with torch.no_grad():
+            value = Value(zero, zero, f"{zero}_made", fake.new_empty(fake.shape))
+        self.made[name] = self.values[zero] = value
+        return value
+
+
+def call_of(
+    name: str, target: Any, args: tuple[Any, ...], result: str, kwargs: Mapping[str, Any] | None = None
+) -> Call:
+    """A call of the backward half with one result, that may run although it reads no tangent."""
+    return Call(name, target, args, kwargs or {}, (result,), True, False, False, True, late=True)
+
+
+def with_calls(
+    step: CapturedStep,
+    before: Mapping[str, Iterable[Call]],
+    behind: Mapping[str, Iterable[Call]],
+    values: Mapping[str, Value],
+) -> CapturedStep:
+    """The step with further calls before and behind some of its own."""
+    calls: list[Call] = []
+    for call in step.calls:
+        calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]
+    return replace(step, calls=tuple(calls), values={**step.values, **values})

@@ -1,0 +1,253 @@
+"""From a parameter's gradient back to the calls that make it, through what only moves, adds or selects numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.statistics.products import BatchSplit, Product
+
+aten = torch.ops.aten
+
+Found = TypeVar("Found")
+Chain: TypeAlias = tuple[tuple[Call, int], ...]
+"""Calls from a product to the gradient, each with the position of its result."""
+
+SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default})
+"""Calls that give the numbers of their argument, apart from rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Part of a parameter: from ``start`` on ``size`` rows of its first dimension. ``selected``: the dimension is
+    dropped."""
+
+    start: int
+    size: int
+    selected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Term(Generic[Found]):
+    """One of the summands of a gradient, or of a region of it."""
+
+    found: Found
+    chain: Chain
+    region: Region | None
+
+
+class NoRow(Exception):
+    """A gradient that is made in a way of which no statistics are known; the text is the reason, ``at`` the value that
+    the reason's call makes."""
+
+    def __init__(self, why: str, at: str) -> None:
+        super().__init__(why)
+        self.at = at
+
+
+def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
+    """The summands of a gradient, in the order in which they are made.
+
+    ``terminal``: what is looked for, of a call and the position of its result.
+
+    Raises:
+        NoRow: not all of it is made of such.
+    """
+    at = {call.name: position for position, call in enumerate(step.calls)}
+    found: list[tuple[int, Term[Found]]] = []
+    open_: list[tuple[str, Chain, Region | None]] = [(value, (), None)]
+    while open_:
+        name, chain, region = open_.pop()
+        call = step.call.get(step.values[name].call or "")
+        if call is None:
+            raise NoRow("its gradient is given to the step", name)
+        index = call.results.index(name)
+        one = terminal(call, index)
+        if one is not None:
+            found.append((at[call.name], Term(one, chain, region)))
+        elif call.target in SAME:
+            open_.append((call.args[0].value, chain, region))
+        elif summands := _summands(call):
+            open_ += [(one, chain, region) for one in summands]
+        elif not chain and region is None and (parts := _regions(call, step)):
+            open_ += [(one, (), part) for one, part in parts]
+        elif call.target is aten.sum.dim_IntList or (call.is_view and isinstance(call.args[0], Ref)):
+            open_.append((call.args[0].value, ((call, index), *chain), region))
+        else:
+            raise NoRow(f"its gradient comes from {_name(call)}, of which no statistics are known", name)
+    found.sort(key=lambda one: one[0])
+    return [term for _, term in found]
+
+
+def _name(call: Call) -> str:
+    return str(getattr(call.target, "overloadpacket", call.target))
+
+
+def _summands(call: Call) -> list[str]:
+    if call.target is not aten.add.Tensor or call.kwargs or len(call.args) != 2:
+        return []
+    return [ref.value for ref in call.args] if all(isinstance(a, Ref) for a in call.args) else []
+
+
+def _cat(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+    parts, start = [], 0
+    if len(call.args) > 1 and call.args[1] != 0:
+        return []
+    for ref in call.args[0]:
+        size = step.values[ref.value].fake.shape[0]
+        parts.append((ref.value, Region(start, size)))
+        start += size
+    return parts
+
+
+def _stack(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
+    if len(call.args) > 1 and call.args[1] != 0:
+        return []
+    return [(ref.value, Region(at, 1, True)) for at, ref in enumerate(call.args[0])]
+
+
+def _slice(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+    ref, _, dim, start, _, stride = call.args
+    return (
+        [(ref.value, Region(start, step.values[ref.value].fake.shape[0]))] if (dim, stride) == (0, 1) else []
+    )
+
+
+def _select(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
+    ref, _, dim, index = call.args
+    return [(ref.value, Region(index, 1, True))] if dim == 0 else []
+
+
+REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] = {
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.slice_backward.default: _slice,
+    aten.select_backward.default: _select,
+}
+"""Calls that put gradients of parts of a parameter into the whole, along its first dimension."""
+
+
+def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+    row = REGIONS.get(call.target)
+    return row(call, step) if row else []
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a parameter, or a region of it, is the matrix of a product: as of `Factors`. ``batch``: how the product's
+    leading dimension is split."""
+
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    groups: int
+    d_out: int
+    batch: BatchSplit
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A dimension, or a part of one, that runs along one axis of a product."""
+
+    axis: int
+    stride: int
+    size: int
+    summed: bool = False
+
+
+def mapped(product: Product, chain: Chain) -> Placement:
+    """Where the numbers of a product come to stand in what a chain of calls makes of it.
+
+    Raises:
+        NoRow: not as a matrix.
+    """
+    why = f"its gradient is not that of a matrix at {product.call.name}"
+    try:
+        result, summed = _replayed(product, chain)
+    except (RuntimeError, IndexError) as error:
+        raise NoRow(why, str(product.call.results[0])) from error
+    strides = [math.prod(size for size, _ in product.axes[at + 1 :]) for at in range(len(product.axes))]
+    axes = [(size, stride) for (size, _), stride in zip(product.axes, strides, strict=True)]
+    left = _parts(result.shape, result.stride(), axes, summed=False)
+    gone = _parts([n for n, _ in summed], [s for _, s in summed], axes, summed=True)
+    if left is None or gone is None:
+        raise NoRow(why, str(product.call.results[0]))
+    for axis, (size, role) in enumerate(product.axes):
+        own = sorted((p for p in (*left, *gone) if p.axis == axis), key=lambda p: -p.stride)
+        tiled = all(one.stride == below.stride * below.size for one, below in itertools.pairwise(own))
+        if (
+            not tiled
+            or math.prod(p.size for p in own) != size
+            or (role != "batch" and any(p.summed for p in own))
+        ):
+            raise NoRow(why, str(product.call.results[0]))
+    roles = {"batch": 0, "group": 0, "out": 1, "in": 2}
+    order = sorted(range(len(left)), key=lambda at: (roles[product.axes[left[at].axis][1]], -left[at].stride))
+
+    def size_of(*wanted: str) -> int:
+        return math.prod(p.size for p in left if product.axes[p.axis][1] in wanted)
+
+    batch = sorted((p for p in (*left, *gone) if product.axes[p.axis][1] == "batch"), key=lambda p: -p.stride)
+    split = BatchSplit(tuple(p.size for p in batch), tuple(at for at, p in enumerate(batch) if not p.summed))
+    if not batch and product.axes[0][1] == "batch":  # of size 1
+        split = BatchSplit((product.axes[0][0],))
+    return Placement(
+        tuple(p.size for p in left), tuple(order), size_of("batch", "group"), size_of("out"), split
+    )
+
+
+def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """The chain's result, of a product whose numbers lie one after the other, and the size and stride of each
+    dimension that is summed over on the way."""
+    shape = _made_shape(product)
+    tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
+    for call, index in chain:
+        if call.target is aten.sum.dim_IntList:
+            dims = sorted((d % tensor.dim() for d in call.args[1]), reverse=True)
+            keep = len(call.args) > 2 and bool(call.args[2])
+            for dim in dims:
+                summed.append((tensor.shape[dim], tensor.stride(dim)))
+                tensor = tensor.narrow(dim, 0, 1) if keep else tensor.select(dim, 0)
+        elif call.target is aten._unsafe_view.default:
+            tensor = tensor.view(call.args[1])
+        else:
+            rest = substitute(call.args[1:], lambda _: None)
+            made = call.target(tensor, *rest, **call.kwargs)
+            tensor = made if call.single else made[index]
+    return tensor, summed
+
+
+def _made_shape(product: Product) -> tuple[int, ...]:
+    """The shape in which the product's call makes it."""
+    sizes = [size for size, _ in product.axes]
+    if product.axes[0][1] == "group":  # a convolution's first two dimensions are one
+        sizes[:2] = [sizes[0] * sizes[1]]
+    return tuple(sizes)
+
+
+def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) -> list[_Part] | None:
+    """Dimensions as parts along the axes (their sizes and strides), those of size 1 left out; None if one runs along
+    none."""
+    found: list[_Part] = []
+    for size, stride in zip(shape, strides, strict=True):
+        own: list[_Part] = []
+        while size > 1:
+            axis = next((at for at, (n, s) in enumerate(axes) if n > 1 and s <= stride < s * n), None)
+            if axis is None or stride % axes[axis][1]:
+                return None
+            n, s = axes[axis]
+            room = s * n // stride
+            if size <= room:
+                own.append(_Part(axis, stride, size, summed))
+                break
+            if size % room or (s * n) % stride:
+                return None
+            own.append(_Part(axis, stride, room, summed))
+            size, stride = size // room, stride * room
+        found += reversed(own)
+    return found

@@ -1,0 +1,279 @@
+"""Finds the weights of a captured step that have statistics: by the calls behind their gradients, not by module class.
+
+A weight's gradient is a sum of products (`products`), one for each use. Where a parameter reaches the products through
+other ops (a parametrisation, a merged low-rank update), the weight is what these give: an effective weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
+from rematplan.runtime.statistics.trace import NoRow, Placement, Region, Term, mapped, terms
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a weight, or of a region of it: a product, and where its numbers stand in that."""
+
+    product: Product
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a weight with statistics of their own: ``uses`` in the order in which their products are made.
+    ``count``: of equal groups that the rows of outputs are cut into, all of the same inputs."""
+
+    uses: tuple[Use, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight with statistics. ``split``, ``order``, ``groups``: as of `Factors`. ``bias``: the parameter that is
+    added to all of its outputs, if there is one. ``parts``: the parameters that an effective weight is made of."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    groups: int
+    bias: str | None = None
+    parts: tuple[str, ...] = ()
+
+
+BiasKey: TypeAlias = tuple[object, ...]
+"""What a bias's gradient sums: a convolution's call, or a tensor by its place in memory and the dimensions kept."""
+
+
+class Weights:
+    """The weights of a step. ``found``: those with statistics, in the order of the first of their products.
+    ``skipped``: the other trained parameters, and why they have none."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step = step
+        self.skipped: dict[str, str] = {}
+        found: list[Weight] = []
+        effective: dict[str, list[str]] = defaultdict(list)
+        left: dict[str, str] = {}  # parameters that are no weights: biases, and those without statistics
+        for output in step.outputs:
+            if output.kind != "gradient":
+                continue
+            name = output.target.removeprefix("model.")
+            try:
+                found.append(self._weight(name, output.value))
+            except NoRow as error:
+                left[name] = output.value
+                self.skipped[name] = str(error)
+                for value in self._effective(error.at):
+                    effective[value].append(name)
+        for value, parts in effective.items():
+            name = _effective_name(parts, {w.name for w in found})
+            found.append(self._weight(name, value, tuple(parts)))
+            for part in parts:
+                self.skipped[part] = f"it is a part of the effective weight {name}, which has statistics"
+        biased = self._with_biases(found, left)
+        at = {call.name: position for position, call in enumerate(step.calls)}
+        self.found = sorted(biased, key=lambda w: min(at[u.product.call.name] for u in _uses(w)))
+        for weight in self.found:
+            self.skipped.pop(weight.bias or "", None)
+
+    @cached_property
+    def _without_batch(self) -> set[str]:
+        """The values of the forward half that depend on no input of the module."""
+        found = {i.value for i in self.step.inputs if i.kind not in ("batch", "tangent")}
+        for call in self.step.calls:
+            if all(ref.value in found for ref in refs((call.args, call.kwargs))):
+                found.update(r for r in call.results if r)
+        return found
+
+    @cached_property
+    def _layers(self) -> dict[str, list[tuple[Call, str]]]:
+        """By the storage of its inputs, each of the forward half's products with a weight, and the weight."""
+        found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
+        for call in self.step.calls:
+            positions = LAYERS.get(getattr(call.target, "overloadpacket", None))
+            if positions is None or call.name in self.step.after_turn:
+                continue
+            one, other = (call.args[at].value for at in positions)
+            for inputs, weight in ((one, other), (other, one)):
+                if weight in self._without_batch and inputs not in self._without_batch:
+                    found[self.step.values[inputs].storage].append((call, weight))
+        return found
+
+    def _product(self, call: Call, index: int) -> Product | None:
+        """The product that a call's result is, if a layer of the forward half has its inputs and such a weight."""
+        late = call.name in self.step.after_turn
+        product = product_of(call, self.step) if late else None
+        if product is None or index != (1 if product.weight else 0):
+            return None
+        layers = self._layers.get(self.step.values[product.inputs].storage, [])
+        size = matrix_size(product)
+        same = any(
+            weight == product.weight if product.weight else self.step.values[weight].fake.numel() == size
+            for _, weight in layers
+        )
+        floating = all(
+            self.step.values[v].fake.is_floating_point() for v in (product.inputs, product.gradients)
+        )
+        return product if same and floating else None
+
+    def _weight(self, name: str, value: str, parts: tuple[str, ...] = ()) -> Weight:
+        """Raises `NoRow`."""
+        by_region: dict[Region | None, list[Use]] = defaultdict(list)
+        for term in terms(self.step, value, self._product):
+            use = Use(term.found, mapped(term.found, term.chain))
+            by_region[term.region].append(use)
+        for uses in by_region.values():
+            first = uses[0].placement
+            like = (first.split, first.order, first.groups, first.d_out)
+            if any((p.split, p.order, p.groups, p.d_out) != like for p in (u.placement for u in uses)):
+                raise NoRow("its uses see it as different matrices", value)
+        if None in by_region:
+            if len(by_region) > 1:
+                raise NoRow("it is used both whole and in parts", value)
+            first = by_region[None][0].placement
+            return Weight(
+                name, (Block(tuple(by_region[None])),), first.split, first.order, first.groups, None, parts
+            )
+        return self._of_regions(name, value, {r: u for r, u in by_region.items() if r}, parts)
+
+    def _of_regions(
+        self, name: str, value: str, regions: dict[Region, list[Use]], parts: tuple[str, ...]
+    ) -> Weight:
+        """A weight whose rows are used in parts, by matrices of different inputs (packed projections, say)."""
+        rows = self.step.values[value].fake.shape[0]
+        own = sorted(regions, key=lambda r: r.start)
+        end = 0
+        for region in own:
+            if region.start != end:
+                raise NoRow("parts of it that are used overlap, or leave out others", value)
+            end += region.size
+        if end != rows:
+            raise NoRow("parts of it are not used", value)
+        common = math.gcd(*(r.size for r in own))
+        inner = [_below_rows(regions[r][0].placement, r) for r in own]
+        if len(set(inner)) > 1 or inner[0] is None:
+            raise NoRow("its parts are used as different matrices", value)
+        split, order = inner[0]
+        blocks = tuple(Block(tuple(regions[r]), r.size // common) for r in own)
+        whole = (rows // common, common, *split) if common > 1 else (rows, *split)
+        shift = 2 if common > 1 else 1
+        lead = (0, 1) if common > 1 else (0,)
+        return Weight(name, blocks, whole, (*lead, *(o + shift for o in order)), rows // common, None, parts)
+
+    def _effective(self, at: str) -> Iterator[str]:
+        """The gradients of effective weights from which the gradient ``at`` is made, without those of data."""
+        seen, open_ = {at}, [at]
+        while open_:
+            call = self.step.call.get(self.step.values[open_.pop()].call or "")
+            for ref in refs((call.args, call.kwargs)) if call else ():
+                maker = self.step.values[ref.value].call
+                if ref.value in seen or maker not in self.step.after_turn:
+                    continue
+                seen.add(ref.value)
+                try:
+                    self._weight("", ref.value)
+                    yield ref.value
+                except NoRow:
+                    open_.append(ref.value)
+
+    def _with_biases(self, found: list[Weight], left: dict[str, str]) -> Iterator[Weight]:
+        keys: dict[str, list[tuple[Region | None, BiasKey]]] = {}
+        for name, value in left.items():
+            try:
+                own: list[Term[BiasKey]] = terms(self.step, value, self._bias_key)
+                keys[name] = [(term.region, term.found) for term in own]
+            except NoRow:
+                continue
+        taken: dict[str, str] = {}  # weight → bias
+        for by_module in (True, False):
+            for weight in found:
+                for name, own_keys in keys.items():
+                    same = weight.name.rpartition(".")[0] == name.rpartition(".")[0]
+                    free = weight.name not in taken and name not in taken.values()
+                    if free and (same or not by_module) and self._belongs(weight, own_keys):
+                        taken[weight.name] = name
+        for weight in found:
+            yield _biased(weight, taken.get(weight.name))
+
+    def _bias_key(self, call: Call, index: int) -> BiasKey | None:
+        if call.target is aten.convolution_backward.default and index == 2:
+            return ("convolution", call.name)
+        if call.target is not aten.sum.dim_IntList:
+            return None
+        fake = self.step.values[call.args[0].value].fake
+        summed = {dim % fake.dim() for dim in call.args[1]}
+        kept = [dim for dim in range(fake.dim()) if dim not in summed]
+        return _tensor_key(self.step, call.args[0].value, fake, kept)
+
+    def _belongs(self, weight: Weight, keys: list[tuple[Region | None, BiasKey]]) -> bool:
+        wanted: list[set[BiasKey]] = []
+        for block in weight.blocks:
+            for use in block.uses:
+                _, read = use.product.read(use.placement.batch, 0, False)
+                value = use.product.gradients
+                fake = self.step.values[value].fake.reshape(read.shape)  # type: ignore[union-attr]
+                kept = [*read.groups, *read.features]  # type: ignore[union-attr,misc]
+                wanted.append(
+                    {
+                        ("convolution", use.product.call.name),
+                        _tensor_key(self.step, value, fake, kept),
+                    }
+                )
+        own = [key for _, key in keys]
+        if len(own) != len(wanted):
+            return False
+        return all(any(key in options for key in own) for options in wanted) and all(
+            any(key in options for options in wanted) for key in own
+        )
+
+
+def _uses(weight: Weight) -> Iterator[Use]:
+    for block in weight.blocks:
+        yield from block.uses
+
+
+def _biased(weight: Weight, bias: str | None) -> Weight:
+    return Weight(weight.name, weight.blocks, weight.split, weight.order, weight.groups, bias, weight.parts)
+
+
+def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[int]) -> BiasKey:
+    dims = sorted((-fake.stride(d), fake.shape[d]) for d in kept if fake.shape[d] > 1)
+    return (step.values[value].storage, int(fake.storage_offset()), fake.numel(), tuple(dims))
+
+
+def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The split and order of a region's matrix without its first dimension; None if that is none of the outputs."""
+    if placement.groups > 1:
+        return None
+    if region.size == 1:
+        return placement.split, placement.order
+    if not placement.split or placement.split[0] != region.size or placement.order[0] != 0:
+        return None
+    return placement.split[1:], tuple(o - 1 for o in placement.order[1:])
+
+
+def _effective_name(parts: list[str], taken: set[str]) -> str:
+    """The attribute that a parametrisation stands for, else the names of its parameters."""
+    owners = {p.partition(".parametrizations.") for p in parts}
+    stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
+    if len(stems) == 1 and all(mark for _, mark, _ in owners):
+        ((owner, attribute),) = stems
+        name = f"{owner}.{attribute}"
+    else:
+        name = "+".join(parts)
+    while name in taken:
+        name += "'"
+    return name

@@ -1,0 +1,102 @@
+"""Laws of statistics: they are what the definition says, under any plan, and leave all else as it was."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from statistics_models import MODELS
+from statistics_reference import error, expected
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import InfeasibleBudget
+from rematplan.runtime.statistics.factors import Statistics
+
+SETTINGS: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline"}
+SHARES = (1.0, 0.9, 0.7, 0.5, 0.0)
+EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    return MODELS[name]()
+
+
+def loss_of(reduction: str) -> Callable[[Tensor], Tensor]:
+    """A loss whose terms are the rows of the last dimension."""
+
+    def loss(y: Tensor) -> Tensor:
+        terms = (y.cos() * torch.arange(1.0, y.shape[-1] + 1)).logsumexp(-1)
+        return terms.mean() if reduction == "mean" else terms.sum()
+
+    return loss
+
+
+def budgets(model: nn.Module, x: Tensor, options: rematplan.Kronecker) -> list[int]:
+    """Between the peak of a step with statistics and the least there is."""
+    whole = rematplan.plan_module(copy.deepcopy(model), (x,), budget="1GiB", **SETTINGS, statistics=options)
+    peak = max(p.peak for p in rematplan.planning(whole).plans)
+    try:
+        rematplan.plan_module(copy.deepcopy(model), (x,), budget=1000, **SETTINGS, statistics=options)
+    except InfeasibleBudget as error_:
+        plain = error_.smallest
+    least = plain
+    while True:
+        try:
+            rematplan.plan_module(copy.deepcopy(model), (x,), budget=least, **SETTINGS, statistics=options)
+            break
+        except InfeasibleBudget as error_:
+            least = error_.smallest
+    return [max(least, int(share * peak)) for share in SHARES]
+
+
+def step(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(3)
+    loss(model(x)).backward()
+
+
+def check(found: Statistics, wanted: dict[str, Any], terms: int) -> None:
+    assert set(found.factors) == set(wanted)
+    for name, one in wanted.items():
+        factors = found.factors[name]
+        assert error(factors.a, one.a) <= EXACT, name
+        assert error(factors.g, one.g) <= EXACT, name
+        assert (factors.rows, factors.samples) == (one.rows, terms)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("name", MODELS)
+def test_factors_are_exact_under_any_plan(name: str, approx: str, reduction: str) -> None:
+    model, x = made(name)
+    loss = loss_of(reduction)
+    y = model(x)
+    terms = y.numel() // y.shape[-1]
+    scale = terms if reduction == "mean" else 1
+    plain = copy.deepcopy(model)
+    wanted = expected(plain, lambda m: step(m, x, loss), approx == "reduce", scale)
+    options = rematplan.Kronecker(fisher="empirical", approx=approx, loss_reduction=reduction)
+    reruns = 0
+    for budget in dict.fromkeys(budgets(model, x, options)):
+        own = copy.deepcopy(model)
+        planned = rematplan.plan_module(own, (x,), budget=budget, **SETTINGS, statistics=options)
+        step(planned, x, loss)
+        check(rematplan.planning(planned).statistics(), wanted, terms)
+        for parameter, other in zip(own.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad)
+        for buffer, other in zip(own.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(buffer, other)
+        schedule = rematplan.planning(planned).plan.schedule
+        runs = [one.op for one in schedule if hasattr(one, "op")]
+        reruns += len(runs) - len(set(runs))
+        assert not any(runs.count(op) > 1 for op in runs if op.startswith("statistic_"))
+    assert reruns > 0 or name in ("lines", "volumes")
