@@ -12,9 +12,9 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import slots
+from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.attributes import Reads
-from rematplan.runtime.guards.call_key import check_no_hidden_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ try:
     from torch._C._autograd import _enable_profiler_legacy as enable_profiler_legacy
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
     from torch._C._autograd import _profiler_enabled as profiler_enabled
+    from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import (
         is_functorch_wrapped_tensor,
         is_legacy_batchedtensor,
@@ -190,6 +191,7 @@ __all__ = [
     "OptimizedModule",
     "ProfilerConfig",
     "ProfilerState",
+    "TensorGuards",
     "TorchDispatchMode",
     "TorchDispatchModeKey",
     "TorchDynamoException",

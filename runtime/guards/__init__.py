@@ -1,1 +1,8 @@
 """What a forward depends on besides its arguments, and whether that still holds."""
+
+from rematplan.runtime.guards.call_key import call_key
+from rematplan.runtime.guards.guard import Guard
+from rematplan.runtime.guards.module_state import ModuleState, ModuleTree
+from rematplan.runtime.guards.recording import recording
+
+__all__ = ["Guard", "ModuleState", "ModuleTree", "call_key", "recording"]

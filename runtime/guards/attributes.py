@@ -6,9 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import reduce
-from operator import contains
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -17,114 +14,20 @@ import torch
 from torch import nn
 
 from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of
-from rematplan.runtime.guards.snapshots import PLAIN, UNSET, Constants, is_data, kept, same, unchanged
-
-Owner = tuple[int, tuple[str, ...]]
-"""Who has an attribute: a module, by its position in the walk over all of them, or a record that it holds, such as a
-configuration, by the attributes that lead to it."""
+from rematplan.runtime.guards.places import (
+    Answers,
+    Asked,
+    Attribute,
+    Attributes,
+    Fixed,
+    Found,
+    Owner,
+    SharedRecord,
+    record_of,
+)
+from rematplan.runtime.guards.snapshots import PLAIN, UNSET, is_data, kept, same, unchanged
 
 _DEPTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Attributes of one owner, with the values that a forward found there."""
-
-    owner: Owner
-    constants: Constants
-
-    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
-        """Whether they have these values still, given the attributes of all modules."""
-        place = _place(self.owner, attributes)
-        return place is not None and self.constants.hold(place)
-
-
-@dataclass(frozen=True, slots=True)
-class ClassAttributeGuard:
-    """Guards the attributes and methods that a forward found in the classes of modules and records.
-
-    ``found``: the values, by class. ``modules`` with ``names`` in pairs, and ``records``: the objects on which they
-    were looked up. The guard also fails if an instance attribute has come to shadow a class attribute, or has appeared
-    where the lookup failed.
-    """
-
-    found: tuple[tuple[Any, Constants], ...]
-    modules: tuple[int, ...]
-    names: tuple[str, ...]
-    records: tuple[tuple[Owner, str], ...]
-
-    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
-        """Whether the classes have these values still, and no owner any of its own."""
-        if any(map(contains, map(attributes.__getitem__, self.modules), self.names)):
-            return False
-        places = ((_place(owner, attributes), name) for owner, name in self.records)
-        if any(place is None or name in place for place, name in places):
-            return False
-        return all(constants.hold(place) for place, constants in self.found)
-
-
-@dataclass(frozen=True, slots=True)
-class GetattrGuard:
-    """What one owner's ``__getattr__`` said when a forward asked for names that are no attributes: of a configuration
-    that keeps its entries in a dictionary of its own, say."""
-
-    owner: Owner
-    constants: Constants
-
-    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
-        """Whether it says so still."""
-        holder = _record(self.owner, attributes)
-        return holder is not None and self.constants.hold(_Asked(holder))
-
-
-@dataclass(frozen=True, slots=True)
-class IdentityGuard:
-    """Records that a forward came upon, by class and by all that hold the same one."""
-
-    found: tuple[tuple[type, tuple[Owner, ...]], ...]
-
-    def holds(self, attributes: Sequence[dict[str, Any]]) -> bool:
-        """Whether there is one of the class still, and only one."""
-        for kind, (first, *others) in self.found:
-            record = _record(first, attributes)
-            if type(record) is not kind or any(_record(o, attributes) is not record for o in others):
-                return False
-        return True
-
-
-Dependence = Read | ClassAttributeGuard | GetattrGuard | IdentityGuard
-"""What a plan depends on."""
-
-
-class _Asked:
-    """An object's attributes by name, for whoever indexes."""
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.holder, name)
-
-
-def _record(owner: Owner, attributes: Sequence[dict[str, Any]]) -> Any:
-    """The record that is an owner, or None."""
-    at, (name, *path) = owner
-    try:
-        return reduce(getattr, path, attributes[at][name])
-    except (LookupError, AttributeError):
-        return None
-
-
-def _place(owner: Owner, attributes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """An owner's attributes, if there is one still."""
-    at, path = owner
-    place = attributes[at]
-    try:
-        for name in path:
-            place = place[name].__dict__
-    except (LookupError, AttributeError):
-        return None
-    return place
 
 
 class Reads:
@@ -248,43 +151,42 @@ class Reads:
             if (owner, name) in self.fresh and value is not before.get(name, UNSET) and is_data(value)
         }
 
-    def listed(self) -> tuple[Dependence, ...]:
+    def found_in_places(self) -> list[Found]:
         """All that a plan depends on. What the forward itself sets is not among it: what it read there has another
         value now, when all is as it was before."""
-        owned: dict[Owner, dict[str, Any]] = {}
+        owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for (owner, name), value in self.found.items():
             owned.setdefault(owner, {})[name] = value
-        reads = [
-            Read(owner, row)
+        own = [
+            Found(
+                Attribute(owner),
+                *(unchanged(values, vars(self.holders[owner])) if values else ({}, {})),
+                tuple(self.inherited.get(owner, ())),
+            )
             for owner, values in owned.items()
-            for row in unchanged(values, vars(self.holders[owner]))
         ]
         answers = [
-            GetattrGuard(owner, row)
+            Found(Answers(owner), *unchanged(values, Asked(holder)))
             for owner, (holder, values) in self.answers.items()
-            for row in unchanged(values, _Asked(holder))
         ]
+        classes = [Found(Fixed(vars(c)), *unchanged(values, vars(c))) for c, values in self.classes.items()]
+        return [*own, *answers, *classes]
+
+    def shared(self) -> list[SharedRecord]:
+        """The records that the forward came upon."""
         attributes = [vars(module) for module in self.modules]
-        records = IdentityGuard(
-            tuple(
-                (type(record), tuple(owners))
-                for record, owners in self.met.values()
-                if all(_record(owner, attributes) is record for owner in owners)
-            )
-        )
-        of_classes = [
-            (vars(c), row) for c, values in self.classes.items() for row in unchanged(values, vars(c))
+        return [
+            SharedRecord(type(record), tuple(owners))
+            for record, owners in self.met.values()
+            if all(_is_at(owner, record, attributes) for owner in owners)
         ]
-        owners = [(owner, name) for owner, names in self.inherited.items() for name in names]
-        modules = [(at, name) for (at, path), name in owners if not path]
-        of_records = [(owner, name) for owner, name in owners if owner[1]]
-        numbers, names = zip(*modules, strict=True) if modules else ((), ())
-        return (
-            *reads,
-            *answers,
-            records,
-            ClassAttributeGuard(tuple(of_classes), numbers, names, tuple(of_records)),
-        )
+
+
+def _is_at(owner: Owner, record: Any, attributes: Attributes) -> bool:
+    try:
+        return record_of(owner, attributes) is record
+    except (LookupError, AttributeError):
+        return False
 
 
 BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}

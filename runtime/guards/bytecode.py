@@ -12,6 +12,9 @@ from typing import Any
 
 Names = frozenset[str]
 
+_OURS = tuple(f"rematplan.{part}." for part in ("ir", "planner", "plans", "runtime"))
+"""Our modules, those of models apart."""
+
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
 """Where packages are installed."""
 _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
@@ -48,7 +51,10 @@ def packages_of(things: Iterable[Any]) -> Names:
 def is_library(module: str | None, own: Collection[str]) -> bool:
     """Whether nobody looks into a module's functions: it is PyTorch's, Python's, ours, or installed and of none of
     the model's ``own`` packages; what such go by is theirs, and too much."""
-    package = (module or "builtins").partition(".")[0]
+    module = module or "builtins"
+    package = module.partition(".")[0]
+    if module.startswith(_OURS):
+        return True
     if package in own:
         return False
     file = getattr(sys.modules.get(package), "__file__", None) or ""

@@ -32,24 +32,13 @@ from rematplan.runtime.guards.bytecode import (
     strings_in,
     variables_in,
 )
-from rematplan.runtime.guards.snapshots import PLAIN, Constants, is_data, kept, parts_of, unchanged
+from rematplan.runtime.guards.places import Fixed, Found
+from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, unchanged
 
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
 """What is called without being named."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 """What code names that looks at variables of the environment."""
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalGuard:
-    """What is named in one place: variables of a module, attributes of a class or a record, cells of a closure."""
-
-    place: Any
-    constants: Constants
-
-    def holds(self, _attributes: Sequence[dict[str, Any]]) -> bool:
-        """Whether it is there as it was, whatever the attributes of the modules are."""
-        return self.constants.hold(self.place)
 
 
 @dataclass
@@ -91,17 +80,17 @@ class GlobalReads:
                 for name in wanted & values.keys():
                     self._note(thing, holder, values, name, named)
 
-    def listed(self, model: str) -> tuple[GlobalGuard, ...]:
+    def found_in_places(self, model: str) -> list[Found]:
         """What a plan depends on. What the forward has changed meanwhile is not among it; a warning tells that a
         planned one does not. ``model``: its name."""
-        named, changed = [], set[str]()
+        found, changed = [], set[str]()
         for shelf in self.shelves.values():
-            rows = list(unchanged(shelf.found, shelf.values))
-            named += [GlobalGuard(shelf.values, row) for row in rows]
-            changed.update(set(shelf.found).difference(*(row.names for row in rows)))
+            objects, copies = unchanged(shelf.found, shelf.values)
+            found.append(Found(Fixed(shelf.values), objects, copies))
+            changed |= shelf.found.keys() - objects.keys() - copies.keys()
         if changed:
             warn(f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not")
-        return tuple(named)
+        return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
         """A code that names all of ``named`` names what a thing has under ``name``, in one of its holders."""

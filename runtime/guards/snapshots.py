@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -36,37 +35,15 @@ _DEEPEST = 4
 """Containers within each other that are looked into."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Names in one place, with the values that were found there.
-
-    Plain values are compared with their type (1, 1.0 and True are three), containers and NumPy's arrays by what is in
-    them, and all else, tensors among it, by identity.
-    """
-
-    names: tuple[str, ...]
-    get: Callable[[Any], tuple[Any, ...]]
-    values: tuple[Any, ...]
-
-    def hold(self, place: Any) -> bool:
-        """Whether the place has these values still."""
-        try:
-            found = self.get(place)
-            return all(map(is_, found, self.values)) or all(map(same, found, self.values))
-        except (LookupError, AttributeError, RuntimeError, ValueError):
-            return False
-
-
-def unchanged(found: Mapping[str, Any], place: Any) -> Iterator[Constants]:
-    """What was found by name and is the same there now, in one row or two: what is a copy stands apart, for the others
-    are most often the very same."""
-    rows: tuple[list[str], list[str]] = [], []
+def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was found by name and is the same there now: what is the very object, and what is a copy of it."""
+    objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
         with suppress(LookupError, AttributeError, ValueError):  # it is gone, or an empty cell
-            if same(place[name], value):
-                rows[value is place[name]].append(name)
-    for row in filter(None, rows):
-        yield Constants(tuple(row), _getter(row), tuple(found[name] for name in row))
+            now = place[name]
+            if same(now, value):
+                (objects if now is value else copies)[name] = value
+    return objects, copies
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
@@ -103,7 +80,11 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether a value is the one that was kept; see `Constants`."""
+    """Whether a value is the one that was kept.
+
+    Plain values are compared with their type (1, 1.0 and True are three), containers and NumPy's arrays by what is in
+    them, and all else, tensors among it, by identity.
+    """
     if a is b:
         return a is not UNSET
     kind = _kind(a)
@@ -113,7 +94,9 @@ def same(a: Any, b: Any) -> bool:
         parts = _CONTAINERS[kind]
         if kind is dict and list(dict.keys(a)) != list(dict.keys(b)):
             return False
-        return kind.__len__(a) == kind.__len__(b) and all(map(same, parts(a), parts(b)))
+        return kind.__len__(a) == kind.__len__(b) and (
+            all(map(is_, parts(a), parts(b))) or all(map(same, parts(a), parts(b)))
+        )
     if kind is np.ndarray:
         return (
             a.size <= _MOST_NUMBERS
@@ -127,11 +110,5 @@ def _kind(value: Any) -> type[Any]:
     """The value's type; of a container the built-in one that it is, and of a number of NumPy's that of an array."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
-    return next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
-
-
-def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) > 1:
-        return itemgetter(*names)
-    (name,) = names
-    return lambda place: (place[name],)
+    kind = type(value)
+    return kind if kind in _CONTAINERS else next((k for k in _CONTAINERS if isinstance(value, k)), kind)

@@ -57,12 +57,14 @@ _UNDECIDED = object()
 
 
 @dataclass(frozen=True)
-class Guard:
+class ValueGuard:
     """The calls between a module's inputs and the values that its forward decided by, if there are any."""
 
     entries: tuple[_Entry, ...] = ()
     sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
     """By place, the tensors that the calls begin with; those that are neither input nor buffer are here themselves."""
+    written: frozenset[int] = frozenset()
+    """The places of those sources that a call writes to."""
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
         """Whether the forward would decide alike for these. They are left as they are."""
@@ -70,7 +72,7 @@ class Guard:
             return True
         pools: _Pools = {"batch": batch, "buffer": buffers}
         with plainly():
-            known = {place: _taken(of, pools) for place, of in self.sources}
+            known = {place: _taken(of, pools, place in self.written) for place, of in self.sources}
             decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
             return all(_same(expected, value) for expected, value in decided)
 
@@ -78,16 +80,26 @@ class Guard:
 def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator[tuple[_Entry, Any]]:
     """Make the calls; each with what it gives. ``known``: tensors by place, and what the calls make of them."""
     for e in entries:
-        args, kwargs = pytree.tree_map_only(_At, lambda at: known[at.place], (e.args, e.kwargs))
+        args = [_filled(arg, known) for arg in e.args]
+        kwargs = {name: _filled(arg, known) for name, arg in e.kwargs.items()}
         result = e.call(*args, **kwargs)
-        for place, made in zip(e.results, pytree.tree_leaves(result), strict=False):
+        leaves = (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
+        for place, made in zip(e.results, leaves, strict=False):
             if place is not None:
                 known[place] = made
         yield e, result
 
 
-def _taken(of: Source | torch.Tensor, pools: _Pools) -> torch.Tensor:
-    return (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach().clone()
+def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
+    """An argument with tensors in the places of theirs."""
+    if isinstance(arg, (list, tuple, dict)):
+        return pytree.tree_map_only(_At, lambda at: known[at.place], arg)
+    return known[arg.place] if isinstance(arg, _At) else arg
+
+
+def _taken(of: Source | torch.Tensor, pools: _Pools, copied: bool) -> torch.Tensor:
+    taken = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
+    return taken.clone() if copied else taken
 
 
 def _is_functional(tensor: torch.Tensor) -> bool:
@@ -132,7 +144,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         del types
         return self._tape.answer(func, args, kwargs or {})
 
-    def guard(self) -> Guard:
+    def guard(self) -> ValueGuard:
         """What must be so for what was traced to be the forward's graph."""
         return self._tape.guard()
 
@@ -148,6 +160,7 @@ class OpTape:
         self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
         self.memory: list[int] = []  # by place: the first place that shares its memory
         self.drawn: dict[int, torch.Tensor] = {}  # by id, what `rand` gave; of nothing written since
+        self.written: set[int] = set()  # memories that a call was noted to write to
         self.lost: set[int] = set()  # memories that something unknown was written to
         self.real: dict[int, torch.Tensor] = {}  # by place, of the entries made so far and of the sources
         self.made = 0  # entries
@@ -156,7 +169,7 @@ class OpTape:
         """A tensor that the calls may begin with."""
         self.sources[self._place(tensor, None)] = source
 
-    def guard(self) -> Guard:
+    def guard(self) -> ValueGuard:
         """The decisions among the entries, with all that they depend on."""
         needed: set[int] = set()
         entries = []
@@ -165,7 +178,8 @@ class OpTape:
                 needed |= entry.reads | entry.touches
                 entries.append(entry)
         sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
-        return Guard((*reversed(entries),), sources)
+        written = frozenset(place for place, _ in sources if self.memory[place] in self.written)
+        return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, or say what it would give."""
@@ -207,7 +221,7 @@ class OpTape:
         pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
         with plainly():
             for place in self.sources.keys() - self.real.keys():
-                self.real[place] = _taken(self.sources[place], pools)
+                self.real[place] = _taken(self.sources[place], pools, True)
             *_, (_, value) = _made((*self.entries[self.made :], asked), self.real)
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
@@ -221,6 +235,7 @@ class OpTape:
         )
         touched = [*(p for p in places if p is not None), *(self.places[id(t)] for t in written)]
         memories = frozenset(self.memory[p] for p in touched)
+        self.written.update(self.memory[self.places[id(t)]] for t in written)
         self.entries.append(self._entry(func, args, kwargs, places, memories, _UNDECIDED))
 
     def _entry(

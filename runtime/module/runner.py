@@ -20,8 +20,16 @@ from torch import nn
 
 from rematplan.ir import InfeasibleBudget, ModelError, show_bytes
 from rematplan.planner.core.plan import Plan
+from rematplan.runtime import guards
 from rematplan.runtime.capture.capture import capture, check_traceable
 from rematplan.runtime.capture.flat_module import FlatModel, Given, Own, Place, flattened, refill, tensors_in
+from rematplan.runtime.capture.hidden_tensors import (
+    Withheld,
+    check_dense,
+    check_no_hidden_tensors,
+    hides_tensors,
+    hooked,
+)
 from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
@@ -37,19 +45,6 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.guards.attributes import Dependence, reads_of
-from rematplan.runtime.guards.call_key import (
-    ModuleState,
-    ModuleTree,
-    Withheld,
-    call_key,
-    check_dense,
-    check_no_hidden_tensors,
-    hides_tensors,
-    hooked,
-)
-from rematplan.runtime.guards.globals import GlobalGuard, GlobalReads
-from rematplan.runtime.guards.values import Guard, ValueGuardRecorder
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
 from rematplan.runtime.problem.accumulation import StepPlan
@@ -105,10 +100,8 @@ class CacheEntry:
     constants: tuple[Any, ...]
     """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
     tensor of the model."""
-    reads: tuple[Dependence | GlobalGuard, ...]
-    """What the traced forward read of the modules' attributes and named outside of them."""
-    guard: Guard
-    """What it decided by the values of inputs and buffers."""
+    guard: guards.Guard
+    """What the traced forward depends on besides."""
     captured: CapturedStep
     """The step before there was a plan of it."""
     whole: CapturedStep
@@ -135,10 +128,6 @@ class CacheEntry:
         if gradients:
             self.beside[names, gradients] = self
         return self
-
-    def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the forward would be the same for a module in this state and these tensors."""
-        return all(r.holds(state.attributes) for r in self.reads) and self.guard.holds(state.named, tensors)
 
 
 @contextmanager
@@ -177,7 +166,7 @@ class Runner:
         self.last: CacheEntry
         self.brought: frozenset[str] = frozenset()
         """The positions of outputs whose tangents came though their step left them out."""
-        self.walk: ModuleTree | None = None
+        self.walk: guards.ModuleTree | None = None
 
     def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
         """For a copy of the planned module, with the same plans, or those given."""
@@ -198,8 +187,7 @@ class Runner:
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
         tensors = tensors_in(leaves)
-        with LOCK.shared():
-            state = self._state(cast(nn.Module, planned))
+        state = self._state(planned)
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
@@ -223,13 +211,12 @@ class Runner:
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
-        leaves, spec = flattened((args, kwargs))
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            way = self._way(planned, leaves, spec, self._state(cast(nn.Module, planned)))
+            way = self.find(planned, args, kwargs)
             if self.recorder:
                 self._measured(way, self.recorder)
 
-    def _takes_statistics(self, recorder: Recorder, way: CacheEntry, state: ModuleState) -> bool:
+    def _takes_statistics(self, recorder: Recorder, way: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
         accumulating = any(_gradient(state.named.get(name)) is not None for name in way.targets)
         return recorder.forward(parameters, accumulating)
@@ -249,11 +236,18 @@ class Runner:
         self.last = way.measured[0]
         return self.last
 
-    def _state(self, planned: nn.Module) -> ModuleState:
-        state = self.walk.state(planned) if self.walk else None
-        if state is None:
-            self.walk = ModuleTree(planned)
-            state = self.walk.state(planned)
+    def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
+        """What these arguments take: an entry whose guard holds, or a new one."""
+        leaves, spec = flattened((args, kwargs))
+        return self._way(planned, leaves, spec, self._state(planned))
+
+    def _state(self, planned: Planned) -> guards.ModuleState:
+        module = cast(nn.Module, planned)
+        with LOCK.shared():
+            state = self.walk.state(module) if self.walk else None
+            if state is None:
+                self.walk = guards.ModuleTree(module)
+                state = self.walk.state(module)
         assert state is not None
         return state
 
@@ -265,7 +259,7 @@ class Runner:
             )
 
     def _way(
-        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in state.attributes
@@ -274,7 +268,7 @@ class Runner:
                 f"{self.name} is called in torch.nn.utils.parametrize.cached(), which lets calls share what a planned "
                 f"step computes in each; leave that block, or let the forward enter it"
             )
-        key, tensors = (call_key(leaves, spec), state.key), tensors_in(leaves)
+        key, tensors = (guards.call_key(leaves, spec), state.key), tensors_in(leaves)
         with LOCK.shared():
             found = self._known(key, state, tensors)
         if found is None:
@@ -286,7 +280,7 @@ class Runner:
         return found
 
     def _beside_gradients(
-        self, way: CacheEntry, state: ModuleState, tensors: Sequence[torch.Tensor]
+        self, way: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry:
         """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any:
         those of parameters, to which new ones are added, and those of inputs."""
@@ -353,11 +347,13 @@ class Runner:
                 f"budget; from now on plans expect it"
             )
 
-    def _known(self, key: Any, state: ModuleState, tensors: Sequence[torch.Tensor]) -> CacheEntry | None:
-        return next((way for way in self.ways.get(key, ()) if way.holds(state, tensors)), None)
+    def _known(
+        self, key: Any, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
+    ) -> CacheEntry | None:
+        return next((way for way in self.ways.get(key, ()) if way.guard.holds(state, tensors)), None)
 
     def _new(
-        self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+        self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
         if self.ways and not self.dynamic:
             raise ModelError(
@@ -374,7 +370,7 @@ class Runner:
         return way
 
     def _compile(
-        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: ModuleState
+        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
         model = planned._rematplan_model()
         check_traceable(model)
@@ -382,14 +378,14 @@ class Runner:
         check_no_hidden_tensors(leaves, f"{self.name} is given")
         self._say_hooks(hooked(model))
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
-        decisions = ValueGuardRecorder(state.named, batch)
-        modules = list(model.modules())
-        outside = GlobalReads(modules, leaves)
-        with no_host_draws(self.name, outside.generators.values()), reads_of(modules) as reads:
+        with (
+            guards.recording(model, leaves, state.named, batch) as record,
+            no_host_draws(self.name, record.generators),
+        ):
             forward = planned._rematplan_forward_of(model)
             with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
-                flat = FlatModel(model, forward, leaves, spec, reads)
-                step = capture(flat, batch, self.name, model, decisions)
+                flat = FlatModel(model, forward, leaves, spec, record.reads)
+                step = capture(flat, batch, self.name, model, record.values)
         step = replace(step, attributes=flat.attributes)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
@@ -400,11 +396,8 @@ class Runner:
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
-        depends = (*reads.listed(), *outside.listed(self.name))
         plan, compiled = found.plan, _compiled(found)
-        entry = CacheEntry(
-            plan, compiled, flat.outputs, constants, depends, decisions.guard(), captured, whole
-        )
+        entry = CacheEntry(plan, compiled, flat.outputs, constants, record.guard(self.name), captured, whole)
         wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, wanting)
 

@@ -1,0 +1,105 @@
+"""Whether a forward would be traced to the same graph as before: all that it read and decided by, checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, getitem, is_
+from typing import Any
+
+import torch
+
+from rematplan.runtime.guards.module_state import ModuleState
+from rematplan.runtime.guards.places import (
+    Attribute,
+    Attributes,
+    Fixed,
+    Found,
+    Owner,
+    Place,
+    SharedRecord,
+    record_of,
+)
+from rematplan.runtime.guards.tables import Table, picked
+from rematplan.runtime.guards.values import ValueGuard
+
+_GONE = (LookupError, AttributeError, RuntimeError, ValueError)
+"""What looking for a value raises that is no longer there."""
+
+
+class Guard:
+    """What a traced forward depends on besides what the keys of a call state.
+
+    ``modules``: how many there are. ``found``: what the forward found, by place. ``shared``: records that are one
+    object in several places. ``decided``: what it decided by the values of inputs and buffers.
+    """
+
+    def __init__(
+        self, modules: int, found: Sequence[Found], shared: Sequence[SharedRecord], decided: ValueGuard
+    ) -> None:
+        self.fixed: list[Any] = []
+        self.others: list[Place] = []
+        ordered = sorted(found, key=lambda f: not isinstance(f.place, Fixed))
+        rows = [(self._position(f.place, modules), f) for f in ordered]
+        self.objects = Table([(at, f.objects) for at, f in rows])
+        self.copies = Table([(at, f.copies) for at, f in rows])
+        absent = [(at, name) for at, f in rows for name in f.absent]
+        self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
+        self.shared = [_Shared.of(record) for record in shared]
+        self.decided = decided
+
+    def _position(self, place: Place, modules: int) -> int:
+        """The position of a place among those of a call: modules, fixed places, others."""
+        if isinstance(place, Attribute) and not place.owner[1]:
+            return place.owner[0]
+        if isinstance(place, Fixed):
+            self.fixed.append(place.values)
+        else:
+            self.others.append(place)
+        return modules + len(self.fixed) + len(self.others) - 1
+
+    def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the forward would be the same for a module in this state and these tensors among the arguments."""
+        attributes = state.attributes
+        try:
+            places = [*attributes, *self.fixed, *[place.find(attributes) for place in self.others]]
+            same = (
+                self.objects.holds(places)
+                and self.copies.holds(places)
+                and not any(map(contains, self.without(places), self.absent))
+                and all(record.holds(attributes) for record in self.shared)
+            )
+        except _GONE:
+            return False
+        return same and self.decided.holds(state.named, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A record by its first owner; ``modules`` and ``names``, in pairs: the modules that hold the same one as an
+    attribute; ``deeper``: its other owners."""
+
+    kind: type
+    first: Owner
+    modules: tuple[int, ...]
+    names: tuple[str, ...]
+    deeper: tuple[Owner, ...]
+
+    @staticmethod
+    def of(record: SharedRecord) -> _Shared:
+        first, *others = record.owners
+        held = [(at, path[0]) for at, path in others if len(path) == 1]
+        deeper = tuple(owner for owner in others if len(owner[1]) > 1)
+        return _Shared(
+            record.kind, first, tuple(at for at, _ in held), tuple(name for _, name in held), deeper
+        )
+
+    def holds(self, attributes: Attributes) -> bool:
+        record = record_of(self.first, attributes)
+        held = map(getitem, map(attributes.__getitem__, self.modules), self.names)
+        return (
+            type(record) is self.kind
+            and all(map(is_, held, repeat(record)))
+            and all(record_of(owner, attributes) is record for owner in self.deeper)
+        )

@@ -1,0 +1,137 @@
+"""The state that a module is in when it is called: its parts, their classes, modes and hooks, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.runtime.graph.compat import TensorGuards
+from rematplan.runtime.guards.call_key import like
+from rematplan.runtime.guards.tables import picked
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of tensors that the guard in C compares without calling into Python."""
+
+
+class StateKey:
+    """A key that is hashed once. Equal keys come to share their value, so that they compare in no time from then on."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StateKey):
+            return NotImplemented
+        equal = self.value is other.value or (self._hash == other._hash and self.value == other.value)
+        if equal:
+            self.value = other.value
+        return equal
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """``attributes``: of a module and all in it, each once, in one order. ``named``: parameters and buffers, each once,
+    by the name that ``named_parameters`` gives them. ``key``: classes, modes, hooks of the parts, and what the tensors
+    are like."""
+
+    attributes: list[dict[str, Any]]
+    named: dict[str, torch.Tensor]
+    key: StateKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A state that the module was in without hooks of its parts. ``kinds``: classes and modes. ``tensors``: what its
+    tensors are like."""
+
+    kinds: list[Any]
+    tensors: TensorGuards
+    key: StateKey
+
+
+class ModuleTree:
+    """A module and its parts, found once and checked at every call.
+
+    A call looks at each part, and a network has hundreds: what can be compared in C is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_modules())
+        self.parts = [m for _, m in named][1:]  # not the module: it would hold itself
+        self.attributes = [m.__dict__ for _, m in named]
+        children = [a["_modules"] for a in self.attributes]
+        holders = [
+            (f"{name}." if name else "", m.__dict__[kind])
+            for kind in ("_parameters", "_buffers")
+            for name, m in named
+        ]
+        self.empty = [held for held in (*children, *(held for _, held in holders)) if not held]
+        self.children = [held for held in children if held]
+        self.holders = [held for _, held in holders if held]
+        self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS]
+        self.expected = _values(self.children), _keys(self.children), _keys(self.holders)
+        names = [f"{prefix}{key}" for prefix, held in holders for key in held]
+        tensors = _values(self.holders)
+        first: dict[int, int] = {}
+        places = [first.setdefault(id(t), at) for at, t in enumerate(tensors)]
+        again = [(at, of) for at, of in enumerate(places) if at != of]  # of tied tensors, and of None
+        self.again, self.of = (picked(column) for column in (zip(*again, strict=True) if again else ((), ())))
+        self.absent = picked([at for at in first.values() if tensors[at] is None])
+        kept = [at for at in first.values() if tensors[at] is not None]
+        self.distinct, self.names = picked(kept), [names[at] for at in kept]
+        self.seen: _Seen | None = None
+
+    def state(self, module: nn.Module) -> ModuleState | None:
+        """The module's state; None if it has other parts, or tensors of other names, by now."""
+        tensors = _values(self.holders)
+        if (
+            self.attributes[0] is not module.__dict__
+            or any(self.empty)
+            or (_values(self.children), _keys(self.children), _keys(self.holders)) != self.expected
+            or not all(map(is_, self.again(tensors), self.of(tensors)))
+            or any(t is not None for t in self.absent(tensors))
+        ):
+            return None
+        distinct = self.distinct(tensors)
+        kinds = [
+            type(module),
+            *map(type, self.parts),
+            *map(dict.get, self.attributes, repeat("training")),
+        ]
+        named = dict(zip(self.names, distinct, strict=True))
+        seen, hooked = self.seen, any(self.hooks)
+        if seen is not None and not hooked and seen.kinds == kinds and seen.tensors.check(*distinct):
+            return ModuleState(self.attributes, named, seen.key)
+        if len(set(map(id, distinct))) < len(distinct) or any(t is None for t in distinct):
+            return None
+        hooks = tuple((at, *hooks) for at, hooks in enumerate(self.hooks) if hooks)
+        key = StateKey((tuple(kinds), hooks, tuple(self.names), tuple(map(like, distinct))))
+        if distinct and not hooked and all(map(_is_plain, distinct)):
+            self.seen = _Seen(
+                kinds, TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None), key
+            )
+        return ModuleState(self.attributes, named, key)
+
+
+def _values(held: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, held)))
+
+
+def _keys(held: Sequence[dict[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(held))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
