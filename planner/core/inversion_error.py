@@ -24,6 +24,20 @@ ROUNDING = 0.15
 """What an inverse adds to an error, in units of half the last place (`Op.noise` is this times that)."""
 
 
+WITHIN = 30.0
+"""Gradients may be this many times as wrong as the root of what the tensors are that they are computed from."""
+
+
+def gradient_error(error: float) -> float:
+    """The largest relative error (L2, of a gradient) to be expected where tensors come back with a relative ``error``.
+
+    Where all is smooth a gradient is as wrong as what it is computed from. But a share d of a ReLU's arguments, or of a
+    maximum's, lies so near its kink that an error of d puts them on the other side, where their gradients are wrong
+    altogether: √d of the norm.
+    """
+    return min(WITHIN * math.sqrt(error), 0.5)
+
+
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
     """The relative error of what a recipe writes, given the largest of what it reads."""
     if inverse:

@@ -95,19 +95,45 @@ def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
     return {size: getattr(args, size) for size in SIZES}
 
 
+MEANINGS: Mapping[str, tuple[str, str]] = {
+    "time_limit": ("SECONDS", "how long to search"),
+    "seed": ("N", "of the search's random numbers"),
+    "keep_order": ("", "keep the first runs of all ops in the order of the model"),
+    "reuse": ("", "begin with plans that earlier runs have kept, and keep those found (rematplan cache)"),
+    "grid": ("N", "how many thresholds of bytes are tried"),
+    "objective": ("", "which chains of a table are taken: from its least time up, or from its least memory"),
+    "ticks": ("N", "steps that recomputation time is rounded to; more are finer and slower"),
+    "budgets": ("N", "how many budgets a table is filled for, at most"),
+    "max_lower_sets": ("N", "lower sets at most: exact_dp refuses more, approx_dp takes as many of them"),
+    "units": ("N", "units that memory is rounded to; more are finer and slower"),
+    "plans": ("N", "how many plans are made of a table"),
+    "near": ("BYTES", "the one budget that plans are made for; 0: all"),
+    "moves": ("N", "changes to try in place of the time limit, for the same plan on every machine; 0: none"),
+    "upstream": ("N", "how many earlier ops a stage may run again"),
+    "shares": ("N", "how many plans, from one that inverts nothing to one that inverts all it can"),
+}
+"""What each option of the strategies means, and the unit of its value."""
+
+
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """An option for every field of every strategy, so that no list of them stands here."""
+    """An option for every field of every strategy, and below all options what each strategy does."""
+    width = max(map(len, STRATEGIES))
+    rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
+    parser.epilog = "\n".join(("strategies:", *rows))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("options of the strategies")
     for name, owners in _fields_by_name().items():
         kinds = [typing.get_type_hints(STRATEGIES[owner])[name] for owner in owners]
-        text = "; ".join(f"{owner}: default {_default(field)}" for owner, field in owners.items())
+        unit, meaning = MEANINGS[name]
+        defaults = {owner: _shown(_default(field)) for owner, field in owners.items()}
+        text = f"{meaning} ({'; '.join(f'{owner}: default {one}' for owner, one in defaults.items())})"
         flag, target = "--" + name.replace("_", "-"), f"option_{name}"
         if kinds[0] is bool:
             group.add_argument(
                 flag, dest=target, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            group.add_argument(flag, dest=target, metavar=_metavar(kinds), help=text)
+            group.add_argument(flag, dest=target, metavar=_choices(kinds) or unit, help=text)
 
 
 def _fields_by_name() -> dict[str, dict[str, Field[Any]]]:
@@ -122,9 +148,13 @@ def _default(field: Field[Any]) -> object:
     return "computed" if field.default is MISSING else field.default
 
 
-def _metavar(kinds: Sequence[Any]) -> str:
+def _shown(default: object) -> object:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+
+
+def _choices(kinds: Sequence[Any]) -> str:
     choices = dict.fromkeys(c for k in kinds if typing.get_origin(k) is Literal for c in typing.get_args(k))
-    return "{" + ",".join(map(str, choices)) + "}" if choices else "X"
+    return "{" + ",".join(map(str, choices)) + "}" if choices else ""
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:

@@ -53,7 +53,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "no-recompute peak where nothing can be inverted",
     )
     parser.add_argument(
-        "--time-limit", type=positive_number, default=20.0, metavar="S", help="seconds for each auto"
+        "--time-limit",
+        type=positive_number,
+        default=20.0,
+        metavar="S",
+        help="seconds to search for each plan of auto; default 20",
     )
     add_overlap(parser, ON)
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")

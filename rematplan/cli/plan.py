@@ -50,7 +50,10 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "strategy can reach",
     )
     parser.add_argument(
-        "--strategy", default="auto", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}; default auto"
+        "--strategy",
+        default="auto",
+        metavar="NAME",
+        help=f"one of {', '.join(STRATEGIES)} (see below); default auto",
     )
 
 
@@ -73,7 +76,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.output:
         save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
     out.show(
-        *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
+        *source.notes,
+        *said,
+        split_table(source.graph, base, plan),
+        plan_table(source.graph, plan, base, _error(source, plan)),
     )
     if parse_budget(args.budget).kind == "min":
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
@@ -84,6 +90,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
     document = plan_document(source, plan, base, said)
     out.data(document | {"planning_seconds": seconds, "files": files})
     return 0
+
+
+def _error(source: Source, plan: Plan) -> float:
+    """The predicted relative error of tensors of the forward when the backward reads them."""
+    if source.loaded is None:
+        return worst_error(source.graph, plan.schedule)
+    from rematplan.api import predicted_error
+
+    return predicted_error(source.loaded, plan)
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:

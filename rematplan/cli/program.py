@@ -24,6 +24,8 @@ COMMANDS = {
     "profile": "measure a training step's ops, for plans made elsewhere",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
+    "devices": "list the device models that --device-model names",
+    "cache": "list or delete the plans and measured costs that are kept",
 }
 """Name and summary. The module `rematplan.cli.NAME` has ``add`` (its options) and ``run`` (returns the exit status)."""
 

@@ -101,7 +101,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-model",
         metavar="NAME",
-        help="the device of the roofline model, such as a100; implies roofline",
+        help="the device of the roofline model, such as a100 (rematplan devices lists them); implies roofline",
     )
 
 

@@ -52,17 +52,32 @@ def run(args: argparse.Namespace, out: Output) -> int:
         parse_budget(args.budget)
     one_strategy(args)
     check_overlap(args)
+    from rematplan.api import predicted_error
+
     source = load(args, out, runs=True)
     source, plan = _saved(args, source, out) if args.plan else plan_for(source, args, out)
     assert source.loaded is not None
     base = no_recompute(source.graph)
-    plan, said = wanted_lanes(source, plan, args, out)
+    plan, lanes_said = wanted_lanes(source, plan, args, out)
+    said = (*_added_loss(source.loaded, args.loss), *lanes_said)
+    error = predicted_error(source.loaded, plan)
     out.show(
-        *source.notes, *said, split_table(source.graph, base, plan), plan_table(source.graph, plan, base)
+        *source.notes,
+        *said,
+        split_table(source.graph, base, plan),
+        plan_table(source.graph, plan, base, error),
     )
     report = run_plan(source.loaded, plan, out, args.steps, args.verify)
     out.data(plan_document(source, plan, base, said) | step_document(report))
     return exit_status(report)
+
+
+def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
+    """What the step goes backward from, where nobody stated that."""
+    if stated is not None:
+        return ()
+    loss = loaded.module.loss
+    return (f"{loaded.step.name}: the loss is {loss.name}, {loss.summary}; --loss states another",)
 
 
 def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from rematplan.ir import TrainingGraph, show_bytes
-from rematplan.planner.core.inversion_error import inverses_run, worst_error
+from rematplan.planner.core.inversion_error import gradient_error, inverses_run, worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.two_lanes import saved
@@ -95,8 +95,9 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
     return table
 
 
-def plan_table(graph: TrainingGraph, plan: Plan, base: Plan) -> Table:
-    """What a plan promises."""
+def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
+    """What a plan promises. ``error``: the predicted relative error of tensors of the forward when the backward reads
+    them."""
     e = plan.estimate
     rows = {
         "strategy": plan.strategy,
@@ -108,9 +109,14 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan) -> Table:
         "status": plan.status,
     }
     if inversions := inverses_run(graph, runs_of(plan.schedule)):
-        error = worst_error(graph, plan.schedule)
+        worst = worst_error(graph, plan.schedule)
         rows["tensors brought back"] = f"{inversions} by inverses, predicted relative error " + (
-            f"at most {error:.1e}" if error else "0: numbers are only moved"
+            f"at most {worst:.1e}" if worst else "0: numbers are only moved"
+        )
+    if error:
+        rows["gradients"] = (
+            f"not bit-equal: predicted relative error at most {gradient_error(error):.1e} where a ReLU or a maximum "
+            f"reads tensors wrong by {error:.1e}; as small as that where all is smooth"
         )
     if plan.lanes:
         rows["two lanes"] = show_lanes(plan)
@@ -187,7 +193,8 @@ def step_table(name: str, report: StepReport) -> Table:
         "eager's measured peak": show_bytes(report.eager_peak),
         "step time": f"{show_seconds(report.seconds)} (overhead predicted {show_overhead(report.plan)})",
         "eager's step time": show_seconds(report.eager_seconds),
-        "planned ÷ eager": f"{report.seconds / report.eager_seconds:.3f}",
+        "planned ÷ eager": f"{report.seconds / report.eager_seconds:.3f} (the overhead counts ops alone; between them "
+        "eager mode spends time on its autograd graph, and a planned step does not)",
         "loss": ", ".join(f"{loss:.6g}" for loss in report.losses),
     }
     if report.one_lane_seconds is not None:
@@ -237,6 +244,17 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
     for entry, parameters in entries:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
         table.add_row(entry.name, entry.summary, sizes, f"{parameters:,}")
+    return table
+
+
+def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Device models, as the JSON output of ``rematplan devices`` lists them."""
+    columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
+    keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")
+    table = _table("Device models", "name", "", *columns, left=2)
+    for row in rows:
+        mark = " (default)" if row["default"] else ""
+        table.add_row(row["name"] + mark, row["summary"], *(f"{row[key]:g}" for key in keys))
     return table
 
 

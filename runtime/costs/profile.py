@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,17 @@ Progress = Callable[[float, str], None]
 ATEN = torch.ops.aten
 
 _ROUNDS = 3
+_MOST_ROUNDS = 9
+_AGREE = 1.2
+"""As soon as the second least times of all calls sum up to no more than this many times the least ones, the machine was
+quiet enough for these to be what the calls cost."""
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
 _CACHE_VERSION = 4
 
 
 class ProfileWarning(UserWarning):
-    """A call could not be run on synthetic arguments, so its cost is a guess."""
+    """Costs are guesses: a call could not be run on synthetic arguments, or the machine was busy."""
 
 
 def profile_costs(
@@ -58,17 +62,19 @@ def profile_costs(
     sizes in bytes.
 
     ``only``: the names of those to measure. ``cache``: the folder of the cache file, by default
-    ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far.
+    ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far; what was measured on a busy machine is
+    not kept.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = (cache or cache_folder()) / f"profile-{_machine(step.device)}.json"
     known = _load(file)
     missing = {s: name for name, s in calls.items() if s not in known}
+    times: dict[str, list[float]] = {}
     try:
-        unprofiled(partial(_measure_all, step, missing, known, progress))
+        unprofiled(partial(_measure_all, step, missing, known, times, progress))
     finally:
-        if missing:
+        if missing and not _busy(times):
             _save(file, known)
     # A collective would wait for other processes, which may have nothing to measure.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
@@ -86,17 +92,24 @@ def signature(step: CapturedStep, call: Call) -> str:
 
 
 def _measure_all(
-    step: CapturedStep, missing: Mapping[str, str], known: dict[str, CallCost], progress: Progress
+    step: CapturedStep,
+    missing: Mapping[str, str],
+    known: dict[str, CallCost],
+    times: dict[str, list[float]],
+    progress: Progress,
 ) -> None:
-    """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike."""
+    """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike; more
+    of them while repeats differ. ``times`` gets the least time of each round, in microseconds."""
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
     with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
-        refused: set[str] = set()
-        for turn in range(_ROUNDS):
+        refused: dict[str, tuple[Call, Exception]] = {}
+        for turn in range(_MOST_ROUNDS):
+            if turn >= _ROUNDS and not _busy(times):
+                break
             for done, (text, name) in enumerate(missing.items()):
-                progress((turn + done / len(missing)) / _ROUNDS, f"profiling {name}")
+                progress(min(1.0, (turn + done / len(missing)) / _ROUNDS), f"profiling {name}")
                 if text in refused:
                     continue
                 call = step.call[name]
@@ -104,23 +117,48 @@ def _measure_all(
                 try:
                     if not turn:
                         known[text] = CallCost(float("inf"), *_memory(step, call, args, kwargs))
-                    time_ = min(known[text].time, _microseconds(step, call, args, kwargs))
-                    known[text] = replace(known[text], time=time_)
+                    times.setdefault(text, []).append(_microseconds(step, call, args, kwargs))
+                    known[text] = replace(known[text], time=min(times[text]))
                 except (RuntimeError, IndexError, ValueError) as error:
-                    refused.add(text)
-                    known[text] = _guess(step, call, error)
+                    refused[text] = call, error
+                    known[text] = _guess(step, call)
     progress(1.0, "profiled")
+    _say_guesses(tuple(refused.values()))
+    if (spread := _spread(times)) > _AGREE:
+        warn(
+            f"this machine is busy: the same ops took {100 * (spread - 1):.0f} % longer a second time, at their best; "
+            f"their costs are measured again next time",
+            ProfileWarning,
+        )
 
 
-def _guess(step: CapturedStep, call: Call, error: Exception) -> CallCost:
+def _busy(times: Mapping[str, Sequence[float]]) -> bool:
+    return _spread(times) > _AGREE
+
+
+def _spread(times: Mapping[str, Sequence[float]]) -> float:
+    """By how much the second least times of all calls exceed the least ones, as a factor; 1 if none was repeated."""
+    repeated = [sorted(t)[:2] for t in times.values() if len(t) > 1]
+    least = sum(t[0] for t in repeated)
+    return sum(t[1] for t in repeated) / least if least else 1.0
+
+
+def _guess(step: CapturedStep, call: Call) -> CallCost:
     """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
     a laptop, and a workspace as large as all that it reads and writes."""
-    moved = moved_bytes(step, call)
+    return replace(_modelled(step, call), workspace=moved_bytes(step, call))
+
+
+def _say_guesses(refused: Sequence[tuple[Call, Exception]]) -> None:
+    """One warning for all calls that could not be measured, with the first one's reason."""
+    if not refused:
+        return
+    (call, error), more = refused[0], len(refused) - 1
+    others = f" and {more} other op{'s' * (more > 1)}" if more else ""
     warn(
-        f"{call.name} ({call.target}) cannot be profiled, so its cost and workspace are guessed: {error}",
+        f"{call.name} ({call.target}){others} cannot be profiled, so that cost and workspace are guessed: {error}",
         ProfileWarning,
     )
-    return replace(_modelled(step, call), workspace=moved)
 
 
 def _modelled(step: CapturedStep, call: Call) -> CallCost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rematplan.planner.core.inversion_error import gradient_error
 from rematplan.planner.core.lanes import Lanes
 from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
@@ -68,9 +68,6 @@ class Difference:
 
 
 FLOOR = 1e-2
-WITHIN = 30.0
-"""Gradients of a plan that inverts may be this many times as wrong as √d, for tensors that come back with a relative
-error of d: a share d of a ReLU's arguments lies so near its kink that their gradients are wrong altogether."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class Verification:
         """Whether the step is what it was planned to be: bit-equal, or, where inverses run, as near as predicted, and
         the random state bit-equal even so."""
         drawn = any(d.name.startswith("random state") for d in self.differences)
-        return self.bit_equal or (not drawn and self.error <= min(WITHIN * math.sqrt(self.predicted), 0.5))
+        return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
     def __str__(self) -> str:
         if self.bit_equal:
@@ -110,8 +107,9 @@ class Verification:
         differ = f"{len(self.differences)} of {self.compared} tensors differ from plain autograd"
         if self.passed:
             return (
-                f"{differ}, for the plan inverts: by {worst.relative:.2e} relative at most ({worst.name}); what comes "
-                f"back was predicted to be within {self.predicted:.2e}"
+                f"{differ}, as predicted: by {worst.relative:.2e} relative at most ({worst.name}), within the "
+                f"{gradient_error(self.predicted):.2e} of gradients that read tensors wrong by {self.predicted:.2e}, "
+                f"which may put them on the other side of a ReLU's kink"
             )
         return f"{differ}; the worst, {worst.name}, by {worst.relative:.2e} relative"
 

@@ -118,7 +118,7 @@ class OfPlaces(nn.Linear):
 
 def test_what_is_known_before_the_step_is_profiled_with_it() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of what cannot be profiled
+        warnings.filterwarnings("error", "(?s).*cannot be profiled")
         planned = rematplan.plan_module(OfPlaces(4, 8), (torch.randn(2, 4),), budget="100%", inverses=True)
     picked, _, places = planned(torch.randn(2, 4))
     picked.sum().backward()
@@ -131,6 +131,7 @@ def test_costs_are_measured_while_somebody_profiles(tmp_path: Path) -> None:
     expected = profile_costs(step, cache=tmp_path / "alone")
     with warnings.catch_warnings(), torch.profiler.profile(profile_memory=True) as others:
         warnings.simplefilter("error")
+        warnings.filterwarnings("default", "this machine is busy")
         found = profile_costs(step, cache=tmp_path / "beside")
         x.exp()
     assert {name: cost.workspace for name, cost in found.items()} == {

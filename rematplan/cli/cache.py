@@ -1,0 +1,49 @@
+"""``rematplan cache``: what is kept between runs: plans, and measured costs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rematplan.cli.output import Output
+from rematplan.ir import show_bytes
+from rematplan.ir.cache_folder import cache_folder
+
+KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
+"""What is kept, and its files below the cache's folder."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """What to do."""
+    parser.add_argument(
+        "action",
+        choices=("list", "clear"),
+        help="list: the number and size of the files, by what they hold; clear: delete them",
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """List or delete."""
+    from rematplan.report.tables import pairs_table
+
+    folder, deleting = cache_folder(), args.action == "clear"
+    found = {what: _files(folder, pattern, deleting) for what, pattern in KEPT.items()}
+    rows = {what: f"{number} files, {show_bytes(size)}" for what, (number, size) in found.items()}
+    out.show(pairs_table(f"{'Deleted from' if deleting else 'Kept in'} {folder}", rows))
+    out.data(
+        {
+            "folder": str(folder),
+            "deleted": deleting,
+            **{what: {"files": number, "bytes": size} for what, (number, size) in found.items()},
+        }
+    )
+    return 0
+
+
+def _files(folder: Path, pattern: str, deleting: bool) -> tuple[int, int]:
+    """The number of files and their bytes; they are deleted, if wanted."""
+    files = sorted(folder.glob(pattern))
+    size = sum(file.stat().st_size for file in files)
+    for file in files if deleting else ():
+        file.unlink(missing_ok=True)
+    return len(files), size

@@ -1,0 +1,37 @@
+"""``rematplan devices``: the device models of the roofline costs."""
+
+from __future__ import annotations
+
+import argparse
+
+from rematplan.cli.output import Output
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+    del parser
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """List them."""
+    del args
+    import torch  # here: `rematplan --help` does not wait for it
+
+    from rematplan.report.tables import devices_table
+    from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, DEVICE_MODELS
+
+    rows = [
+        {
+            "name": model.name,
+            "summary": model.summary,
+            "default": model.name == DEFAULT_DEVICE_MODEL,
+            "teraflops_float32": model.flops[torch.float32],
+            "teraflops_float16": model.flops[torch.float16],
+            "gigabytes_a_second": model.bandwidth,
+            "launch_microseconds": model.launch,
+        }
+        for model in DEVICE_MODELS.values()
+    ]
+    out.show(devices_table(rows))
+    out.data({"devices": rows})
+    return 0

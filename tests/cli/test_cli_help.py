@@ -1,0 +1,137 @@
+"""Laws of what the command line explains: every option says what it means, every strategy what it does."""
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from rematplan.cli.arguments import MEANINGS
+from rematplan.cli.program import COMMANDS, parser
+from rematplan.planner.registry import STRATEGIES
+
+
+def options(command: str) -> Iterator[argparse.Action]:
+    root = parser([command])
+    commands = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
+    yield from commands.choices[command]._actions
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_means(command: str) -> None:
+    for option in options(command):
+        assert option.help, option.option_strings
+        assert not option.help.startswith(("auto: default", "default")), option.option_strings
+        assert option.metavar != "X" or "speed" in option.help or "error" in option.help, (
+            option.option_strings
+        )
+
+
+def test_each_option_of_a_strategy_has_a_meaning_and_a_unit() -> None:
+    explained = {o.dest.removeprefix("option_"): o for o in options("plan") if o.dest.startswith("option_")}
+    assert explained.keys() == MEANINGS.keys()
+    for name, option in explained.items():
+        unit, meaning = MEANINGS[name]
+        assert option.help.startswith(meaning)
+        assert option.metavar == unit or option.nargs == 0 or option.metavar.startswith("{")
+
+
+@pytest.mark.parametrize("command", ["plan", "curve", "step"])
+def test_strategies_are_described(call, command: str) -> None:
+    said = call(command, "--help").out
+    for name, kind in STRATEGIES.items():
+        assert f"{name} " in said
+        assert kind.summary in said
+
+
+def test_devices(call) -> None:
+    listed = call("devices", "--json").data["devices"]
+    assert [d["name"] for d in listed if d["default"]] == ["a100"]
+    table = call("devices").out
+    for device in listed:
+        assert device["name"] in table
+        assert f"{device['gigabytes_a_second']:g}" in table
+        assert (
+            call(
+                "plan",
+                "vgg19",
+                "--width",
+                "2",
+                "--image",
+                "32",
+                "--device-model",
+                device["name"],
+                "--budget",
+                "100%",
+                "--strategy",
+                "store_all",
+                "--quiet",
+            ).status
+            == 0
+        )
+
+
+def test_cache(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "rematplan"
+    (folder / "plans").mkdir(parents=True)
+    kept = {
+        folder / "plans" / "a.json": b"12345",
+        folder / "profile-b.json": b"123",
+        folder / "other.txt": b"1",
+    }
+    for path, text in kept.items():
+        path.write_bytes(text)
+    said = call("cache", "list", "--json").data
+    assert said["plans"] == {"files": 1, "bytes": 5}
+    assert said["costs"] == {"files": 1, "bytes": 3}
+    assert str(folder) in call("cache", "list").out.replace("\n", "")
+    assert all(path.exists() for path in kept)
+    assert call("cache", "clear", "--json").data["deleted"]
+    assert [path.name for path in kept if path.exists()] == ["other.txt"]
+    assert call("cache", "clear", "--json").data["plans"] == {"files": 0, "bytes": 0}
+
+
+def test_a_step_says_which_loss_it_added_and_what_its_time_is_compared_with(call) -> None:
+    small = (
+        "vgg19",
+        "--batch",
+        "2",
+        "--image",
+        "32",
+        "--width",
+        "2",
+        "--budget",
+        "100%",
+        "--strategy",
+        "store_all",
+    )
+    said = call("step", *small, "--steps", "1").out
+    assert "the loss is cross_entropy" in said
+    assert "--loss states another" in " ".join(said.split())
+    assert "the overhead counts ops alone" in said
+    assert "the loss is" not in call("step", *small, "--steps", "1", "--loss", "mse").out
+
+
+def test_what_inverses_do_to_gradients_is_predicted(call) -> None:
+    """With a ReLU in every coupling."""
+    small = ("revnet38", "--batch", "2", "--image", "32", "--width", "8")
+    said = call(
+        "step",
+        *small,
+        "--inverses",
+        "--verify",
+        "--budget",
+        "min",
+        "--strategy",
+        "reversible",
+        "--steps",
+        "1",
+    )
+    text = " ".join(said.out.split())
+    assert said.status == 0
+    assert "gradients not bit-equal: predicted relative error at most" in text
+    assert "differ from plain autograd, as predicted" in text
+    exact = call(
+        "step", *small, "--verify", "--budget", "100%", "--strategy", "store_all", "--steps", "1"
+    ).out
+    assert "not bit-equal" not in exact
