@@ -11,6 +11,7 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.options import PlanOptions
+from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_check import check_first_plan
@@ -56,6 +57,7 @@ def plan_module(
     loss_memory: str | int | None = None,
     accumulate: bool = False,
     statistics: Kronecker | None = None,
+    reserved: Iterable[object] = (),
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -79,6 +81,12 @@ def plan_module(
     them, another is made, or a warning says that there is none. ``accumulate``: the gradients of several steps are
     added up before an optimizer's step, so that the plan counts those of earlier steps from the start, a percentage is
     of a peak with them, and no plan is made in the middle of a loop.
+
+    ``reserved``: what others hold during the step, which the budget then bounds too: optimizers (their state, made or
+    to come, and what their step holds beyond it, so that a whole iteration keeps the budget), modules (parameters and
+    buffers that they do not share with the model: a teacher, an average of weights), objects with a method
+    ``reserved_bytes() -> int``, and bytes, such as ``"1GiB"`` or a number. A percentage is of a peak with them. A saved
+    plan is loaded with the kinds of things that were reserved when it was made.
 
     ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
     (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
@@ -130,6 +138,7 @@ def plan_module(
         overlap=overlap,
         loss_memory=loss_memory,
         accumulate=accumulate,
+        reserved=Reserved.of(reserved),
     )
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan is of a step without statistics; state a budget for one with them")

@@ -14,6 +14,7 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
 from rematplan.plans.overlapping import check_mode
 from rematplan.plans.pricing import check_costs
+from rematplan.plans.reserved import Reserved
 
 if TYPE_CHECKING:
     from rematplan.runtime.problem.constraints import Name
@@ -40,6 +41,7 @@ class PlanOptions:
     overlap: str | None = None
     loss_memory: str | int | None = None
     accumulate: bool = False
+    reserved: Reserved = field(default_factory=Reserved)
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:

@@ -32,11 +32,14 @@ from rematplan.runtime.problem.accumulation import (
 )
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, with_loss_boundary
+from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
 shapes want much the same runs. For U-Net, ResNet-50 and a GPT at half, double and one more of the batch it came within
 .2 points of the whole time, wherever the earlier plan fitted."""
+RESERVED = "reserved"
+"""The input that stands for what others hold."""
 MENTIONED = 0.01
 """Share of a refused plan's peak from which on room for a loss is worth a word."""
 
@@ -88,7 +91,9 @@ class StepPlanner:
         once = ops_that_run_once(step, asked.keep, asked.never_rerun)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
         graph = adding_problem(step, graph, self.added) if self.added else graph
-        return holding(graph, self.held)
+        others = asked.reserved.on(step.device, self.named)
+        graph = with_optimizer_step(step, graph, others.stepping)
+        return holding(graph, {**self.held, RESERVED: others.always})
 
     def opened(self, step: CapturedStep) -> CapturedStep:
         """The step with its inverses: all if they are wanted, else those that only move numbers."""

@@ -48,7 +48,7 @@ def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -
     """The op that takes most of a lane's time, so often that it takes `SECONDS`; none that other processes take part
     in."""
     total: dict[str, float] = {}
-    for name in (n for n in names if not step.call[n].collective):
+    for name in (n for n in names if n in step.call and not step.call[n].collective):  # others run the loss
         total[name] = total.get(name, 0.0) + cost[name]
     if not total:
         return _nothing

@@ -22,6 +22,10 @@ LOSS = "(loss)"
 copies of these."""
 LOSS_VALUE = "(loss value)"
 """The tensor of that op which stands for what of a loss stays until the step ends."""
+OPTIMIZER = "(optimizer)"
+"""The op that stands for the optimizer's step, where a problem has it, and its tensor without bytes."""
+OUTSIDE = (LOSS, OPTIMIZER)
+"""Ops that others run."""
 COPIES = 5
 """Tensors of the outputs' size, in float32 at least, that almost every loss does with at its peak, the gradients of the
 outputs among them: the mean of squares, l1, dice and divergences hold four, a squared difference written out five."""
@@ -166,8 +170,9 @@ def set_aside(graph: TrainingGraph) -> int:
 class SplitSchedule:
     """A schedule as it is run.
 
-    ``schedule`` and ``lanes`` are without the loss, which others run, and without the last frees of gradients, which
-    leave. ``positions``: where the steps of ``schedule`` stood. ``turn``: the position of the first after the loss.
+    ``schedule`` and ``lanes`` are without the loss and the optimizer's step, which others run, and without the last
+    frees of gradients, which leave. ``positions``: where the steps of ``schedule`` stood. ``turn``: the position of the
+    first after the loss.
     """
 
     schedule: Schedule
@@ -179,10 +184,12 @@ class SplitSchedule:
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
     """What is to be run of a schedule of a `with_loss_boundary`, and where it turns."""
     leaving = _leaving(step, schedule)
-    own = tuple(
-        at for at, one in enumerate(schedule) if one not in (Run(LOSS), Free(LOSS)) and at not in leaving
-    )
-    shorter = lanes and _without(lanes, runs_of(schedule).index(LOSS))
+    outside = {*map(Run, OUTSIDE), Free(LOSS)}
+    own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
+    shorter, runs = lanes, runs_of(schedule)
+    for name in reversed(OUTSIDE):  # the last run first: its going moves no other
+        if shorter and name in runs:
+            shorter = _without(shorter, runs.index(name))
     return SplitSchedule(
         tuple(schedule[at] for at in own), shorter, own, bisect(own, schedule.index(Run(LOSS)))
     )

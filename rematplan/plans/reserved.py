@@ -1,0 +1,128 @@
+"""What others hold beside a step: optimizers, further modules, bytes that are stated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import UsageError
+from rematplan.plans.budgets import parse_budget
+from rematplan.runtime.costs.optimizers import optimizer_memory, plain_tensors
+from rematplan.runtime.graph.allocator import allocated
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that others hold on one device.
+
+    ``always``: during the whole step. ``stepping``: beyond these, while an optimizer makes its step.
+    """
+
+    always: int = 0
+    stepping: int = 0
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What others hold, counted each time that a plan is made.
+
+    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, and text such
+    as ``1GiB``.
+
+    Raises:
+        UsageError: no list, or an item that is something else.
+    """
+
+    items: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in self.items:
+            if isinstance(item, str):
+                _bytes(item)
+            elif not isinstance(item, (int, Counted, torch.optim.Optimizer, nn.Module)) and not _says(item):
+                raise UsageError(
+                    f"reserved: a {type(item).__name__} is no optimizer, no module, no number of bytes and no text "
+                    f"such as '1GiB', and has no method reserved_bytes()"
+                )
+
+    @classmethod
+    def of(cls, items: Iterable[object]) -> Reserved:
+        """What a user lists.
+
+        Raises:
+            UsageError: see the class; one thing instead of a list.
+        """
+        if isinstance(items, (str, int, nn.Module, torch.optim.Optimizer)):
+            raise UsageError("reserved is a list; write [optimizer]")
+        return cls(tuple(items))
+
+    def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> Held:
+        """What is held on a device beside a model's tensors; what several items share counts once.
+
+        Raises:
+            UsageError: the state of an optimizer is not there, and of no known size.
+        """
+        tensors: list[torch.Tensor] = []
+        always, stepping = 0, 0
+        for item in self.items:
+            if isinstance(item, Counted):
+                held = item.by_device.get(str(device), Held())
+                always, stepping = always + held.always, max(stepping, held.stepping)
+            elif isinstance(item, (str, int)):
+                always += _bytes(item)
+            elif _says(item):
+                always += int(item.reserved_bytes())  # type: ignore[attr-defined]
+            elif isinstance(item, torch.optim.Optimizer):
+                memory = optimizer_memory(item, device)
+                tensors += memory.tensors
+                always, stepping = always + memory.to_come, max(stepping, memory.transient)
+            elif isinstance(item, nn.Module):
+                tensors += (*item.parameters(), *item.buffers())
+        ours = {_storage(t) for one in model.values() for t in plain_tensors(one)}
+        others = {
+            key: allocated(t.untyped_storage().nbytes(), device)
+            for one in tensors
+            for t in plain_tensors(one)
+            if t.device == device and (key := _storage(t)) not in ours
+        }
+        return Held(always + sum(others.values()), stepping)
+
+    def __reduce__(self) -> Any:
+        """Pickled as bytes by device: a model that is sent elsewhere takes no optimizer and no teacher with it."""
+        kept = tuple(i for i in self.items if isinstance(i, (str, int, Counted)))
+        others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, int, Counted))))
+        counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
+        return Reserved, ((*kept, counted) if others.items else kept,)
+
+    def devices(self) -> set[torch.device]:
+        """Where the items hold anything."""
+        optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
+        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        held += [t for i in self.items if isinstance(i, nn.Module) for t in (*i.parameters(), *i.buffers())]
+        return {t.device for t in held}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted elsewhere, by device."""
+
+    by_device: Mapping[str, Held]
+
+
+def _says(item: object) -> bool:
+    return callable(getattr(item, "reserved_bytes", None)) and not isinstance(item, type)
+
+
+def _bytes(stated: str | int) -> int:
+    budget = parse_budget(str(stated))
+    if budget.kind != "bytes":
+        raise UsageError(f"reserved: {stated!r} is no number of bytes; write 1GiB, 512MB or a whole number")
+    return budget.bytes(0, lambda: 0)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
