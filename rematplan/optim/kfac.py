@@ -239,6 +239,7 @@ class KFAC(Optimizer):
         return super().state_dict() | {
             LAYERS: {name: layer.state() for name, layer in self._layers.items()},
             "clock": self._clock,
+            "source": self._source.state() if self._met else None,
             "met": sorted(self._met),
             OTHERS: None if self._others is None else self._others.state_dict(),
         }
@@ -258,6 +259,8 @@ class KFAC(Optimizer):
         for name, layer in self._layers.items():
             layer.load(state_dict[LAYERS][name])
         self._clock, self._met = state_dict["clock"], set(state_dict["met"])
+        if self._met:
+            self._source.load(state_dict["source"])
 
     def _link(self) -> None:
         """The groups of the others' optimizer are groups of this one, for schedulers and scalers."""

@@ -120,9 +120,9 @@ def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[
     """
     named = dict(model.named_parameters())
     return {
-        name: layer(name, form, named[name], named.get(form.bias_name or ""), how)
-        for name, form in forms.items()
-        if name in named and named[name].requires_grad
+        name: layer(name, forms[name], weight, named.get(forms[name].bias_name or ""), how)
+        for name, weight in named.items()  # an order that is the same in all processes
+        if name in forms and weight.requires_grad
     }
 
 

@@ -21,7 +21,7 @@ from rematplan.optim.inverses import (
     saved,
 )
 from rematplan.optim.nystrom import nystrom
-from rematplan.optim.packing import pack, packed_size, packed_trace, unpack
+from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
 
 AUTO = "auto"
 DIAGONAL_ABOVE = 16_384

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rematplan.runtime.statistics.factors import Factors, Statistics
 
@@ -20,3 +20,9 @@ class Source(Protocol):
 
         None, or statistics whose ``step`` was read before, say that there is nothing new.
         """
+
+    def state(self) -> Any:
+        """What has to be saved for statistics to go on as they would have, after an optimizer's step."""
+
+    def load(self, state: Any) -> None:
+        """Continue from a `state`."""

@@ -27,6 +27,15 @@ class PlannedSource:
         found = self._planning.statistics()
         return found if found.factors else None
 
+    def state(self) -> tuple[int, int]:
+        """The number of the next training step, and of draws of labels so far."""
+        step, draws = self._planning.statistics_state
+        return step + 1, draws
+
+    def load(self, state: tuple[int, int]) -> None:
+        """Continue with that step."""
+        self._planning.statistics_state = state
+
 
 def source_of(model: nn.Module) -> Source:
     """The source that a planned module is.

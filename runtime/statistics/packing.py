@@ -6,6 +6,8 @@ that sums are matrix products straight into the packed tensor, and (d² + d·b) 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -45,6 +47,15 @@ def unpack(packed: Tensor, d: int) -> Tensor:
         dense[..., start:, start:end] = column
         dense[..., start:end, end:] = column[..., end - start :, :].mT
     return dense
+
+
+def packed_trace(packed: Tensor, d: int) -> Tensor:
+    """The traces (...) of packed matrices (..., `packed_size`)."""
+    diagonals = (
+        block_column(packed, d, *at)[..., : at[1] - at[0], :].diagonal(dim1=-2, dim2=-1).sum(-1)
+        for at in block_columns(d)
+    )
+    return functools.reduce(operator.add, diagonals)
 
 
 def pack(dense: Tensor) -> Tensor:

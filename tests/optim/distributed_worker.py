@@ -20,6 +20,7 @@ from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import merged
 from rematplan.optim.distributed import Ranks
 from rematplan.optim.kfac import KFAC
+from rematplan.runtime.statistics.packing import packed_size
 
 STEPS = 50
 BATCH = 24
@@ -179,10 +180,8 @@ def counted(whole: nn.Module) -> None:
     matrices = sum(p.numel() for layer in kfac.layers.values() for p in layer.parameters)
     rest = sum(p.numel() for p in model.parameters()) - matrices
     sides = [side for layer in kfac.layers.values() for side in layer.sides]
-    # Packed: n (n + 1) / 2 numbers, an odd n as the next even one; and the rows and samples of each layer.
-    factors = sum(
-        k * (n + n % 2) * (n + n % 2 + 1) // 2 for n, k in ((s.size, *s.blocks, 1)[:2] for s in sides)
-    )
+    # Packed factors, and the rows and samples of each layer.
+    factors = sum(k * packed_size(n) for n, k in ((s.size, *s.blocks, 1)[:2] for s in sides))
     factors += 2 * len(kfac.layers)
     # A reduce-scatter and an all-gather of n numbers are an all-reduce of n numbers. Beyond it each owner gets the
     # sum of the weights, and gives its part of the product that clips updates.

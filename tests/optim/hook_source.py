@@ -80,6 +80,12 @@ class HookSource:
         skipped = {f"{n}.weight": "its output was not used" for n in self.kinds if n not in self.sums}
         return Statistics(factors, skipped, self.steps)
 
+    def state(self) -> None:
+        return None
+
+    def load(self, state: None) -> None:
+        pass
+
 
 def rows_of(module: nn.Module, x: Tensor) -> Tensor:
     """Inputs as rows, (groups, rows, columns), a one at the end for a bias."""

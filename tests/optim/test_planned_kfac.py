@@ -1,0 +1,121 @@
+"""K-FAC on the statistics of planned modules."""
+
+import copy
+import io
+
+import pytest
+import torch
+from hook_source import HookSource
+from small_networks import SHAPES, batch, maker
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import UsageError
+
+SETTINGS = {"strategy": "approx_dp", "costs": "roofline"}
+SAMPLES = 256
+
+
+def deep() -> nn.Module:
+    """Linear layers, and a norm that has no factors."""
+    layers = (m for _ in range(6) for m in (nn.Linear(24, 24), nn.Tanh()))
+    return nn.Sequential(nn.Linear(6, 24), nn.LayerNorm(24), *layers, nn.Linear(24, 5))
+
+
+SHAPES[deep] = (6,)
+MAKE = maker(deep)
+
+
+def planned(parts: int = 1, budget: str = "90%", **options: object) -> nn.Module:
+    x, _ = batch(MAKE, 0, SAMPLES // parts)
+    statistics = rematplan.Kronecker(**options)
+    found = rematplan.plan_module(
+        MAKE(), (x,), statistics=statistics, accumulate=parts > 1, budget=budget, **SETTINGS
+    )
+    assert any(plan.estimate.reruns > 0 for plan in rematplan.planning(found).plans)
+    return found
+
+
+def train(model: nn.Module, kfac: rematplan.KFAC, steps: range, parts: int = 1) -> None:
+    for step in steps:
+        kfac.zero_grad()
+        x, y = batch(MAKE, step, SAMPLES)
+        for some, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (nn.functional.cross_entropy(model(some), labels) / parts).backward()
+        kfac.step()
+
+
+def difference(model: nn.Module, other: nn.Module) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(((p - q).norm() / q.norm()).item() for p, q in pairs)
+
+
+def kfac_of(model: nn.Module, **options: object) -> rematplan.KFAC:
+    return rematplan.KFAC(model, 0.1, **{"others": torch.optim.AdamW, "inverse_every": 4, **options})
+
+
+@pytest.mark.parametrize(("parts", "budget"), [(1, "90%"), (2, "105%")])
+def test_a_recomputing_plan_trains_as_hooks_on_the_plain_model(parts: int, budget: str) -> None:
+    model, plain = planned(parts, budget, fisher="empirical"), MAKE()
+    ours = kfac_of(model, loss_scale=1 / parts)
+    theirs = kfac_of(plain, source=HookSource(plain))
+    assert ours.reserved_bytes() == theirs.reserved_bytes()
+    train(model, ours, range(6), parts)
+    train(plain, theirs, range(6))
+    assert difference(model, plain) <= 1e-12
+
+
+def test_a_resumed_run_draws_the_same_labels_in_the_same_steps() -> None:
+    whole, first, second = (planned(every=3) for _ in range(3))
+    straight, before = kfac_of(whole), kfac_of(first)
+    train(whole, straight, range(8))
+    train(first, before, range(4))
+    file = io.BytesIO()
+    torch.save([first.state_dict(), before.state_dict()], file)
+    file.seek(0)
+    model_state, state = torch.load(file)
+    second.load_state_dict(model_state)
+    after = kfac_of(second)
+    after.load_state_dict(state)
+    train(second, after, range(4, 8))
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+def test_steps_without_statistics_use_the_inverses_before() -> None:
+    model = planned(every=3)
+    kfac = kfac_of(model, early_steps=100)
+    made = []
+    for step in range(7):
+        train(model, kfac, range(step, step + 1))
+        made.append(kfac.layers["0.weight"].a.made)
+    assert made == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_it_learns_from_labels_of_the_models_own() -> None:
+    model = planned()
+    kfac = kfac_of(model)
+
+    def loss() -> Tensor:
+        x, y = batch(MAKE, 0, SAMPLES)
+        return nn.functional.cross_entropy(model(x), y)
+
+    losses = []
+    for _ in range(25):
+        kfac.zero_grad()
+        losses.append(loss())
+        losses[-1].backward()
+        kfac.step()
+    assert losses[-1].item() < 0.9 * losses[0].item()
+
+
+def test_a_copy_of_the_model_is_not_the_one_that_gives_statistics() -> None:
+    model = planned()
+    kfac = kfac_of(model)
+    with pytest.raises(UsageError, match="no statistics yet"):
+        train(copy.deepcopy(model), kfac, range(1))
+
+
+def test_a_module_planned_without_statistics_is_refused() -> None:
+    plain = rematplan.plan_module(MAKE(), (batch(MAKE, 0, SAMPLES)[0],), budget="90%", **SETTINGS)
+    with pytest.raises(UsageError, match="planned without statistics"):
+        kfac_of(plain)
