@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +28,13 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.fake_weights import is_weightless, without_data
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
-from rematplan.runtime.costs.measure import check_fits, peak_above_entry, release_libraries, seconds_in_turn
+from rematplan.runtime.costs.measure import (
+    check_fits,
+    peak_above_entry,
+    release_libraries,
+    rounds_in_turn,
+    seconds_in_turn,
+)
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.graph.call_cost import CallCost
@@ -40,10 +47,12 @@ from rematplan.runtime.problem.planning_problem import training_graph
 
 __all__ = [
     "LoadedStep",
+    "MeasuredPlan",
     "Sizes",
     "StepReport",
     "curves",
     "load_step",
+    "measure_plans",
     "no_recompute",
     "plan",
     "problem",
@@ -107,6 +116,21 @@ class StepReport:
     losses: tuple[float, ...]
     verification: Verification | None
     one_lane_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """A plan that was run in turn with others. ``plan``: None is plain autograd. ``peak``: bytes, everything the step
+    holds counted. ``seconds``: of the step, in each round."""
+
+    plan: Plan | None
+    peak: int
+    seconds: tuple[float, ...]
+
+    def overheads(self, base: MeasuredPlan) -> tuple[float, float, float]:
+        """Least, median and largest extra time, as a share of the base's time in the same round."""
+        ratios = sorted(own / other - 1 for own, other in zip(self.seconds, base.seconds, strict=True))
+        return ratios[0], statistics.median(ratios), ratios[-1]
 
 
 def load_step(
@@ -358,6 +382,39 @@ def run_step(
         verification,
         seconds.get("one lane"),
     )
+
+
+def measure_plans(
+    loaded: LoadedStep, plans: Sequence[Plan], *, rounds: int = 5, progress: Progress = silent
+) -> tuple[MeasuredPlan, ...]:
+    """Measure the peaks of plans and of plain autograd, then time all of them in turn, ``rounds`` times.
+
+    Returns one `MeasuredPlan` per plan, in order, and plain autograd's last. Times of different plans may be compared
+    within a round: a slow spell of the machine affects all plans alike. The module is left as it was.
+
+    Raises:
+        UsageError: the step was loaded without weights.
+    """
+    if is_weightless(loaded.batch):
+        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned and not run")
+    module, batch, device = loaded.module, loaded.batch, loaded.step.device
+
+    def run_eager() -> None:
+        module.zero_grad(set_to_none=True)
+        eager_step(module, batch)
+
+    calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {"eager": run_eager}
+    held, peaks = _held_bytes(loaded), []
+    with untouched(module):
+        for done, call in enumerate(calls.values()):
+            progress(0.5 * done / len(calls), "measuring peaks")
+            module.zero_grad(set_to_none=True)
+            release_libraries(device)
+            peaks.append(held + peak_above_entry(call, device)[0])
+        progress(0.5, "timing")
+        seconds = rounds_in_turn(calls, device, rounds).values()
+    rows = zip((*plans, None), peaks, seconds, strict=True)
+    return tuple(MeasuredPlan(*row) for row in rows)
 
 
 def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import (
@@ -16,9 +17,11 @@ from rematplan.cli.arguments import (
 )
 from rematplan.cli.output import Output
 from rematplan.cli.source import Source, add_costs, add_model, load
-from rematplan.ir import UsageError
+from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.bounds.search import lower_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy, pareto
 from rematplan.planner.registry import STRATEGIES
@@ -30,10 +33,14 @@ from rematplan.plans.tradeoff import curves_csv, key, rows_at, spread, trace_cur
 from rematplan.report.tables import measured_table, trade_off_table
 
 if TYPE_CHECKING:
-    from rematplan.api import StepReport
+    from rematplan.api import MeasuredPlan
 
 BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
 MEASURED_PLANS = 5
+ROUNDS = 5
+"""Times that each measured plan runs, in turn with the others."""
+FLOORS, FLOOR_SHARE = 10, 0.3
+"""A picture proves a floor at this many budgets, in this share of a curve's time limit in addition."""
 LEAST_SHARE = 0.25
 """Of the time limit of a curve: what the search for the smallest reachable peak may take more."""
 
@@ -42,8 +49,9 @@ LEAST_SHARE = 0.25
 class TradeOff:
     """The trade-off of a problem.
 
-    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table rows. ``reports``: of
-    the plans that were run, the no-recompute plan first.
+    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table rows. ``measured``: the plans that
+    were run, the no-recompute plan first and plain autograd last. ``floors``: (budget in bytes, proven floor of the
+    overhead of any schedule within it), where a picture was asked for.
     """
 
     source: Source
@@ -51,7 +59,8 @@ class TradeOff:
     curves: Mapping[str, Sequence[Plan]]
     budgets: Sequence[Budget]
     notes: tuple[str, ...]
-    reports: tuple[StepReport, ...] = ()
+    measured: tuple[MeasuredPlan, ...] = ()
+    floors: tuple[tuple[int, float], ...] = ()
 
     @property
     def whole(self) -> int:
@@ -80,7 +89,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every point of the curves")
     parser.add_argument(
-        "--measure", action="store_true", help=f"run up to {MEASURED_PLANS} of the best plans on this machine"
+        "--measure",
+        action="store_true",
+        help=f"run up to {MEASURED_PLANS} of the best plans on this machine, {ROUNDS} times in turn",
     )
     add_strategy_options(parser)
 
@@ -99,6 +110,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     trade_off = trace(source, strategies, budgets, out)
     if args.measure:
         trade_off = measure(trade_off, out)
+    if args.png:
+        trade_off = prove(trade_off, strategies, out)
     show(trade_off, out)
     write(trade_off, args.png, args.csv)
     out.data(
@@ -134,22 +147,32 @@ def trace(
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
 
 
+def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
+    """Add proven floors of the overhead at budgets along the curves, for the picture."""
+    graph, base = trade_off.source.graph, trade_off.base.estimate.peak
+    least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
+    budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
+    limits = [s.time_limit for s in strategies.values() if isinstance(s, (Auto, Anneal))]
+    seconds = FLOOR_SHARE * max(limits, default=FLOORS) / len(budgets)
+    floors = []
+    with out.progress(f"proving floors of {graph.name}") as progress:
+        for done, budget in enumerate(budgets):
+            progress(done / len(budgets), show_bytes(budget))
+            floors.append((budget, lower_bound(graph, budget, seconds).overhead))
+    return replace(trade_off, floors=tuple(floors))
+
+
 def measure(trade_off: TradeOff, out: Output) -> TradeOff:
-    """Run the no-recompute plan and some plans along the best curve, in turn with eager autograd."""
+    """Run the no-recompute plan and some plans along the best curve, all in turn, and plain autograd with them."""
     from rematplan import api
 
     loaded = trade_off.source.loaded
     assert loaded is not None
     best = pareto(p for plans in trade_off.curves.values() for p in plans)
     chosen = [trade_off.base, *(p for p in spread(best, MEASURED_PLANS) if p.estimate.reruns)]
-    reports = []
     with out.progress("running plans") as progress:
-        for done, plan in enumerate(chosen):
-            progress(done / len(chosen), f"{plan.strategy}, {plan.estimate.reruns} ops recomputed")
-            reports.append(api.run_step(loaded, plan))
-    return TradeOff(
-        trade_off.source, trade_off.base, trade_off.curves, trade_off.budgets, trade_off.notes, tuple(reports)
-    )
+        measured = api.measure_plans(loaded, chosen, rounds=ROUNDS, progress=progress)
+    return replace(trade_off, measured=measured)
 
 
 def show(trade_off: TradeOff, out: Output) -> None:
@@ -159,24 +182,29 @@ def show(trade_off: TradeOff, out: Output) -> None:
         _without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak, trade_off.whole
     )
     out.show(*trade_off.notes, trade_off_table(name, base, rows))
-    if trade_off.reports:
-        out.show(measured_table(name, trade_off.reports))
+    if trade_off.measured:
+        out.show(measured_table(name, trade_off.measured))
 
 
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
     """The picture and the CSV file, where wanted."""
     if csv:
-        measured = {key(r.plan): (r.measured_peak, r.seconds, r.eager_seconds) for r in trade_off.reports}
+        eager = trade_off.measured[-1:]
+        measured = {
+            key(m.plan): (m.peak, median(m.seconds), median(eager[0].seconds))
+            for m in trade_off.measured
+            if m.plan
+        }
         write_whole(csv, curves_csv(trade_off.curves, trade_off.base, measured))
     if png:
-        from rematplan.report.plot import MeasuredPoint, save_trade_off  # matplotlib is slow to load
+        from rematplan.report.plot import Floors, MeasuredPoint, save_trade_off  # matplotlib is slow to load
 
-        points = [
-            MeasuredPoint(r.measured_peak, r.seconds / trade_off.reports[0].seconds - 1)
-            for r in trade_off.reports
-        ]
-        title = f"{trade_off.source.graph.name}: memory against time of a training step"
-        save_trade_off(png, title, trade_off.curves, trade_off.base, points)
+        base = trade_off.measured[0] if trade_off.measured else None
+        points = [MeasuredPoint(m.peak, *m.overheads(base)) for m in trade_off.measured[:-1] if base]
+        graph = trade_off.source.graph
+        title = f"{graph.name}: memory against time of a training step"
+        floors = Floors(min_peak_bound(graph).bytes, trade_off.floors)
+        save_trade_off(png, title, trade_off.curves, trade_off.base, points, floors)
 
 
 def document(trade_off: TradeOff) -> dict[str, Any]:
@@ -195,13 +223,20 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
             | (_point(r.plan) if r.plan else dict.fromkeys(("peak", "overhead", "ops_recomputed")))
             for r in rows
         ],
-        "measured": [
-            _point(r.plan)
-            | {"strategy": r.plan.strategy, "measured_peak": r.measured_peak, "seconds": r.seconds}
-            | {"eager_peak": r.eager_peak, "eager_seconds": r.eager_seconds}
-            for r in trade_off.reports
-        ],
+        "measured": _measured(trade_off.measured),
     }
+
+
+def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
+    """The JSON output of the plans that were run: median times; least, median and largest overhead."""
+    return [
+        _point(m.plan)
+        | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}
+        | {"overhead_measured": list(m.overheads(measured[0])), "rounds": len(m.seconds)}
+        | {"eager_peak": measured[-1].peak, "eager_seconds": median(measured[-1].seconds)}
+        for m in measured
+        if m.plan
+    ]
 
 
 def _point(plan: Plan) -> dict[str, Any]:

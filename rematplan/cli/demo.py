@@ -98,7 +98,9 @@ def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any
     source = price(loaded, out, PROFILE)
     out.show(f"   {len(source.graph.ops)} ops; planning")
     budgets = [parse_budget(text) for text in curve.BUDGETS]
-    trade_off = curve.trace(source, several_strategies(DRAWN, {"time_limit": TIME_LIMIT}), budgets, out)
+    strategies = several_strategies(DRAWN, {"time_limit": TIME_LIMIT})
+    trade_off = curve.trace(source, strategies, budgets, out)
+    trade_off = curve.prove(trade_off, strategies, out)
     curve.show(trade_off, out)
     curve.write(trade_off, folder / f"{case.name}.png", folder / f"{case.name}.csv")
     plan = _plan_from(trade_off, case.budget)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.plans.budgets import Budget, known_plans
+
+RIVAL_PEAKS = 3
+"""At how many of the other strategies' peaks `auto` is asked for a plan too."""
 
 Curves = Mapping[str, Sequence[Plan]]
 """By strategy, its plans by rising overhead and falling peak."""
@@ -39,8 +42,12 @@ def trace_curves(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say). ``store``: of
-    plans on disk, which the curves begin with and are kept in."""
+    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say).
+
+    A strategy that resumes from other plans (`auto`) comes last. It starts from all plans of the others, and is also
+    asked for some of their peaks, so that its curve is nowhere above theirs. ``store``: plans on disk, from which the
+    curves start and in which they are kept.
+    """
     store = PlanStore() if store is None else store
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
@@ -54,7 +61,8 @@ def trace_curves(
         report(0.0, "")
         try:
             others = [p for plans in found.values() for p in plans] if strategy.resumes else []
-            plans = strategy.curve(graph, budgets, report, (*others, *known_plans(strategy, graph, store)))
+            asked = (*budgets, *rival_peaks(others, budgets))
+            plans = strategy.curve(graph, asked, report, (*others, *known_plans(strategy, graph, store)))
         except LatticeTooLarge as error:
             notes.append(str(error))
             continue
@@ -65,6 +73,12 @@ def trace_curves(
         else:
             notes.append(f"{name}: no plan within these budgets")
     return {name: found[name] for name in strategies if name in found}, tuple(notes)
+
+
+def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
+    """At most `RIVAL_PEAKS` peaks along the best curve of the rivals, at and above the least budget."""
+    front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
+    return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +17,37 @@ from rematplan.ir import show_bytes
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.core.plan import Plan
 
-# Okabe and Ito's palette: told apart by colour-blind readers too. Markers differ as well, for grey prints.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_UNDERLAY = "auto"
-"""Drawn broad and pale beneath the others, since it runs along the best of them."""
+# Okabe and Ito's palette: colour-blind readers can tell its colours apart. Markers differ as well, for grey prints.
+COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
+MARKERS = ("s", "^", "D", "v", "P", "X", "<")
+TOP, TOP_COLOUR = "auto", "#0072B2"
+"""The strategy that is drawn over all others, and its colour."""
+ROOM = 1.25
+"""Height of the cut axis, as a multiple of what it must show."""
+WORTH_CUTTING = 1.6
+"""The axis is cut where the whole range is at least this many times higher."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
-    """A plan that was run: its measured peak, and its step time ÷ the no-recompute plan's − 1."""
+    """A plan that was run: its measured peak in bytes; least, median and largest of its step time ÷ the no-recompute
+    plan's in the same round − 1."""
 
     peak: int
+    least: float
     overhead: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What is proven of every schedule.
+
+    ``peak``: bytes that it holds at some time. ``overheads``: pairs of a budget in bytes and the least overhead in it.
+    """
+
+    peak: int = 0
+    overheads: tuple[tuple[int, float], ...] = ()
 
 
 def save_trade_off(
@@ -37,52 +56,204 @@ def save_trade_off(
     curves: Mapping[str, Sequence[Plan]],
     base: Plan,
     measured: Sequence[MeasuredPoint] = (),
+    floors: Floors = Floors(),
 ) -> None:
-    """Write the curves as a PNG, whole or not at all.
-
-    ``curves``: by strategy, its plans in any order. ``base``: the no-recompute plan.
+    """Write the picture of `trade_off_png` as a PNG file, whole or not at all.
 
     Raises:
         ProblemError: the file cannot be written.
     """
-    write_whole(path, trade_off_png(title, curves, base, measured))
+    write_whole(path, trade_off_png(title, curves, base, measured, floors))
 
 
 def trade_off_png(
-    title: str, curves: Mapping[str, Sequence[Plan]], base: Plan, measured: Sequence[MeasuredPoint] = ()
+    title: str,
+    curves: Mapping[str, Sequence[Plan]],
+    base: Plan,
+    measured: Sequence[MeasuredPoint] = (),
+    floors: Floors = Floors(),
 ) -> bytes:
-    """The picture's bytes: one staircase a strategy, since a plan serves every budget from its peak up."""
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    """A PNG of overhead against peak: one staircase per strategy, because a plan serves every budget from its peak up.
+
+    ``auto`` is drawn on top, the region that no schedule can reach is shaded. Where one small budget would flatten all
+    else, the vertical axis is cut and a small panel shows the whole range. ``curves``: by strategy, plans in any order.
+    ``base``: the no-recompute plan. ``floors``: what is proven of every schedule.
+    """
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    unit, scale = unit_of(base.estimate.peak)
-    strategies = [name for name, plans in curves.items() if plans and name != base.strategy]
-    for i, name in enumerate(strategies):
-        _staircase(axes, name, curves[name], base.estimate.peak, scale, i)
-    if measured:
-        axes.plot(
-            [m.peak / scale for m in measured],
-            [100 * m.overhead for m in measured],
-            "x",
-            color="black",
-            markersize=9,
-            markeredgewidth=2,
-            label="measured on this machine",
-            zorder=5,
-        )
-    _mark_base(axes, base, unit, scale)
-    _mark_smallest(axes, [p for plans in curves.values() for p in plans], base, scale)
+    grid = figure.add_gridspec(2, 2, width_ratios=(3.4, 1), height_ratios=(1.5, 1))
+    axes, side = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[0, 1])
+    picture = _Picture(curves, base, measured, floors)
+    picture.draw(axes)
     axes.set_title(title, parse_math=False, pad=12)
-    axes.set_xlabel(f"peak memory of the training step ({unit})")
+    axes.set_xlabel(f"peak memory of the training step ({picture.unit})")
     axes.set_ylabel("overhead: extra computing time (%)")
-    axes.set_ylim(bottom=min(-1.0, *(100 * m.overhead - 1 for m in measured), 0.0))
-    axes.margins(x=0.06, y=0.12)
-    axes.grid(alpha=0.3)
-    _add_share_axis(axes, max(base.estimate.peak, 1) / scale / 100)
-    figure.legend(loc="outside right upper", title="strategy")
+    _add_share_axis(axes, max(base.estimate.peak, 1) / picture.scale / 100)
+    top, cut = picture.top, picture.cut
+    axes.set_ylim(picture.bottom, cut if top > WORTH_CUTTING * cut else ROOM * top + 0.5)
+    if top > WORTH_CUTTING * cut:
+        small = figure.add_subplot(grid[1, 1])
+        picture.draw(small, size=0.6)
+        small.set_ylim(picture.bottom, 1.08 * top)
+        small.axhline(cut, color="black", linewidth=0.8, linestyle="--")
+        small.set_title("whole range (dashed: where the large picture ends)", fontsize=7)
+        small.tick_params(labelsize=7)
+    side.axis("off")
+    handles, labels = axes.get_legend_handles_labels()
+    side.legend(handles, labels, loc="upper left", fontsize=8, frameon=False, borderaxespad=0)
+    side.text(0, 0, picture.summary(), transform=side.transAxes, fontsize=8, va="bottom", parse_math=False)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
     return out.getvalue()
+
+
+class _Picture:
+    """What a picture shows, in its units: memory in ``unit``, overheads in percent."""
+
+    def __init__(
+        self,
+        curves: Mapping[str, Sequence[Plan]],
+        base: Plan,
+        measured: Sequence[MeasuredPoint],
+        floors: Floors,
+    ) -> None:
+        self.base, self.measured = base, measured
+        self.unit, self.scale = unit_of(base.estimate.peak)
+        self.right = base.estimate.peak / self.scale
+        self.plans = [p for plans in curves.values() for p in plans]
+        drawn = {name: plans for name, plans in curves.items() if plans and name != base.strategy}
+        self.curves = {name: self._points(plans) for name, plans in drawn.items()}
+        unreachable = [budget for budget, floor in floors.overheads if math.isinf(floor)]
+        self.left = max([floors.peak, *unreachable]) / self.scale
+        self.floor = _proven(floors, self.plans, self.scale)
+        self.top = max(
+            [y for points in self.curves.values() for _, y in points] + self._measured_tops(), default=1.0
+        )
+        self.bottom = min([-0.02 * self.cut, *(100 * m.least - 1 for m in measured)])
+
+    def _points(self, plans: Sequence[Plan]) -> list[tuple[float, float]]:
+        return sorted((p.estimate.peak / self.scale, 100 * p.estimate.overhead) for p in plans)
+
+    def _measured_tops(self) -> list[float]:
+        return [100 * m.largest for m in self.measured]
+
+    @property
+    def cut(self) -> float:
+        """A height that shows every curve right of the middle between the smallest peak and the base's, the knee of
+        the best one, and every measured point."""
+        points = [point for curve in self.curves.values() for point in curve]
+        if not points:
+            return 1.0
+        middle = (min(x for x, _ in points) + self.right) / 2
+        shown = [min((y for x, y in curve if x <= middle), default=0.0) for curve in self.curves.values()]
+        return ROOM * max(*shown, 2 * min(shown), *self._measured_tops(), 1.0)
+
+    def draw(self, axes: Axes, size: float = 1.0) -> None:
+        """Draw all but the texts; ``size`` scales lines and markers."""
+        others = [name for name in self.curves if name != TOP]
+        for k, name in enumerate(others):
+            self._staircase(axes, name, COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)], size)
+        if TOP in self.curves:
+            self._staircase(axes, TOP, TOP_COLOUR, "o", size)
+        self._shade(axes)
+        if self.measured:
+            middles = [100 * m.overhead for m in self.measured]
+            spread = [
+                [100 * (m.overhead - m.least) for m in self.measured],
+                [100 * (m.largest - m.overhead) for m in self.measured],
+            ]
+            peaks = [m.peak / self.scale for m in self.measured]
+            axes.errorbar(
+                peaks,
+                middles,
+                yerr=spread,
+                fmt="x",
+                color="black",
+                markersize=8 * size,
+                capsize=3 * size,
+                zorder=6,
+                label="measured: median, least to largest",
+            )
+        base = 100 * self.base.estimate.overhead
+        axes.plot(
+            [self.right],
+            [base],
+            "*",
+            color="black",
+            markersize=13 * size,
+            zorder=7,
+            label="no recompute",
+            clip_on=False,
+        )
+        axes.margins(x=0.03)
+        axes.grid(alpha=0.3)
+
+    def _staircase(self, axes: Axes, name: str, colour: str, marker: str, size: float) -> None:
+        points = self.curves[name]
+        if points[-1][0] < self.right:  # with more memory than it needs, a plan stays as it is
+            points = [*points, (self.right, points[-1][1])]
+        top = name == TOP
+        axes.plot(
+            *zip(*points, strict=True),
+            drawstyle="steps-post",
+            label=name,
+            color=colour,
+            linewidth=(2.4 if top else 1.3) * size,
+            marker=marker,
+            markersize=(4.5 if top else 3.5) * size,
+            markevery=range(len(self.curves[name])),
+            zorder=5 if top else 3,
+        )
+
+    def _shade(self, axes: Axes) -> None:
+        """Shade what is proven to be out of reach: below the floor of the overhead, left of the floor of the peak."""
+        label = "proven to be out of reach"
+        if self.left > 0:
+            axes.axvspan(0, self.left, color="#CCCCCC", alpha=0.6, linewidth=0, zorder=1, label=label)
+            points = [x for curve in self.curves.values() for x, _ in curve]
+            low = min([*points, self.left])
+            axes.set_xlim(low - 0.03 * (self.right - low), self.right + 0.03 * (self.right - low))
+        if self.floor:
+            xs = [self.left, *(x for x, _ in self.floor)]
+            ys = [self.floor[0][1], *(y for _, y in self.floor)]
+            axes.fill_between(
+                xs,
+                ys,
+                step="pre",
+                color="#CCCCCC",
+                alpha=0.6,
+                linewidth=0,
+                zorder=1,
+                label=None if self.left > 0 else label,
+            )
+
+    def summary(self) -> str:
+        """The figures that a reader wants to know, as lines."""
+        base = self.base.estimate.peak
+        lines = [f"no recompute: {show_bytes(base)}"]
+        least = min(self.plans, key=lambda p: (p.estimate.peak, p.estimate.cost), default=self.base)
+        if least.estimate.peak < base:
+            share = 100 * least.estimate.peak / base
+            lines += [
+                f"smallest peak found: {show_bytes(least.estimate.peak)}",
+                f"  ({share:.0f} %), overhead {100 * least.estimate.overhead:.1f} %,",
+                f"  by {least.strategy}",
+            ]
+        if self.left > 0:
+            lines += ["no schedule can hold less than", f"  {self.left:.4g} {self.unit}"]
+        return "\n".join(lines)
+
+
+def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
+    """The proven floor as (budget, percent), by rising budget: a floor holds for smaller budgets too."""
+    known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
+    found: list[tuple[float, float]] = []
+    highest = 0.0
+    for budget, floor in sorted((*floors.overheads, *known), reverse=True):
+        if math.isfinite(floor):
+            highest = max(highest, 100 * floor)
+            found.append((budget / scale, highest))
+    return found[::-1]
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
@@ -95,65 +266,6 @@ def _add_share_axis(axes: Axes, one_percent: float) -> None:
         return percent * one_percent
 
     axes.secondary_xaxis("top", functions=(to_share, from_share)).set_xlabel("% of the no-recompute peak")
-
-
-def _staircase(axes: Axes, name: str, plans: Sequence[Plan], base_peak: int, scale: int, i: int) -> None:
-    points = sorted((p.estimate.peak, 100 * p.estimate.overhead) for p in plans)
-    xs = [peak / scale for peak, _ in points]
-    ys = [overhead for _, overhead in points]
-    if points[-1][0] < base_peak:  # more memory than it needs: it stays as it is
-        xs, ys = [*xs, base_peak / scale], [*ys, ys[-1]]
-    under = name == _UNDERLAY
-    axes.plot(
-        xs,
-        ys,
-        drawstyle="steps-post",
-        label=name,
-        color="#BBBBBB" if under else COLOURS[i % len(COLOURS)],
-        linewidth=8 if under else max(1.2, 4 - 0.8 * i),  # later lines finer, so that none hides another
-        marker="o" if under else MARKERS[i % len(MARKERS)],
-        markersize=6 if under else max(3.5, 7 - i),
-        markerfacecolor="#555555" if under else None,
-        markeredgecolor="#555555" if under else None,
-        markevery=range(len(points)),
-        zorder=1 if under else 3,
-    )
-
-
-def _mark_base(axes: Axes, base: Plan, unit: str, scale: int) -> None:
-    x = base.estimate.peak / scale
-    axes.plot([x], [100 * base.estimate.overhead], "*", color="black", markersize=15, zorder=6)
-    axes.annotate(
-        f"no recompute\n{x:.4g} {unit}",
-        (x, 100 * base.estimate.overhead),
-        xytext=(-8, 26),
-        textcoords="offset points",
-        ha="right",
-        arrowprops={"arrowstyle": "-", "color": "black"},
-        zorder=7,
-    )
-
-
-def _mark_smallest(axes: Axes, plans: Sequence[Plan], base: Plan, scale: int) -> None:
-    least = min(plans, key=lambda p: (p.estimate.peak, p.estimate.cost), default=base)
-    if least.estimate.peak >= base.estimate.peak:
-        return
-    x, y = least.estimate.peak / scale, 100 * least.estimate.overhead
-    share = 100 * least.estimate.peak / base.estimate.peak
-    axes.axvline(x, color="black", linestyle=":", linewidth=1, zorder=2)
-    axes.plot([x], [y], "o", markersize=13, markerfacecolor="none", markeredgecolor="black", zorder=6)
-    axes.annotate(
-        f"smallest reachable: {show_bytes(least.estimate.peak)} ({share:.0f} %)\n"
-        f"overhead {y:.1f} %, by {least.strategy}",
-        (x, y),
-        # Below the curves, which fall from the upper left to the lower right, there is room.
-        xytext=(0.03, 0.06),
-        textcoords="axes fraction",
-        va="bottom",
-        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "#BBBBBB", "alpha": 0.9},
-        arrowprops={"arrowstyle": "-", "color": "black", "relpos": (0, 1), "shrinkB": 7},
-        zorder=7,
-    )
 
 
 def unit_of(n: int) -> tuple[str, int]:

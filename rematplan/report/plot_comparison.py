@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rematplan.ir.problem_json import write_whole
-from rematplan.report.plot import COLOURS, MARKERS, unit_of
+from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, unit_of
 
 if TYPE_CHECKING:
     from rematplan.report.rival import Rival
@@ -21,30 +21,51 @@ LEAST = 1e-18
 """Where an error of 0 is drawn."""
 
 
-def save_comparison(path: Path, title: str, rivals: Sequence[Rival]) -> None:
-    """Write the picture as a PNG, whole or not at all.
+def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
+    """Write the picture as a PNG file, whole or not at all.
+
+    ``budget``: bytes; a line marks it, and rows that do not fit have hollow markers. Peaks are measured where the row
+    was run, else predicted; extra times are predicted.
 
     Raises:
         ProblemError: the file cannot be written.
     """
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     times, errors = figure.subplots(1, 2)
     unit, scale = unit_of(max(r.plan.peak for r in rivals))
     for i, rival in enumerate(rivals):
-        report = rival.report
+        report, fits = rival.report, rival.plan.peak <= budget
         peak = (report.measured_peak if report else rival.plan.peak) / scale
         error = rival.gradient_error if report else rival.error
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        times.plot([peak], [100 * rival.extra], linestyle="", markersize=9, label=rival.name, **style)
-        errors.plot([peak], [max(error or 0.0, LEAST)], linestyle="", markersize=9, **style)
-    _name(times, f"peak memory of the training step ({unit})", "extra computing time, predicted (%)")
-    _name(
-        errors,
-        f"peak memory of the training step ({unit})",
-        f"relative error of the gradients ({LEAST:g}: none)",
-    )
+        colour = (TOP_COLOUR, *COLOURS)[i % (len(COLOURS) + 1)]
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": ("o", *MARKERS)[i % (len(MARKERS) + 1)],
+            "markerfacecolor": colour if fits else "none",
+            "linestyle": "",
+            "markersize": 9,
+            "clip_on": False,
+        }
+        label = rival.name if fits else f"{rival.name} (does not fit)"
+        times.plot([peak], [100 * rival.extra], label=label, **style)
+        errors.plot([peak], [max(error or 0.0, LEAST)], **style)
+    for axes in (times, errors):
+        axes.axvline(
+            budget / scale,
+            color="black",
+            linestyle=":",
+            linewidth=1.2,
+            label="budget" if axes is times else None,
+            zorder=1,
+        )
+    run = any(r.report for r in rivals)
+    x = f"{'measured' if run else 'predicted'} peak of the training step ({unit})"
+    _name(times, x, "extra computing time, predicted (%)")
+    kind = "gradients, measured" if run else "tensors, predicted"
+    _name(errors, x, f"relative error of the {kind} ({LEAST:g}: none)")
     errors.set_yscale("log")
+    errors.set_ylim(bottom=LEAST / 10)
     figure.suptitle(title, parse_math=False)
     figure.legend(loc="outside lower center", ncols=3)
     out = io.BytesIO()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from rematplan.planner.peak_report import peak_split
 from rematplan.plans.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
-    from rematplan.api import StepReport
+    from rematplan.api import MeasuredPlan, StepReport
     from rematplan.models import ZooEntry
     from rematplan.report.rival import Rival
 
@@ -156,31 +157,32 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
     )
 
 
-def measured_table(name: str, reports: Sequence[StepReport]) -> Table:
-    """Plans that were run."""
+def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
+    """Plans that were run in turn: the no-recompute plan first, with which all are compared; plain autograd last."""
     table = _table(
-        f"{name}: measured on this machine",
+        f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
         "strategy",
         "predicted\npeak",
         "measured\npeak",
         "step time",
-        "against\neager",
         "predicted\noverhead",
+        "measured\noverhead",
+        "least to\nlargest",
         left=1,
     )
-    for report in reports:
+    for one in measured:
+        low, middle, high = (f"{100 * share:.1f} %" for share in one.overheads(measured[0]))
+        if one.plan is None:
+            table.add_section()
         table.add_row(
-            report.plan.strategy,
-            show_bytes(report.plan.estimate.peak),
-            show_bytes(report.measured_peak),
-            show_seconds(report.seconds),
-            f"× {report.seconds / report.eager_seconds:.3f}",
-            show_overhead(report.plan),
+            one.plan.strategy if one.plan else "plain autograd",
+            show_bytes(one.plan.estimate.peak) if one.plan else "–",
+            show_bytes(one.peak),
+            show_seconds(statistics.median(one.seconds)),
+            show_overhead(one.plan) if one.plan else "–",
+            middle,
+            f"{low} to {high}",
         )
-    if reports:
-        table.add_section()
-        peak, seconds = reports[0].eager_peak, reports[0].eager_seconds
-        table.add_row("eager autograd", "–", show_bytes(peak), show_seconds(seconds), "× 1.000", "–")
     return table
 
 
@@ -207,8 +209,14 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Peak, extra time and error of each way to run a step."""
-    columns = ("predicted\npeak", "measured\npeak", "extra time\npredicted", "step time\nagainst eager")
+    """Peak, extra time and error of each row, and whether it fits the budget."""
+    columns = (
+        "fits",
+        "predicted\npeak",
+        "measured\npeak",
+        "extra time\npredicted",
+        "step time\nagainst eager",
+    )
     errors = ("error brought\nback, predicted", "gradient error\nmeasured")
     table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
     for r in rivals:
@@ -219,6 +227,7 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
             measured = (show_bytes(report.measured_peak), share)
         table.add_row(
             r.name,
+            "no" if over else "yes",
             show_bytes(r.plan.peak),
             measured[0],
             f"{100 * r.extra:.2f} %",
@@ -230,7 +239,7 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
     if rivals and (first := rivals[0].report):
         table.add_section()
         peak = show_bytes(first.eager_peak)
-        table.add_row("eager autograd", "–", peak, "–", "× 1.000", "–", "–")
+        table.add_row("eager autograd", "–", "–", peak, "–", "× 1.000", "–", "–")
     return table
 
 

@@ -148,12 +148,19 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def seconds_in_turn(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """The least time of each call over ``rounds``, the calls taken in turn after one warm-up each.
+    """The least time of each call over ``rounds`` of `rounds_in_turn`: the least, since noise only adds."""
+    return {name: min(times) for name, times in rounds_in_turn(calls, device, rounds, settling).items()}
 
-    In turn, so that a machine's slow spell hits all alike; the least, since noise only adds. ``settling``: calls before
-    each that is timed, after which the allocator is as this call leaves it, not as the one before it did.
+
+def rounds_in_turn(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
+) -> dict[str, tuple[float, ...]]:
+    """The seconds of each call in each round, the calls taken in turn after one warm-up each.
+
+    In turn, so that a slow spell of the machine affects all calls alike. ``settling``: untimed repeats before each
+    timed call, so that the allocator is as this call leaves it, not as the call before did.
     """
-    best = dict.fromkeys(calls, float("inf"))
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(rounds):
@@ -164,8 +171,8 @@ def seconds_in_turn(
             start = time.perf_counter()
             call()
             synchronize(device)
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+            times[name].append(time.perf_counter() - start)
+    return {name: tuple(seconds) for name, seconds in times.items()}
 
 
 def check_fits(needed: int, what: str) -> None:
