@@ -49,19 +49,15 @@ _LEFT_BEHIND = (
     "never change, call it once before it is planned"
 )
 _HIGHER_ORDER = (
-    "it calls an operator that takes functions (torch.cond, torch.while_loop) or checks values in its backward, which "
-    "no plan states; plan those of its parts that do not"
-)
-_EFFECTS = (
-    "it calls an op that does more than give results, as collectives in place do; call those of "
-    "torch.distributed._functional_collectives, or plan those of its parts that do not"
+    "it calls an operator that takes functions (torch.cond, torch.while_loop), checks values in its backward, or "
+    "communicates in place (call torch.distributed._functional_collectives), which no plan states; plan those of its "
+    "parts that do not"
 )
 _COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
 _VARYING = "it makes nested tensors, whose sizes no plan states; plan those of its parts that do not"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
-    "HigherOrderOperator with_effects": _EFFECTS,
     "HigherOrderOperator": _HIGHER_ORDER,
     "dynamo-optimized": _COMPILED,
     "shape_env must not be None": _VARYING,
@@ -100,10 +96,11 @@ def capture(
         raise
     except VALUES_DECIDE as error:
         where = getattr(error, "module", "")
-        apart = [n for n, part in root.named_children() if n != where.split(".")[0] and _trains(part)]
+        apart = [n for n in _callable_parts(root) if not f"{where}.".startswith(f"{n}.")]
         raise ModelError(
             f"{name}: its forward looks at what tensors hold ({error}{where and f' in {where}'}), so that no fixed "
-            f"graph states it; plan those of its parts{_listed(apart)} that do not"
+            f"graph states it; plan those of its parts{_listed(apart)} that do not, or decide before the call and give "
+            f"what was decided as an argument"
         ) from error
     except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
         first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -111,8 +108,14 @@ def capture(
         raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+def _callable_parts(module: nn.Module) -> Iterator[str]:
+    """The names of a module's trained parts that have a forward: of lists and dictionaries of modules, what is in
+    them."""
+    for name, part in module.named_children():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from (f"{name}.{inner}" for inner in _callable_parts(part))
+        elif any(p.requires_grad for p in part.parameters()):
+            yield name
 
 
 def _listed(names: Sequence[str]) -> str:

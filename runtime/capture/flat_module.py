@@ -75,7 +75,8 @@ class FlatModel(nn.Module):
     Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results, of
     the attributes that the forward gives (a dictionary by module, of dictionaries) and of the arguments if it leaves
     others in their lists and dictionaries than were there, and ``constants``, its leaves, with a `Place` where one of
-    the ``count`` tensors goes. ``attributes`` are the positions of those that nothing but attributes give.
+    the ``count`` tensors goes. ``attributes`` are the positions of those that nothing but attributes give. ``counted``:
+    numbers in attributes that the forward has changed, by the module's place and their names.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class FlatModel(nn.Module):
         self.constants: list[Any] = []
         self.count = 0  # of tensors among the outputs
         self.attributes: frozenset[str] = frozenset()
+        self.counted: dict[int, dict[str, Any]] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that the model gives, each once, none of them another's view."""
@@ -110,6 +112,11 @@ class FlatModel(nn.Module):
         before = [dict(vars(m)) for m in modules]
         results = self._forward(*args, **kwargs)
         given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
+        counted = {
+            at: _changed_numbers(vars(m), had)
+            for at, (m, had) in enumerate(zip(modules, before, strict=True))
+        }
+        self.counted = {at: numbers for at, numbers in counted.items() if numbers}
         # A recurrent layer lists its weights anew: they are no results, and stay those that an optimizer changes.
         names = {
             id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
@@ -151,3 +158,13 @@ class FlatModel(nn.Module):
             else:
                 del vars(module)[name]
         return given
+
+
+def _changed_numbers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The numbers among attributes that were numbers before, and others."""
+    kinds = (int, float)
+    return {
+        name: value
+        for name, value in now.items()
+        if type(value) in kinds and type(before.get(name)) in kinds and value != before[name]
+    }

@@ -26,9 +26,11 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
     """
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]
-    who = None
+    who = refused = None
     try:
         yield
+    except ModelError as error:  # the draws may be why
+        refused = error
     finally:
         for generator, state in zip(generators, before, strict=True):
             if repr(_state(generator)) != repr(state):
@@ -36,8 +38,11 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
                 _set_state(generator, state)
     if who:
         raise ModelError(
-            f"{name}: its forward draws from {who}, which a fixed graph cannot do again; draw with torch"
+            f"{name}: its forward draws from {who}, which a fixed graph cannot do again; draw with torch, or before "
+            f"the call and give what was drawn as an argument"
         )
+    if refused:
+        raise refused
 
 
 def _state(generator: Any) -> Any:

@@ -45,6 +45,7 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.counters import check_counters
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
 from rematplan.runtime.problem.accumulation import StepPlan
@@ -386,6 +387,13 @@ class Runner:
             with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
                 flat = FlatModel(model, forward, leaves, spec, record.reads)
                 step = capture(flat, batch, self.name, model, record.values)
+
+        def again() -> tuple[FlatModel, CapturedStep]:
+            with guards.recording(model, leaves, state.named, batch) as further:
+                other = FlatModel(model, forward, leaves, spec, further.reads)
+                return other, capture(other, batch, self.name, model, further.values)
+
+        check_counters(self.name, model, flat, step, again)
         step = replace(step, attributes=flat.attributes)
         constants = tuple(
             Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c

@@ -1,0 +1,70 @@
+"""Numbers that a forward counts on in plain attributes, and computes with: a plan would go on with the first ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.runtime.capture.flat_module import FlatModel
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+
+def check_counters(
+    name: str,
+    model: nn.Module,
+    flat: FlatModel,
+    step: CapturedStep,
+    again: Callable[[], tuple[FlatModel, CapturedStep]],
+) -> None:
+    """Refuse a forward that changes a number and would give another graph with the changed one.
+
+    A counter that nothing is computed from, and a size that is kept for the next call, give the same graph.
+
+    ``flat``, ``step``: the model as it was traced. ``again`` traces it once more.
+
+    Raises:
+        ModelError: names the number.
+    """
+    if not flat.counted:
+        return
+    with _counted_on(model, flat.counted), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first trace has said all
+        other, later = again()
+    if _same(step, later) and repr(flat.constants) == repr(other.constants):
+        return
+    paths = [path for path, _ in model.named_modules()]
+    names = [f"{paths[at]}.{key}".lstrip(".") for at, numbers in flat.counted.items() for key in numbers]
+    raise ModelError(
+        f"{name}: its forward changes {', '.join(names)} and computes with it, so that no call's graph is the next "
+        f"one's; make it a buffer (register_buffer), or change it outside of the forward"
+    )
+
+
+@contextmanager
+def _counted_on(model: nn.Module, counted: dict[int, dict[str, Any]]) -> Iterator[None]:
+    """A block in which modules have the numbers that their forward left."""
+    attributes = [vars(module) for module in model.modules()]
+    before = {at: {name: attributes[at][name] for name in numbers} for at, numbers in counted.items()}
+    try:
+        for at, numbers in counted.items():
+            attributes[at].update(numbers)
+        yield
+    finally:
+        for at, numbers in before.items():
+            attributes[at].update(numbers)
+
+
+def _same(a: CapturedStep, b: CapturedStep) -> bool:
+    """Whether two steps make the same calls on the same constants."""
+    calls = [[(c.target, c.args, c.kwargs, c.results) for c in step.calls] for step in (a, b)]
+    return (
+        calls[0] == calls[1]
+        and a.constants.keys() == b.constants.keys()
+        and all(torch.equal(a.constants[name], b.constants[name]) for name in a.constants)
+    )
