@@ -96,6 +96,10 @@ class InfeasibleBudget(RematplanError):
         own = {name: getattr(self, name) for name in self._FIELDS}
         return InfeasibleBudget(**(own | fields))
 
+    def __reduce__(self) -> Any:
+        """Pickled by its attributes: by default an exception is made anew of its text alone."""
+        return type(self), tuple(getattr(self, name) for name in self._FIELDS)
+
 
 def show_bytes(n: float) -> str:
     """``n`` bytes for a person, in binary units: ``1.20 GiB``."""

@@ -58,6 +58,7 @@ def plan_module(
     accumulate: bool = False,
     statistics: Kronecker | None = None,
     reserved: Iterable[object] = (),
+    on_infeasible: str | None = None,
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -81,6 +82,11 @@ def plan_module(
     them, another is made, or a warning says that there is none. ``accumulate``: the gradients of several steps are
     added up before an optimizer's step, so that the plan counts those of earlier steps from the start, a percentage is
     of a peak with them, and no plan is made in the middle of a loop.
+
+    ``on_infeasible``: what a call does for which no plan keeps the budget: ``raise`` an error; take the ``least``, the
+    leanest plan that is known; or run as ``eager`` mode does, by a plan that recomputes nothing. A warning says what
+    the last two need. By default the first plan raises, and later ones take ``least``, so that a larger batch does not
+    end a training run. No call searches again for what was not found.
 
     ``reserved``: what others hold during the step, which the budget then bounds too: optimizers (their state, made or
     to come, and what their step holds beyond it, so that a whole iteration keeps the budget), modules (parameters and
@@ -139,6 +145,7 @@ def plan_module(
         loss_memory=loss_memory,
         accumulate=accumulate,
         reserved=Reserved.of(reserved),
+        on_infeasible=on_infeasible,
     )
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan is of a step without statistics; state a budget for one with them")

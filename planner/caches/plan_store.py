@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.planner.caches.warm_starts import transfer_plan
@@ -50,6 +50,7 @@ class PlanStore:
     def __init__(self) -> None:
         self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
+        self._refused: dict[Key, InfeasibleBudget] = {}
         self._latest: list[tuple[frozenset[str], Plan]] = []
 
     def __bool__(self) -> bool:
@@ -84,6 +85,19 @@ class PlanStore:
         self._latest = [*self._latest, (frozenset(problem.op), plan)][-NEAREST:]
         if lasting:
             self.keep(problem, plan)
+
+    def refuse(self, problem: TrainingGraph, error: InfeasibleBudget) -> None:
+        """Remember that no plan was found for a problem within the error's budget."""
+        key = _key(problem, None)
+        known = self._refused.pop(key, error)
+        self._refused[key] = max(known, error, key=lambda one: one.budget)
+        while len(self._refused) > IN_MEMORY:
+            del self._refused[next(iter(self._refused))]
+
+    def refusal(self, problem: TrainingGraph, budget: int) -> InfeasibleBudget | None:
+        """The refusal of this budget (bytes), if it or a larger one was refused before: no search is made twice."""
+        known = self._refused.get(_key(problem, None))
+        return known.changed(budget=budget) if known and budget <= known.budget else None
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """The latest plans of any problems of this process, as far as their runs serve this one."""

@@ -140,19 +140,24 @@ def plan_within(
     """The strategy's plan within a budget.
 
     Args:
-        store: gets the plan; a strategy that resumes begins with those that it has of the problem.
+        store: gets the plan, or the refusal, which it then gives without a search; a strategy that resumes begins with
+            the plans that it has of the problem.
         starts: further plans to begin with.
 
     Raises:
         InfeasibleBudget: it knows none; says what bounds the smallest peak of any plan.
     """
     store = PlanStore() if store is None else store
+    if refusal := store.refusal(graph, budget):
+        raise refusal
     try:
         plan = strategy.plan(graph, budget, progress, (*starts, *known_plans(strategy, graph, store)))
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
             store.keep(graph, error.plan)
-        raise error.changed(budget=budget, floor=floor_text(graph)) from None
+        error = error.changed(budget=budget, floor=floor_text(graph))
+        store.refuse(graph, error)
+        raise error from None
     store.put(graph, budget, plan, lasting=strategy.lasting)
     return plan
 

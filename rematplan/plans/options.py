@@ -19,13 +19,18 @@ from rematplan.plans.reserved import Reserved
 if TYPE_CHECKING:
     from rematplan.runtime.problem.constraints import Name
 
+RAISE, LEAST, EAGER = "raise", "least", "eager"
+INSTEAD = (RAISE, LEAST, EAGER)
+"""What may happen where no plan keeps the budget: an error, the leanest plan known, or one that recomputes nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """The arguments of `plan_module` that decide which plan is made; see there.
 
     Raises:
-        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs or overlap.
+        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap or
+            reaction to a budget that no plan keeps.
     """
 
     budget: str | int | None
@@ -42,6 +47,7 @@ class PlanOptions:
     loss_memory: str | int | None = None
     accumulate: bool = False
     reserved: Reserved = field(default_factory=Reserved)
+    on_infeasible: str | None = None
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:
@@ -52,6 +58,8 @@ class PlanOptions:
         self.chosen()
         check_costs(self.costs)
         check_mode(self.overlap)
+        if self.on_infeasible not in (None, *INSTEAD):
+            raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
 
     def chosen(self) -> Strategy:
         """The strategy with its options."""

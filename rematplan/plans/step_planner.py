@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,17 +11,20 @@ from fractions import Fraction
 import torch
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
+from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.inverting import better_of, plan_either
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.options import LEAST, RAISE, PlanOptions
 from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.accumulation import (
     EARLIER,
@@ -40,6 +44,8 @@ shapes want much the same runs. For U-Net, ResNet-50 and a GPT at half, double a
 .2 points of the whole time, wherever the earlier plan fitted."""
 RESERVED = "reserved"
 """The input that stands for what others hold."""
+LEAST_SECONDS = 2.0
+"""For block plans of little memory, where no plan keeps the budget and the search left none."""
 MENTIONED = 0.01
 """Share of a refused plan's peak from which on room for a loss is worth a word."""
 
@@ -104,14 +110,42 @@ class StepPlanner:
     def __call__(self, step: CapturedStep) -> StepPlan:
         """The plan of a step, which has its inverses; beside gradients of earlier steps where they accumulate.
 
-        Raises: see `planned`.
+        Raises: see `planned`; where no plan keeps the budget, as far as the options say so.
         """
-        if not self.options.accumulate:
-            return self._alone(step)
-        names, held = earlier_gradients(step, self.named)
+        first = not self.store
+        names, held = earlier_gradients(step, self.named) if self.options.accumulate else (frozenset(), 0)
         charged = replace(self, held={**self.held, EARLIER: held})
-        found = replace(charged, added=names)._adding(step) or charged._alone(step)
+        try:
+            adding = replace(charged, added=names)._adding(step) if names else None
+            found = adding or charged._alone(step)
+        except InfeasibleBudget as error:
+            opened = self.opened(step)
+            found = StepPlan(opened, charged.instead(opened, error, first))
         return replace(found, gradients=held)
+
+    def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
+        """The plan that a step gets where none keeps the budget; a warning says what it needs.
+
+        Args:
+            error: the refusal.
+            first: whether it is of the first plan, which raises it if nothing else is asked for.
+
+        Raises:
+            InfeasibleBudget: the refusal, if that is asked for.
+        """
+        how = self.options.on_infeasible or (RAISE if first else LEAST)
+        if how == RAISE or self.options.plan is not None:
+            raise error
+        graph = self.problem(step)
+        plan, what = no_recompute(graph), "a plan that recomputes nothing"
+        if how == LEAST:
+            plan, what = _leanest(graph, error), "the leanest plan that is known"
+        if plan.peak > error.budget:
+            warn(
+                f"{error}. {step.name} is run by {what}, which needs {show_bytes(plan.peak)} ({plan.peak} bytes), "
+                f"beyond the budget of {show_bytes(error.budget)}"
+            )
+        return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
 
     def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
@@ -134,7 +168,7 @@ class StepPlanner:
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
         """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
-        without them, serves.
+        without them, serves, or if there is none, which a warning says.
 
         ``gradients``: their bytes. ``names``: of the parameters that have them.
 
@@ -148,14 +182,22 @@ class StepPlanner:
             budget = stated.bytes(0, lambda: plan.peak + gradients)
         if plan.peak + gradients <= budget:
             return None
-        if self.options.plan is not None:
-            raise InfeasibleBudget(plan.strategy, budget, plan.peak + gradients)
         left = max(1, budget - gradients)
         try:
+            if self.options.plan is not None:
+                raise InfeasibleBudget(plan.strategy, budget, plan.peak)
             return adding._within(left)._adding(step) or self._within(left)._alone(step)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
-            raise InfeasibleBudget(error.strategy, budget, smallest, error.known) from None
+            refusal = InfeasibleBudget(error.strategy, budget, smallest, error.known)
+            if self.options.on_infeasible == RAISE:
+                raise refusal from None
+            warn(
+                f"{step.name} has gradients of {show_bytes(gradients)} when it is called, and no plan keeps the budget "
+                f"beside them ({refusal}); this step goes beyond it. Let them be None by then (zero_grad), or allow "
+                f"more"
+            )
+            return None
 
     def _within(self, budget: int) -> StepPlanner:
         """The planner with another budget, in bytes."""
@@ -242,6 +284,15 @@ class StepPlanner:
             if (floor, hint) == (error.floor, error.hint):
                 raise
             raise error.changed(floor=floor, hint=hint) from None
+
+
+def _leanest(graph: TrainingGraph, error: InfeasibleBudget) -> Plan:
+    """The plan of the least peak of those at hand: what the refused search found, or block plans."""
+    known = [error.plan and transfer_plan(error.plan, graph)]
+    if known == [None]:
+        known = [*leanest_plans(graph, time.monotonic() + LEAST_SECONDS)]
+    plans = (*(plan for plan in known if plan), no_recompute(graph))
+    return min(plans, key=lambda plan: (plan.estimate.peak, plan.estimate.cost))
 
 
 def _amount(budget: Budget) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from rematplan.ir import InfeasibleBudget, ModelError, show_bytes
+from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime import guards
 from rematplan.runtime.capture.capture import capture, check_traceable
@@ -67,15 +67,15 @@ class Planner(Protocol):
         """The plan of a step.
 
         Raises:
-            InfeasibleBudget: there is none within the budget.
+            InfeasibleBudget: there is none within the budget, and no other is to be taken.
         """
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
         """One for when parameters of these names have so many bytes of gradients before the step; None if its ``plan``
-        serves.
+        serves, or is to be taken all the same.
 
         Raises:
-            InfeasibleBudget: there is none within the budget.
+            InfeasibleBudget: there is none within the budget, and no other is to be taken.
         """
 
 
@@ -305,15 +305,8 @@ class Runner:
         return found
 
     def _planned_beside(self, way: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
-        try:
-            targets = {target for name, target in way.targets.items() if name in names}
-            found = self.planner.beside(way.captured, way.plan, held, targets)
-        except InfeasibleBudget as error:
-            warn(
-                f"{self.name} has gradients of {show_bytes(held)} when it is called, and no plan keeps the budget "
-                f"beside them ({error}); this step goes beyond it. Let them be None by then (zero_grad), or allow more"
-            )
-            found = None
+        targets = {target for name, target in way.targets.items() if name in names}
+        found = self.planner.beside(way.captured, way.plan, held, targets)
         return way if found is None else replace(way, plan=found.plan, compiled=_compiled(found))
 
     def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
