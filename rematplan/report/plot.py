@@ -96,7 +96,7 @@ def trade_off_png(
         picture.draw(small, size=0.6)
         small.set_ylim(picture.bottom, 1.08 * top)
         small.axhline(cut, color="black", linewidth=0.8, linestyle="--")
-        small.set_title("whole range (dashed: where the large picture ends)", fontsize=7)
+        small.set_title("the whole range; dashed: the cut", fontsize=7)
         small.tick_params(labelsize=7)
     side.axis("off")
     handles, labels = axes.get_legend_handles_labels()

@@ -17,6 +17,7 @@ from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, unit_of
 if TYPE_CHECKING:
     from rematplan.report.rival import Rival
 
+MARKS = {"yes": "", "no": " (does not fit)", "predicted": " (fits as predicted, not as measured)"}
 LEAST = 1e-18
 """Where an error of 0 is drawn."""
 
@@ -35,19 +36,19 @@ def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int
     times, errors = figure.subplots(1, 2)
     unit, scale = unit_of(max(r.plan.peak for r in rivals))
     for i, rival in enumerate(rivals):
-        report, fits = rival.report, rival.plan.peak <= budget
+        report, fits = rival.report, rival.fits(budget)
         peak = (report.measured_peak if report else rival.plan.peak) / scale
         error = rival.gradient_error if report else rival.error
         colour = (TOP_COLOUR, *COLOURS)[i % (len(COLOURS) + 1)]
         style: dict[str, Any] = {
             "color": colour,
             "marker": ("o", *MARKERS)[i % (len(MARKERS) + 1)],
-            "markerfacecolor": colour if fits else "none",
+            "markerfacecolor": colour if fits == "yes" else "none",
             "linestyle": "",
             "markersize": 9,
             "clip_on": False,
         }
-        label = rival.name if fits else f"{rival.name} (does not fit)"
+        label = rival.name + MARKS[fits]
         times.plot([peak], [100 * rival.extra], label=label, **style)
         errors.plot([peak], [max(error or 0.0, LEAST)], **style)
     for axes in (times, errors):

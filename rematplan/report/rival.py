@@ -1,4 +1,4 @@
-"""One row of a comparison: a way to run the step, with its predicted and measured figures."""
+"""One row of a comparison: a plan of the step, with its predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """A way to run the step. ``extra``: predicted time beyond that of the step without recomputation, as a share of
-    it. ``error``: predicted, of what inverses bring back. ``report``: None if it was not run."""
+    """A plan of the step, under the name of how it was found.
+
+    ``extra``: predicted time beyond that of the step without recomputation, as a share of it. ``error``: the predicted
+    relative error of tensors that inverses recover. ``report``: None if the plan was not run.
+    """
 
     name: str
     plan: Plan
@@ -22,8 +25,14 @@ class Rival:
     error: float
     report: StepReport | None = None
 
+    def fits(self, budget: int) -> str:
+        """``yes``, ``no``, or ``predicted``: the predicted peak is within the budget, the measured one is not."""
+        if self.plan.peak > budget:
+            return "no"
+        return "predicted" if self.report and self.report.measured_peak > budget else "yes"
+
     @property
     def gradient_error(self) -> float | None:
-        """Measured: the largest relative difference from plain autograd, 0 where all is bit-equal."""
+        """The measured largest relative difference from plain autograd; 0 where all gradients are bit-equal."""
         checked = self.report.verification if self.report else None
         return checked.error if checked else None

@@ -220,21 +220,21 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
     errors = ("error brought\nback, predicted", "gradient error\nmeasured")
     table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
     for r in rivals:
-        report, over = r.report, r.plan.peak > budget
+        report, fits = r.report, r.fits(budget)
         measured = ("–", "–")
         if report:
             share = f"× {report.seconds / report.eager_seconds:.3f}"
             measured = (show_bytes(report.measured_peak), share)
         table.add_row(
             r.name,
-            "no" if over else "yes",
+            fits,
             show_bytes(r.plan.peak),
             measured[0],
             f"{100 * r.extra:.2f} %",
             measured[1],
             _error(r.error),
             "–" if r.gradient_error is None else _error(r.gradient_error),
-            style="dim" if over else None,
+            style="dim" if fits == "no" else None,
         )
     if rivals and (first := rivals[0].report):
         table.add_section()
