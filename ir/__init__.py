@@ -1,4 +1,4 @@
-"""What a graph is: the forward graph as ONNX states it, the training graph to be planned, the JSON formats."""
+"""The graphs that are read and planned, their JSON formats, and the errors."""
 
 from rematplan.ir.errors import (
     InfeasibleBudget,

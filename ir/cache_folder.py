@@ -1,4 +1,4 @@
-"""The one place that says where rematplan keeps files between processes: plans and measured costs."""
+"""Where rematplan keeps files between processes: plans and measured costs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import platformdirs
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for rematplan: on Linux ``$XDG_CACHE_HOME/rematplan``, by default ``~/.cache/rematplan``.
+    """Return the user's cache folder for rematplan.
 
-    The folder may not exist.
+    On Linux this is ``$XDG_CACHE_HOME/rematplan``, by default ``~/.cache/rematplan``. The folder may not exist yet.
     """
     return Path(platformdirs.user_cache_dir("rematplan", appauthor=False))

@@ -1,4 +1,4 @@
-"""The errors that a person can act on, each with the exit status the command line gives it."""
+"""The errors that a user can act on, each with the command line's exit status for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 
 class RematplanError(Exception):
-    """Base of every error that is the input's fault, or the budget's, and not a bug of ours.
+    """Base class of every error that the input or the budget causes, as opposed to a bug in rematplan.
 
     The message is one line: what is wrong, where, the figures, what to try.
     """
@@ -14,16 +14,16 @@ class RematplanError(Exception):
     exit_status = 2
 
     def __init__(self, message: object = "") -> None:
-        # names from a file may hold line breaks; the message stays one line all the same
+        # Names from a file may contain line breaks; the message must stay one line.
         super().__init__(" ".join(str(message).splitlines()))
 
 
 class ProblemError(RematplanError):
-    """A planning problem or plan that breaks its format's rules (cycle, double write, negative size, ...)."""
+    """A planning problem or plan that violates its format (cycle, double write, negative size, ...)."""
 
 
 class ModelError(RematplanError):
-    """A model file that cannot be read, or that says something rematplan cannot run."""
+    """A model file that cannot be read, or a model that contains something rematplan cannot run."""
 
 
 class UsageError(RematplanError):
@@ -35,7 +35,7 @@ class ProcessEnded(RematplanError):
 
 
 class LatticeTooLarge(RematplanError):
-    """A graph with more lower sets than a strategy may enumerate."""
+    """The graph has more lower sets than a strategy may enumerate."""
 
     def __init__(self, strategy: str, seen: int, limit: int) -> None:
         self.seen, self.limit = seen, limit
@@ -46,8 +46,11 @@ class LatticeTooLarge(RematplanError):
 
 
 Known = Literal["least", "searched", "proven"]
-"""What is known of a refused budget: the smallest peak is the least of all that the strategy can give; or of what its
-search has met so far; or no plan whatever fits the budget."""
+"""What is known about a refused budget.
+
+``least``: the reported peak is the smallest that the strategy can reach. ``searched``: it is the smallest that the
+search has met so far. ``proven``: no schedule at all fits the budget.
+"""
 
 _REFUSED: dict[Known, str] = {
     "least": "is below the smallest peak it can reach, {}",
@@ -57,16 +60,16 @@ _REFUSED: dict[Known, str] = {
 
 
 class InfeasibleBudget(RematplanError):
-    """No schedule known to the strategy fits the budget.
+    """No schedule that the strategy knows fits the budget.
 
     Attributes:
-        strategy: its name.
-        budget: the budget asked for, bytes.
-        smallest: the smallest peak that the strategy is known to reach, bytes.
-        known: what that says.
-        floor: what no plan can have less than, and why, in words; empty if not said.
-        hint: what may have been meant instead, in words; empty if not said.
-        plan: the plan of that smallest peak, where the strategy has one at hand; else None.
+        strategy: the strategy's name.
+        budget: the budget that was asked for, in bytes.
+        smallest: the smallest peak that the strategy is known to reach, in bytes.
+        known: how certain ``smallest`` is; see `Known`.
+        floor: the peak that no plan can go below and the reason, as text; empty if unknown.
+        hint: what the user may have meant instead, as text; empty if unknown.
+        plan: the plan whose peak is ``smallest``, if the strategy has it; else None.
     """
 
     exit_status = 3
@@ -92,7 +95,7 @@ class InfeasibleBudget(RematplanError):
         )
 
     def changed(self, **fields: Any) -> InfeasibleBudget:
-        """The same refusal but for these attributes, such as ``hint="..."``."""
+        """Return a copy of this error with some attributes replaced, such as ``hint="..."``."""
         own = {name: getattr(self, name) for name in self._FIELDS}
         return InfeasibleBudget(**(own | fields))
 
@@ -102,7 +105,7 @@ class InfeasibleBudget(RematplanError):
 
 
 def show_bytes(n: float) -> str:
-    """``n`` bytes for a person, in binary units: ``1.20 GiB``."""
+    """Format ``n`` bytes for a reader, in binary units: ``1.20 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

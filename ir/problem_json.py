@@ -1,4 +1,4 @@
-"""``rematplan.problem/1``: the planning problem as JSON, written and read."""
+"""Read and write the planning problem as JSON: ``rematplan.problem/1``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBLEM_FORMAT = "rematplan.problem/1"
 
 
 def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
-    """The problem as plain JSON data."""
+    """Convert a problem to plain JSON data."""
     data: dict[str, Any] = {
         "format": PROBLEM_FORMAT,
         "name": graph.name,
@@ -37,10 +37,10 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
 
 
 def problem_from_json(data: object) -> TrainingGraph:
-    """The problem that plain JSON data states.
+    """Build a problem from plain JSON data.
 
     Raises:
-        ProblemError: the data is not of the format, or its parts do not fit together.
+        ProblemError: the data violates the format, or its parts contradict each other.
     """
     root = _typed(data, dict, "the problem")
     if root.get("format") != PROBLEM_FORMAT:
@@ -69,7 +69,7 @@ def problem_from_json(data: object) -> TrainingGraph:
 
 
 def save_problem(graph: TrainingGraph, path: str | Path) -> None:
-    """Write the problem file, whole or not at all."""
+    """Write a problem file. An error leaves no partial file behind."""
     write_whole(path, json.dumps(problem_to_json(graph)))
 
 
@@ -77,7 +77,7 @@ def load_problem(path: str | Path) -> TrainingGraph:
     """Read a problem file.
 
     Raises:
-        ProblemError: the file cannot be read, is no JSON, or states no valid problem.
+        ProblemError: the file cannot be read, is not JSON, or does not describe a valid problem.
     """
     try:
         return problem_from_json(read_json(path))
@@ -86,10 +86,10 @@ def load_problem(path: str | Path) -> TrainingGraph:
 
 
 def read_json(path: str | Path) -> object:
-    """The JSON data of a file; ``NaN`` and ``Infinity`` are refused, as the JSON standard has it.
+    """Return the JSON data of a file. ``NaN`` and ``Infinity`` are refused, because JSON does not have them.
 
     Raises:
-        ProblemError: the file cannot be read or is no JSON.
+        ProblemError: the file cannot be read or is not JSON.
     """
 
     def refuse(word: str) -> float:
@@ -104,9 +104,10 @@ def read_json(path: str | Path) -> object:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file through a temporary neighbour, so that nothing half-written is ever left behind.
+    """Write a file completely or not at all, by way of a temporary file in the same folder.
 
-    A link is followed. What is no file, such as ``/dev/stdout``, is written to and not replaced.
+    A symbolic link is followed. A path that exists and is not a regular file, such as ``/dev/stdout``, is written
+    directly.
 
     Raises:
         ProblemError: the folder or the file cannot be written.
@@ -153,7 +154,7 @@ def _op_from_json(data: object, where: str) -> Op:
         raise ProblemError(f"{where}: phase is {phase!r}, not forward or backward")
     return Op(
         name=name,
-        # An op may state a read twice (x·x); residency needs it once.
+        # An op may list a read twice (x·x); it must be resident only once.
         reads=tuple(dict.fromkeys(_names(_field(row, "reads", list, where), where))),
         writes=_names(_field(row, "writes", list, where), where),
         cost=_number(_field(row, "cost", (int, float), where), f"{where}: cost"),

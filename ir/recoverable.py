@@ -1,18 +1,19 @@
-"""Which forward tensors an inverse can recover from the tensors that are still live when the forward frees them.
+"""Find the forward tensors that inverses can recover from what is still live when the forward frees them.
 
-After the last forward op that reads a tensor S, certain tensors are live, and everything later is computed from them. S
-is *recoverable* if an inverse computes it from these tensors, the inputs, and tensors that are too small to matter.
-Anything else that the inverse reads must come from further inverses, or from ops that neither depend on S nor are
-dependencies of S. So the additive coupling's halves are recoverable: after y₂ = x₂ +
-G(y₁) the forward holds y₁ and y₂, and x₂ = y₂ − G(y₁). The input of an ordinary residual block y = x + F(x) is not: the
-forward holds y alone, and F(x) needs x. Neither is F(x), which depends on x: to compute x anew from the batch would be
-recomputation of everything.
+Let S be a forward tensor. After the last forward op that reads S, certain tensors are live, and everything later is
+computed from them. S is *recoverable* if an inverse computes it from these live tensors, the inputs, and tensors of
+negligible size. Anything else that the inverse reads must come from other inverses, or from ops that do not depend
+on S and that S does not depend on.
 
-A tensor is recovered only if the backward half needs it, directly or to recover another tensor, and only if recovering
-it frees more bytes than it keeps live.
+Example: an additive coupling computes y₂ = x₂ + G(y₁). Afterwards y₁ and y₂ are live, so x₂ = y₂ − G(y₁) is
+recoverable. The input of an ordinary residual block y = x + F(x) is not recoverable: only y is live, and F(x) needs
+x.
 
-An inverse that serves no recovery is of no use to any plan. Whether a plan may run an inverse is another question,
-which the simulator answers: where what it reads is resident.
+A tensor is recovered only if the backward half needs it, directly or to recover another tensor, and only if
+recovering it frees more bytes than it keeps live.
+
+Inverses that serve no recovery are of no use to any plan. Whether a plan may run an inverse at a given place is
+decided by the simulator: the tensors that it reads must be resident there.
 """
 
 from __future__ import annotations
@@ -24,43 +25,49 @@ from functools import cached_property
 from rematplan.ir.training_graph import Op, TrainingGraph
 
 NEGLIGIBLE_RATIO = 16
-"""A tensor this many times smaller than the one to be recovered counts as held."""
+"""A tensor this many times smaller than the recovered one is treated as always live."""
 MOST_TENSORS_SEARCHED = 4000
-"""Tensors looked at for one recovery."""
+"""The largest number of tensors that the search for one recovery visits."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a tensor comes back. ``inverse``: the recipe that gives it. ``steps``: the recipes to run, in a valid order,
-    from what the forward holds; the last is ``inverse``."""
+    """How one tensor is recovered.
+
+    ``inverse``: the op that writes the tensor. ``steps``: all ops to run, in a valid order, starting from live
+    tensors; the last step is ``inverse``.
+    """
 
     tensor: str
     inverse: Op
     steps: tuple[Op, ...]
     others: tuple[Op, ...] = ()
-    """Further inverses that would give it."""
+    """Other inverses that could write the tensor as well."""
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """What the steps read and none of them makes."""
+        """The tensors that the steps read and that no step writes."""
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
 
     @property
     def used(self) -> tuple[Op, ...]:
-        """All inverses that it may use."""
+        """All ops that the recovery may use: its steps and the other inverses."""
         return (*self.steps, *self.others)
 
 
 def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
-    """Every recoverable tensor with its way back."""
+    """Return how to recover each tensor that is worth recovering, by tensor name.
+
+    A tensor is worth recovering if the backward half needs it, and if recovering it frees more bytes than it pins.
+    """
     look = _Look(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
     found = {t: r for t in targets if (r := look.recover(t)) is not None}
     wanted = {t for op in graph.ops if op.phase == "backward" for t in op.reads}
     serving = _serving(found, wanted)
     while True:
-        # With a tensor that comes back what is computed from it for its neighbour, and the neighbour itself.
+        # Also recover tensors whose steps read recovered tensors and write something the backward half needs.
         more = {
             t
             for t, r in found.items()
@@ -75,7 +82,7 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
-    """The recoverable tensors among the wanted, and those that bring these back."""
+    """Return the recoverable tensors among ``wanted``, and all recoverable tensors that recovering those reads."""
     pending, serving = list(wanted), set()
     while pending:
         tensor = pending.pop()
@@ -86,14 +93,17 @@ def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
 
 
 def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
-    """For each tensor that the forward half reads, the position of the last op that does."""
+    """For each tensor that the forward half reads, return the position of the last op that reads it."""
     forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
     return {t: i for i, op in forward for t in op.reads}
 
 
 def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
-    """Those that spare more bytes than have to be held for them: to keep a norm's output in place of its input, the one
-    as large as the other, is nothing. Tensors that come back one from the other are weighed together."""
+    """Return the recoveries that free more bytes than they pin.
+
+    Keeping a norm's output instead of its input, for example, gains nothing, because both have the same size.
+    Tensors that are recovered from each other are judged as one group.
+    """
     size, inputs = look.graph.size, look.inputs
     group = {t: t for t in found}
 
@@ -132,7 +142,7 @@ class _Look:
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """For each op the ops that it depends on, itself included, as a bit mask."""
+        """For each op, the ops that it depends on and itself, as a bit mask."""
         found: list[int] = []
         producer = self.graph.producer
         for i, op in enumerate(self.graph.ops):
@@ -145,7 +155,7 @@ class _Look:
 
     @cached_property
     def never(self) -> frozenset[str]:
-        """What only backward ops make."""
+        """The tensors that only backward ops write."""
         return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
 
     def recover(self, target: str) -> Recovery | None:
@@ -155,8 +165,11 @@ class _Look:
 
 
 class _Way:
-    """The search for one tensor: what may be used is collected backwards from its inverses, then what can be had is
-    computed forwards."""
+    """The search for the recovery of one tensor.
+
+    First the usable ops are collected backwards from the tensor's inverses. Then everything that they can compute
+    is computed forwards.
+    """
 
     def __init__(self, look: _Look, target: str) -> None:
         self.look, self.target = look, target
@@ -173,12 +186,13 @@ class _Way:
         if look.graph.size[tensor] <= self.limit:
             return True
         made = look.graph.producer[tensor]
-        # What no forward op reads is there for the backward half, or for its owner.
+        # A tensor that no forward op reads is live because the backward half or an output needs it.
         last = look.last_read.get(tensor, len(look.graph.ops))
         return made <= self.moment and (last > self.moment or tensor in look.outputs)
 
     def _recipes(self, tensor: str) -> Iterable[Op]:
-        """Ways to a tensor that is not held: its op, if it has run and the target does not depend on it; inverses."""
+        """Yield the ops that could write a tensor that is not live: its own op, if it has run already and the
+        target does not depend on it; and its inverses."""
         producer = self.look.graph.producer[tensor]
         op = self.look.graph.ops[producer]
         if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.look.once:
@@ -186,7 +200,7 @@ class _Way:
         yield from self.look.makers.get(tensor, ())
 
     def _wanted(self) -> dict[str, Op]:
-        """All recipes that may serve, by name."""
+        """Return all ops that may be useful, by name."""
         recipes = {r.name: r for r in self.look.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]
         seen = {self.target}
@@ -228,7 +242,7 @@ class _Way:
         return Recovery(self.target, ends[0], self._steps(ends[0], by), tuple(ends[1:]))
 
     def _steps(self, end: Op, by: dict[str, Op]) -> tuple[Op, ...]:
-        """The recipes that the end needs, each once, in an order in which they can run."""
+        """Return the ops that ``end`` needs and ``end``, each once, in an order in which they can run."""
         order: dict[str, Op] = {}
         stack = [(end, False)]
         while stack:

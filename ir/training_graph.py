@@ -1,4 +1,5 @@
-"""The planning problem: a training step as ops over storages, with sizes and costs. Pure data, no torch."""
+"""The planning problem: a training step as ops over storages, with sizes and costs. It is pure data and knows no
+torch."""
 
 from __future__ import annotations
 
@@ -20,10 +21,7 @@ MAX_COST = 1e300  # costs are summed in 64-bit floats, many runs of an op includ
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A storage. Views of it are the same tensor.
-
-    ``bytes``: its size, an exact integer.
-    """
+    """A storage with its size in bytes. All views of a storage are the same tensor."""
 
     name: str
     bytes: int
@@ -31,10 +29,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One recipe: reads tensors, writes tensors.
+    """An op, or an inverse: it reads tensors and writes tensors.
 
-    ``cost``: microseconds when profiled or modelled, any unit otherwise. ``workspace``: bytes held only while it runs.
-    ``phase``: which half of the step it belongs to, or None in a plain DAG.
+    ``cost``: microseconds if profiled or modelled, any unit otherwise. ``workspace``: bytes that are resident only
+    while the op runs. ``phase``: the half of the step it belongs to, or None in a graph without halves. ``gain``
+    and ``noise``: the error model of inversion; see `planner.core.inversion_error`.
     """
 
     name: str
@@ -51,14 +50,14 @@ class Op:
 class TrainingGraph:
     """A planning problem (``rematplan.problem/1``).
 
-    ``ops`` stand in a valid order, the base order. ``inputs`` are resident from start to end (parameters, buffers,
-    batch). ``outputs`` must be resident at the end (loss, gradients, new buffers). ``inverses`` are further recipes
-    that bring a tensor back from later ones. ``ordered`` names the ops whose *first* runs must keep this order (they
-    draw random numbers, so another order would be another computation). ``never_rerun`` names the ops that may run
-    only once (they have effects, or their user wants it so).
+    ``ops`` are in a valid order, the base order. ``inputs`` are resident from start to end (parameters, buffers,
+    batch). ``outputs`` must be resident at the end (loss, gradients, new buffers). ``inverses`` are additional ops
+    that compute a tensor from tensors that were computed from it. ``ordered`` names the ops whose *first* runs must
+    keep this order, because they draw random numbers. ``never_rerun`` names the ops that may run only once, because
+    they have side effects or the user asked for it.
 
     Raises:
-        ProblemError: if the parts do not fit together.
+        ProblemError: the parts contradict each other.
     """
 
     name: str
@@ -77,48 +76,48 @@ class TrainingGraph:
 
     @cached_property
     def size(self) -> dict[str, int]:
-        """Bytes by tensor name."""
+        """The size of each tensor in bytes, by name."""
         return {t.name: t.bytes for t in self.tensors}
 
     @cached_property
     def op(self) -> dict[str, Op]:
-        """Ops and inverses by name."""
+        """All ops and inverses, by name."""
         return {o.name: o for o in (*self.ops, *self.inverses)}
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """Position in ``ops`` of the op that writes a tensor; inputs have none."""
+        """For each tensor that is not an input, the position in ``ops`` of the op that writes it."""
         return {t: i for i, o in enumerate(self.ops) for t in o.writes}
 
     @cached_property
     def base_cost(self) -> float:
-        """Cost of running every op once."""
+        """The cost of running every op once."""
         return math.fsum(o.cost for o in self.ops)
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes resident for the whole step."""
+        """The bytes of all inputs, which are resident during the whole step."""
         return sum(self.size[t] for t in self.inputs)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that a schedule depends on: names, reads and writes, in order; no sizes, no costs."""
+        """A hash of everything that makes a schedule valid: names, reads and writes, in order; not sizes and costs."""
         rows = [[o.name, o.reads, o.writes, o.phase] for o in (*self.ops, *self.inverses)]
         parts = [rows, self.inputs, self.outputs, self.ordered, self.never_rerun]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def has_phases(self) -> bool:
-        """Whether some op belongs to a backward half."""
+        """Whether at least one op is marked as backward."""
         return any(o.phase == "backward" for o in self.ops)
 
 
 def check(graph: TrainingGraph) -> None:
-    """Refuse a graph whose parts do not fit together, naming the first fault.
+    """Check that the parts of a graph are consistent, and name the first fault.
 
     Raises:
         ProblemError: duplicate names, unknown tensors, double writes, missing producers, an order that is not
-            topological (so also every cycle), sizes or costs that are negative, not finite or too large.
+            topological (which includes every cycle), sizes or costs that are negative, not finite or too large.
     """
     sizes = _unique((t.name for t in graph.tensors), "tensor")
     for tensor in graph.tensors:
@@ -206,6 +205,7 @@ def _unique(names: Iterable[str], kind: str) -> set[str]:
 
 
 LIBRARIES = "library_workspaces"
-"""The input's name."""
+"""The name of the input that stands for what libraries such as cuBLAS keep allocated."""
 THREADS = 2
-"""On CUDA the forward half runs in the caller's thread, the backward half in one of autograd's."""
+"""How many threads such a library allocates for: the caller's runs the forward half, one of autograd's the backward
+half."""
