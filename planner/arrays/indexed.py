@@ -1,4 +1,5 @@
-"""The planning problem on integer ids: ops by base position, tensors by position among the tensors."""
+"""The planning problem with integers in place of names: ops by position in the base order, tensors by position in
+the graph."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Indexed:
-    """Positions instead of names, for the code that walks a problem many times.
+    """Positions in place of names, for code that walks a problem many times.
 
-    ``producer[t]`` is -1 for an input (and for a tensor that nothing writes). ``readers[t]`` ascends.
-    ``after[o]`` is the op that must have run first because both draw random numbers, or -1. ``forward[o]``:
-    the op is of the forward half: not marked backward, and it depends on no backward op.
+    ``producer[t]``: the op that writes tensor t, -1 for an input. ``readers[t]``: ascending. ``after[o]``: the op
+    that must have run before op o because both draw random numbers, or -1. ``forward[o]``: whether op o belongs to
+    the forward half: it is not marked backward and depends on no backward op.
     """
 
     ops: tuple[str, ...]
@@ -32,12 +33,12 @@ class Indexed:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """The ops that are not of the forward half, ascending."""
+        """The ops that do not belong to the forward half, ascending."""
         return tuple(o for o, forward in enumerate(self.forward) if not forward)
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the backward ops that must have run before it."""
+        """For each op, the backward ops that it directly depends on."""
         return tuple(
             tuple(
                 p
@@ -49,7 +50,7 @@ class Indexed:
 
 
 def indexed(graph: TrainingGraph) -> Indexed:
-    """The problem on integer ids; worked out once a graph."""
+    """Return the indexed problem; computed once per graph."""
     return cached_on(graph, "indexed", lambda: _index(graph))
 
 
@@ -82,7 +83,7 @@ def _index(graph: TrainingGraph) -> Indexed:
 
 
 def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
-    """For each ordered op the ordered op before it, in the base order, or -1."""
+    """For each ordered op, the ordered op before it in the base order, or -1."""
     ordered = set(graph.ordered)
     after, last = [-1] * len(graph.ops), -1
     for i, op in enumerate(graph.ops):
@@ -94,7 +95,8 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """Which ops can run before the turn: what must come after a backward op cannot, however marked."""
+    """For each op, whether it belongs to the forward half. An op that depends on a backward op does not, however it
+    is marked."""
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

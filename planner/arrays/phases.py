@@ -1,8 +1,8 @@
-"""Tell a training step that does not say which of its ops are its backward half.
+"""Recognise a training step whose ops are not marked as forward or backward.
 
-A step's backward reads what its forward wrote in the opposite order: what was written last is read first. No other
-graph does it so strictly: rank correlations are below -0.99 for networks, above -0.8 for random layered graphs in
-depth-first order.
+The backward half reads the forward half's tensors in the opposite order: what was written last is read first. No
+other kind of graph does so as strictly: the rank correlation is below -0.99 for networks, and above -0.8 for random
+layered graphs in depth-first order.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.caches.graph_cache import cached_on
 
 FEWEST = 8
-"""Tensors held at the turn below which their order says nothing."""
+"""If fewer tensors than this are live between the halves, their order proves nothing."""
 MIRRORED = -0.95
-"""The rank correlation, of when they were written and when they are read next, up to which it is a backward that reads
-them."""
+"""The graph is a training step if the rank correlation, between the time a tensor is written and the time it is
+read next, is at most this."""
 
 Floats = NDArray[np.float64]
 
 
 def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """The problem with its ops' phases, if it has none and looks like a training step; else itself.
+    """Return the problem with phases, if it has none and looks like a training step; otherwise the problem itself.
 
-    Phases say where to look for plans and bounds, never which are valid: those of the one are those of the other.
+    Phases only tell the search where to look. They do not change which schedules are valid.
     """
     turn = -1 if graph.has_phases else _turn(indexed(graph))
     if turn < 0:
@@ -42,7 +42,10 @@ def infer_phases(graph: TrainingGraph) -> TrainingGraph:
 
 
 def _turn(ix: Indexed) -> int:
-    """The op after which most tensors wait to be read, if in the opposite order, or -1."""
+    """Return the last forward op if the graph looks like a training step, else -1.
+
+    It is the op after which most tensors are still to be read; they must be read in the opposite order of writing.
+    """
     spans = [(p, reads[-1]) for p, reads in zip(ix.producer, ix.readers, strict=True) if p >= 0 and reads]
     waiting = np.zeros(len(ix.ops) + 1, dtype=np.int64)
     for written, last in spans:
@@ -63,14 +66,14 @@ def _turn(ix: Indexed) -> int:
 
 
 def _ranks(values: NDArray[np.int64]) -> Floats:
-    """Ranks, those of equals their mean."""
+    """Return ranks; equal values get the mean of their ranks."""
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     means: Floats = np.cumsum(counts) - (counts - 1) / 2
     return means[where]
 
 
 def _correlation(a: Floats, b: Floats) -> float:
-    """Of two rankings; 0 where one of them tells nothing apart."""
+    """Return the correlation of two rankings; 0 if all values of one are equal."""
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else 0.0

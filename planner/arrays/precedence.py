@@ -1,4 +1,4 @@
-"""Which ops must run, which must precede which, and the bytes that each needs while it runs."""
+"""Which ops every schedule must run, which op must precede which, and the bytes that each op needs while it runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Precedence:
-    """``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write a tensor that is no
-    input. ``before[v]``: the recipes that must precede v, v itself included, as a bit mask. ``needed``: those
-    that every schedule must run."""
+    """Which op must run before which.
+
+    ``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write tensor t, which is not an input.
+    ``before[v]``: the recipes that must precede recipe v, and v itself, as a bit mask. ``needed``: the recipes that
+    every schedule must run, as a bit mask.
+    """
 
     recipes: tuple[Op, ...]
     makers: dict[str, tuple[int, ...]]
@@ -22,11 +25,11 @@ class Precedence:
 
 
 def precedence(graph: TrainingGraph) -> Precedence:
-    """The must-precede sets: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the greatest
+    """Compute what must precede what: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the greatest
     solution.
 
-    Without inverses each tensor has one recipe and one pass in the base order finds the ancestors. With them
-    the equations are those of dominators, and are iterated downwards from «everything». O(passes · reads · n
+    Without inverses every tensor has one writer, and one pass in the base order finds the ancestors. With inverses
+    these are the equations of dominators; they are iterated downwards from the set of all ops. O(passes · reads · n
     / 64).
     """
     recipes = (*graph.ops, *graph.inverses)
@@ -61,7 +64,8 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
-    """Bytes that each op holds while it runs besides the inputs: what it reads and writes, and its workspace."""
+    """Return, for each op, the bytes it needs while it runs, besides the inputs: its reads, its writes and its
+    workspace."""
     inputs = set(graph.inputs)
 
     def sizes() -> tuple[int, ...]:
@@ -73,10 +77,10 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """The ops that must run, in the base order: those that an output depends on, those that draw random
-    numbers, those that write nothing (they are there for what they do), and whatever these depend on.
+    """Return the ops that must run if there are no inverses, in the base order.
 
-    Inverses are not looked at: with them some of these may be dispensable.
+    These are the ops that an output depends on, that draw random numbers, or that write nothing (they run for their
+    side effects), and everything that these depend on.
     """
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
@@ -89,12 +93,12 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
-    """The same problem without inverses; the same object for the same problem."""
+    """Return the same problem without inverses. Calling it twice returns the same object."""
     return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """The ops that draw random numbers, that write nothing, or that must precede an output."""
+    """Return the names of the ops that draw random numbers, write nothing, or must precede an output."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

@@ -1,1 +1,2 @@
-"""What a plan is: schedules, their simulator, the strategy interface. The runtime sees only this room."""
+"""What a plan is: schedules, their simulator, the strategy interface. The runtime imports only this room of the
+planner."""

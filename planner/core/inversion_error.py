@@ -1,13 +1,14 @@
-"""What inversion does to the numbers: the relative error of every tensor that a schedule brings back, predicted.
+"""Predict the relative error of every tensor that a schedule recovers by inverses.
 
-A tensor's first run is exact by definition: its error is 0. An inverse gives ``gain`` × (the largest error among what
-it reads) + ``noise``. An op that runs again on inexact tensors gives as large an error, for it repeats its own
-roundings bit by bit; only one that rounds to a coarser type may give a larger: of relative differences d below that
-type's grain g (``noise``) some cross a rounding boundary and become g, a root of the mean square of √(d·g).
+The result of a tensor's first run has error 0 by definition. An inverse's result has the error ``gain`` × (largest
+error among its reads) + ``noise``. An op that runs again on inexact tensors passes their error on, because it
+repeats its own roundings bit by bit. Only an op that rounds to a coarser type can increase the error: of relative
+differences d below that type's grain g (``noise``), a share d/g crosses a rounding boundary and becomes g, so the
+root mean square is √(d·g).
 
-So additive couplings add their rounding once an inverse (a chain of k blocks: about k roundings) and a coupling scaled
-by γ multiplies by 1/γ as well. What F does to an error beside the sum is not in the model: it is right within a factor
-of a few where |F(x)| and its slope are like |x|.
+So each inverse in a chain of k additive couplings adds one rounding (about k in total), and a coupling scaled by γ
+also multiplies the error by 1/γ. The error that F in y = x + F(z) adds is not modelled. The prediction is right
+within a small factor where |F(x)| and its slope are about as large as |x|.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from rematplan.ir.recoverable import last_forward_read, recoveries
 from rematplan.planner.core.schedule import Free, Schedule
 
 ROUNDING = 0.15
-"""What an inverse adds to an error, in units of half the last place (`Op.noise` is this times that)."""
+"""What an inverse adds to the relative error, in units of half the last place. `Op.noise` is a multiple of it."""
 
 
 WITHIN = 30.0
-"""Gradients may be this many times as wrong as the root of what the tensors are that they are computed from."""
+"""Safety factor of `gradient_error`."""
 
 
 def gradient_error(error: float) -> float:
-    """The largest relative error (L2, of a gradient) to be expected where tensors come back with a relative ``error``.
+    """Return the largest relative error (L2 norm, of one gradient) to expect if recovered tensors have relative
+    error ``error``.
 
-    Where all is smooth a gradient is as wrong as what it is computed from. But a share d of a ReLU's arguments, or of a
-    maximum's, lies so near its kink that an error of d puts them on the other side, where their gradients are wrong
-    altogether: √d of the norm.
+    Where the network is smooth, a gradient is as wrong as the tensors it is computed from. But of a ReLU's or
+    maximum's arguments, a share of about ``error`` is so close to the kink that it changes sides; the gradients
+    there are entirely wrong. This contributes √``error`` of the norm.
     """
     return min(WITHIN * math.sqrt(error), 0.5)
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
-    """The relative error of what a recipe writes, given the largest of what it reads."""
+    """Return the relative error of what an op or inverse writes, given the largest error among its reads."""
     if inverse:
         return recipe.gain * worst + recipe.noise
     passed = recipe.gain * worst
@@ -47,7 +49,7 @@ def error_after(recipe: Op, inverse: bool, worst: float) -> float:
 
 
 def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """The largest relative error that each tensor has on the way, of those that are ever inexact."""
+    """Return, for each tensor that is ever inexact, the largest relative error that it has during the schedule."""
     inverses = {op.name for op in graph.inverses}
     now: dict[str, float] = {}
     worst: dict[str, float] = {}
@@ -65,34 +67,36 @@ def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, floa
 
 
 def worst_error(graph: TrainingGraph, schedule: Schedule) -> float:
-    """The largest of `predicted_errors` among the forward's tensors; 0 for a plan that runs no inexact inverse."""
+    """Return the largest predicted error among forward tensors; 0 if the plan runs no inverse that rounds."""
     forward = {t for op in graph.ops if op.phase != "backward" for t in op.writes}
     return max((e for t, e in predicted_errors(graph, schedule).items() if t in forward), default=0.0)
 
 
 def inverses_run(graph: TrainingGraph, runs: Iterable[str]) -> int:
-    """How many of the runs are inverses."""
+    """Count the runs that are inverses."""
     names = {op.name for op in graph.inverses}
     return sum(run in names for run in runs)
 
 
 def own_limit(inverse: Op) -> float:
-    """The default for the largest error: u^(2/3) for numbers rounded at u, which leaves a third of their digits.
+    """Return the default limit of an inverse's relative error: u^(2/3) for a type with unit roundoff u.
 
-    1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16; an inverse says u by its noise.
+    This gives up a third of the type's digits: 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16. The
+    unit roundoff is computed from the inverse's noise.
     """
     return float((inverse.noise / max(inverse.gain, 1.0) / ROUNDING) ** (2 / 3))
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """The problem without the inverses by which a chain of them would become too wrong.
+    """Remove the inverses that would make the error of a chain of inverses exceed a limit.
 
-    The chains are followed from the end of the forward half backwards. Where the predicted error of a tensor exceeds
-    ``limit`` (a relative error; by default `own_limit` of the coarsest type on its way back), its inverses are taken
-    away: a plan has to keep it, or to compute it again, and the chain begins there anew at 0.
+    Chains are followed backwards from the end of the forward half. Where a tensor's predicted error exceeds
+    ``limit`` (relative; by default the largest `own_limit` of the types involved in its recovery), its inverses are
+    removed. A plan must then keep or recompute the tensor, and the error restarts there at 0: the tensor is an
+    anchor.
 
     Raises:
-        UsageError: a limit that is not positive.
+        UsageError: the limit is not positive.
     """
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
@@ -101,7 +105,7 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
     found = recoveries(graph)
     last_read = last_forward_read(graph)
     error: dict[str, float] = {}
-    grain: dict[str, float] = {}  # the coarsest limit of the types that a tensor's way back goes through
+    grain: dict[str, float] = {}  # the largest limit of the types involved in a tensor's recovery
     anchors: set[str] = set()
     for target in sorted(found, key=lambda t: last_read[t], reverse=True):
         here, coarse = dict(error), dict(grain)

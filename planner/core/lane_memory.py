@@ -1,16 +1,16 @@
-"""What two lanes hold, at whatever speed each of them runs, and how far each may be ahead.
+"""The memory that two lanes hold at any relative speed, and how far ahead each lane may run.
 
-A *state* (p, q) says how far the lanes are: p = 2k when the main lane has finished k runs and is at none, 2k + 1 while
-it is at run k; q likewise on the recovery lane. What is held in a state does not depend on how the lanes came there: a
-copy is there once its run has begun, until each lane has finished its last run that touches it. So
+A *state* (p, q) is the progress of both lanes: p = 2k if the main lane has finished k runs and none is in progress,
+p = 2k + 1 while run k is in progress; q likewise for the recovery lane. The bytes held in a state do not depend on
+how the lanes got there, because a copy is live from the start of its run until each lane has finished its last run
+that uses it:
 
-    held(p, q) = Σ bytes · [begun] · (1 − [p ≥ end on main] · [q ≥ end on recovery]) + workspaces of the runs under way.
+    held(p, q) = Σ bytes · [begun] · (1 − [p ≥ end on main] · [q ≥ end on recovery]) + workspaces of runs in progress.
 
-Waits keep the lanes within windows of states around the path that the plan's own sequence takes. The largest windows
-within a budget are unique: of the states that the data permits, one over the budget in which recovery is ahead of the
-path can only be kept out by having recovery wait, which also shuts all states with less p and more q; one in which
-main is ahead, those with more p and less q. What remains is the answer. It costs one pass over all states, a row at a
-time: O(runs of main × runs of recovery) additions, linear memory.
+Waits restrict the lanes to windows of states around the path of the plan's own sequence. The widest windows within
+a budget are unique. A state over the budget in which recovery is ahead of the path can only be avoided by making
+recovery wait, which also excludes all states with smaller p and larger q; likewise for main. The remaining states
+are the answer. One pass over all states, row by row: O(main runs × recovery runs) additions, linear memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """For q = 0, 1, ... the bytes held in the states (0, q), (1, q), ..., inputs and workspaces included."""
+    """Yield, for q = 0, 1, ..., the bytes held in the states (0, q), (1, q), ..., inputs and workspaces included."""
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(
@@ -71,7 +71,7 @@ def _begin(copy: Copy) -> tuple[int, int]:
 
 
 def _end(copy: Copy, lane: int) -> int:
-    """The progress from which on a lane has no more to do with a copy."""
+    """The progress of a lane from which on it does not use the copy any more."""
     last = copy.last[lane]
     if last is None:
         last = copy.made if copy.lane == lane else BEFORE
@@ -79,7 +79,7 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """For q = 0, 1, ... the least and the largest p that the plan's own sequence goes through."""
+    """Yield, for q = 0, 1, ..., the smallest and largest p that the plan's own sequence passes through."""
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
         yield 2 * here, 2 * there
@@ -88,7 +88,7 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
-    """For q = 0, 1, ... the least and the largest p that ``needs`` allow."""
+    """Yield, for q = 0, 1, ..., the smallest and largest p that ``needs`` allow."""
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
     for q in range(2 * len(where.recovery) + 1):
@@ -100,8 +100,10 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """The least that the lanes must wait for to stay within the budget, and for their data; None if the plan's own
-    sequence does not stay within it."""
+    """Return the least waiting that satisfies data dependences and the budget (bytes).
+
+    None if the plan's own sequence exceeds the budget.
+    """
     lows: list[int] = []
     highs: list[int] = []
     low = 0
@@ -123,7 +125,8 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
-    """Windows as what each run waits for. Their edges are even: a run only adds to what is held, its end only frees."""
+    """Convert windows to needs. Window edges are even, because starting a run only adds bytes and ending one only
+    frees them."""
     main, j = [], 0
     for k in range(len(where.main)):
         while highs[2 * j] < 2 * k + 1:
@@ -133,7 +136,7 @@ def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
 
 
 def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
-    """The most that is held in any state that ``needs`` allow, and before the fork as the schedule has it."""
+    """Return the most bytes held in any state that ``needs`` allow, or before the fork in the schedule's own order."""
     before = resident_bytes(plan.graph, _until(schedule, plan.where.fork))
     after = (
         int(held[least : most + 1].max())
@@ -144,16 +147,16 @@ def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
 
 
 def _until(schedule: Schedule, fork: int) -> Schedule:
-    """The steps before the run of that position."""
+    """Return the steps before the run at position ``fork``."""
     at = [k for k, step in enumerate(schedule) if isinstance(step, Run)]
     return schedule[: at[fork]] if fork < len(at) else schedule
 
 
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
-    """Lanes from elsewhere, with the peak that holds here.
+    """Check lanes that were read from a file, and return them with the peak that holds for this problem.
 
     Raises:
-        ProblemError: they do not fit the schedule, or do not wait for what is read.
+        ProblemError: they do not fit the schedule, or a run does not wait for what it reads.
     """
     runs = tuple(runs_of(schedule))
     plan = Laned(graph, runs, placed(lanes.fork, lanes.recovery, len(runs)))

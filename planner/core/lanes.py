@@ -1,16 +1,17 @@
-"""A plan on two lanes: gradients on the main lane, what brings tensors back on the recovery lane beside it.
+"""A plan on two lanes: the main lane computes gradients, the recovery lane rematerialises tensors at the same time.
 
-Zhu, Mangalam, «PaReprop: fast parallelized reversible backpropagation», arXiv:2306.09342, for any plan: nothing that
-recovery computes needs a gradient, so that it may run ahead of the gradients that it serves.
+Zhu, Mangalam, «PaReprop: fast parallelized reversible backpropagation», arXiv:2306.09342, extended to any plan.
+Nothing that the recovery lane computes depends on a gradient, so it can run ahead of the gradients that need its
+results.
 
-A plan stays one sequence of runs. Those before its first backward op run in one lane. After this *fork*, inverses and
-forward ops that run again make the recovery lane, all others the main lane; each keeps the plan's order. A lane
-waits for the other only where a `Lanes.waits` says so: for the data that it reads, and wherever it might else be so
-far ahead that the two hold more than the budget (`rematplan.planner.core.lane_memory`). All that a wait names stands
-earlier in the plan's sequence, which is therefore a legal order of both lanes: they cannot wait for each other.
+A plan remains one sequence of runs. The runs before its first backward op are on one lane. After this *fork*,
+inverses and forward ops that run again are on the recovery lane, all other runs on the main lane; each lane keeps
+the plan's order. A lane waits for the other only where `Lanes.waits` says so: for data that it reads, and where it
+would otherwise get so far ahead that both together exceed the budget (`rematplan.planner.core.lane_memory`). Every
+run waits only for earlier runs of the plan's sequence, so the lanes cannot deadlock.
 
-A *copy* of a tensor lives from the run that makes it until neither lane is going to read it. Two copies of one tensor
-may stand at the same time, when recovery is ahead; they are two variables.
+A *copy* of a tensor is the result of one run; it lives until no lane will read it any more. When the recovery lane
+is ahead, two copies of one tensor can be live at the same time. They are two variables.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from rematplan.ir import ProblemError, TrainingGraph
 
 MAIN, RECOVERY = 0, 1
 BEFORE = -1
-"""The index on the main lane of what runs before the fork."""
+"""The index on the main lane that stands for everything before the fork."""
 
 Touches = tuple[Sequence[str], Sequence[str]]
-"""What one run reads and writes."""
+"""The tensors that one run reads, and the tensors that it writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a plan on two lanes has beyond its sequence. Positions are in the run sequence, from 0.
+    """What a plan on two lanes states in addition to its sequence of runs. Positions count runs from 0.
 
-    ``fork``: of the first run after the fork. ``recovery``: of the runs on the recovery lane, ascending. ``waits``:
-    pairs (run, other): the run starts when the other, of the other lane, has finished, and so have all before that on
-    its lane. ``peak``: bytes that are never exceeded, however fast each lane is. ``makespan``: predicted time of the
-    step, in the unit of costs. ``speed``: that of each lane while both run, to that of a lane alone, which the
-    makespan was predicted with.
+    ``fork``: position of the first run after the fork. ``recovery``: positions of the runs on the recovery lane,
+    ascending. ``waits``: pairs (run, other): the run starts after ``other``, which is on the other lane, has
+    finished. ``peak``: bytes that are not exceeded at any speed of the lanes. ``makespan``: predicted time of the
+    step, in the unit of costs. ``speed``: the speed of each lane while both run, relative to a lane that runs
+    alone, as assumed for the makespan.
     """
 
     fork: int
@@ -54,10 +55,10 @@ class Lanes:
 class Sharing:
     """How two lanes share a device.
 
-    ``speed``: of each while both run, to that of a lane alone: 1 on two devices, 0.5 on one that a lane fills. The
-    best that PaReprop reports, 20 % more steps in the time, amounts to 0.75; the default lies halfway to no gain at
-    all. ``handover``: what a wait costs the lane that waits; ``start``: what the second lane costs a step; both in the
-    unit of costs.
+    ``speed``: the speed of each lane while both run, relative to a lane that runs alone: 1 on two devices, 0.5 if
+    one lane already fills the device. PaReprop's best result, 20 % more steps per time, corresponds to 0.75; the
+    default is halfway between that and no gain. ``handover``: what a wait costs the waiting lane. ``start``: what
+    the second lane costs per step. Both are in the unit of costs.
     """
 
     speed: float = 0.625
@@ -67,7 +68,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan on their lanes: positions in the run sequence, from ``fork`` on."""
+    """The runs of a plan from the fork on, divided into lanes. Numbers are positions in the sequence of runs."""
 
     fork: int
     main: tuple[int, ...]
@@ -75,17 +76,17 @@ class Placed:
 
     @property
     def lanes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Both, by `MAIN` and `RECOVERY`."""
+        """The positions of both lanes, indexed by `MAIN` and `RECOVERY`."""
         return self.main, self.recovery
 
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
-        """Lane and index there by position in the run sequence."""
+        """For each position in the sequence of runs, the lane and the index within the lane."""
         return {at: (lane, k) for lane, runs in enumerate(self.lanes) for k, at in enumerate(runs)}
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each run of a lane how many of the other lane's stand before it in the plan's sequence."""
+        """For each run of a lane, how many runs of the other lane precede it in the plan's sequence."""
         return self._others(MAIN), self._others(RECOVERY)
 
     def _others(self, lane: int) -> tuple[int, ...]:
@@ -98,7 +99,8 @@ class Placed:
 
 
 def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
-    """The lanes of a run sequence; the recovery lane is empty where nothing comes back after the first backward op."""
+    """Divide a sequence of runs into lanes. The recovery lane is empty if nothing is rematerialised after the first
+    backward op."""
     fork = next((at for at, name in enumerate(runs) if graph.op[name].phase == "backward"), len(runs))
     inverses = {inverse.name for inverse in graph.inverses}
     seen = set(runs[:fork])
@@ -112,10 +114,10 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """The lanes, given which of ``length`` runs are recovery's.
+    """Return the lanes if ``recovery`` lists the runs of the recovery lane, out of ``length`` runs.
 
     Raises:
-        ProblemError: they are not runs after the fork, in order.
+        ProblemError: these are not runs after the fork, in order.
     """
     chosen = tuple(recovery)
     after = set(range(fork, length))
@@ -126,10 +128,11 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """A copy of a tensor. ``lane`` and ``made``: of the run that makes it, `BEFORE` for what stands at the fork.
+    """The result of one run of a tensor's writer.
 
-    ``first``, ``last``: by lane the indices of the runs that read it first and last, None for a lane that does not. The
-    end of the step, which reads the outputs, comes after the main lane's last run and counts as one more.
+    ``lane`` and ``made``: lane and index of that run; `BEFORE` if it is live at the fork. ``first`` and ``last``:
+    per lane, the indices of the runs that read it first and last; None if the lane does not read it. The end of the
+    step reads the outputs; it counts as one more run of the main lane.
     """
 
     tensor: str
@@ -139,21 +142,22 @@ class Copy:
     last: list[int | None]
 
     def read(self, lane: int, index: int) -> None:
-        """Note that a run reads it."""
+        """Record that a run reads the copy."""
         if index > BEFORE:
             if self.first[lane] is None:
                 self.first[lane] = index
             self.last[lane] = index
 
     def crosses(self) -> bool:
-        """Whether the lane that did not make it reads it."""
+        """Whether the lane that did not write the copy reads it."""
         return self.first[1 - self.lane] is not None
 
 
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """The copies that a run sequence makes, those of before the fork that nothing reads after it left out."""
+    """Return the copies that a sequence of runs makes, except those from before the fork that nobody reads after
+    it."""
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
         lane, index = where.where.get(at, (MAIN, BEFORE))
@@ -170,13 +174,14 @@ def copies_of(
 
 
 Needs = tuple[list[int], list[int]]
-"""By lane, for each of its runs, how many of the other lane's must have finished before it starts. Ascending."""
+"""Per lane and run: how many runs of the other lane must have finished before the run starts. Ascending within a
+lane."""
 
 
 def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) -> Needs:
-    """What the data alone asks for. The end counts as one more run of the main lane.
+    """Return the waits that data dependences require. The end of the step counts as one more run of the main lane.
 
-    ``draws``: by position of a random op's later run that of its first, whose random state it needs.
+    ``draws``: maps the position of a random op's later run to that of its first run, whose random state it needs.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
@@ -191,15 +196,15 @@ def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) 
 
 
 def ascending(needs: Needs) -> Needs:
-    """A lane has waited for whatever any of its runs before had to wait for."""
+    """Return the needs with every run also waiting for everything that earlier runs of its lane wait for."""
     return list(accumulate(needs[MAIN], max)), list(accumulate(needs[RECOVERY], max))
 
 
 def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
-    """Refuse lanes that do not wait for what they read.
+    """Check that every run waits for what it reads.
 
     Raises:
-        ProblemError: names the run.
+        ProblemError: a run does not; the message names it.
     """
     for runs, own, least in zip(where.lanes, needs, data, strict=True):
         for at, had, wanted in zip(runs, own, least, strict=False):
@@ -208,7 +213,7 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """The waits that ask for as much and no more than ``needs``."""
+    """Return the fewest waits that enforce ``needs``."""
     found = []
     for lane, runs in enumerate(where.lanes):
         other = where.lanes[1 - lane]
@@ -219,10 +224,10 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """What waits ask for. The end of the step waits for both lanes.
+    """Return the needs that a set of waits enforces. The end of the step waits for both lanes.
 
     Raises:
-        ProblemError: a wait that does not name two runs after the fork, one of each lane, the awaited one first.
+        ProblemError: a wait does not name two runs after the fork, one on each lane, the awaited one first.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
@@ -237,7 +242,7 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Positions of the later runs of random ops, each with that of the first."""
+    """Map the position of each later run of a random op to the position of its first run."""
     first: dict[str, int] = {}
     wanted = set(ordered)
     return {
@@ -247,7 +252,7 @@ def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Laned:
-    """A problem, a run sequence of it, and the lanes of these runs."""
+    """A problem, a sequence of runs, and the lanes of these runs."""
 
     graph: TrainingGraph
     runs: tuple[str, ...]
@@ -255,29 +260,29 @@ class Laned:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """The copies of tensors that matter after the fork."""
+        """The copies of tensors that are live after the fork."""
         rows = [self.graph.op[name] for name in self.runs]
         touches = [(op.reads, op.writes) for op in rows]
         return copies_of(touches, self.where, self.graph.inputs, self.graph.outputs)
 
     @cached_property
     def data(self) -> Needs:
-        """What the lanes must wait for, whatever the memory."""
+        """The waits that data dependences require, regardless of memory."""
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)
 
 
 def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
-    """The lanes as plain JSON data."""
+    """Convert lanes to plain JSON data."""
     return asdict(lanes)
 
 
 def lanes_from_json(data: Any) -> Lanes:
-    """The lanes that plain JSON data states, as they are stated.
+    """Read lanes from plain JSON data, without checking them.
 
     Raises:
-        KeyError, TypeError, ValueError: a field is missing or of another type.
+        KeyError, TypeError, ValueError: a field is missing or has another type.
     """
     return Lanes(
         fork=int(data["fork"]),

@@ -1,4 +1,4 @@
-"""What a strategy returns, and its JSON form ``rematplan.plan/1``."""
+"""The result of a strategy, and its JSON form ``rematplan.plan/1``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Status = Literal["optimal", "feasible"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule with what the simulator says of it.
+    """A schedule with its predicted peak and cost.
 
-    ``budget``: bytes, or None for a plan that was made without one. ``lower_bound``: a proven floor of the overhead of
-    *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` only when the gap is closed.
-    ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``: the problem's
-    (`TrainingGraph.fingerprint`), where it was noted. ``lanes``: for a plan that runs on two (`planner.overlap`).
+    ``budget``: bytes, or None if planned without one. ``lower_bound``: a proven lower bound of the overhead of
+    *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` if the overhead equals the
+    lower bound. ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``:
+    `TrainingGraph.fingerprint` of the problem, if recorded. ``lanes``: for a plan on two lanes (`planner.overlap`).
     """
 
     problem: str
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes that it never exceeds, on two lanes if it has them."""
+        """Bytes that the plan never exceeds; that of the lanes if it has two."""
         return self.lanes.peak if self.lanes else self.estimate.peak
 
     @property
     def gap(self) -> float | None:
-        """Overhead minus its proven floor, or None without a bound."""
+        """The overhead minus its proven lower bound, or None without a bound."""
         return None if self.lower_bound is None else max(0.0, self.estimate.overhead - self.lower_bound)
 
     def __str__(self) -> str:
@@ -64,13 +64,13 @@ class Plan:
 
 
 def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
-    """The plan of a run sequence: frees inserted at last uses, priced by the simulator."""
+    """Build the plan of a sequence of runs: insert the frees, simulate."""
     schedule = with_frees(graph, runs)
     return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON data."""
+    """Convert a plan to plain JSON data."""
     e = plan.estimate
     return {
         "format": PLAN_FORMAT,
@@ -91,16 +91,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             ("fingerprint", plan.fingerprint),
             ("lanes", plan.lanes and lanes_to_json(plan.lanes)),
         )
-        if value  # what a plan has not is left out
+        if value  # Absent values are omitted.
     }
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """The plan that plain JSON data states for a problem, priced anew by the simulator.
+    """Build a plan of ``graph`` from plain JSON data; peak and cost are simulated again.
 
     Raises:
-        ProblemError: not of the format, made for another problem, not a valid schedule of this one, or over its own
-            budget.
+        ProblemError: the data violates the format, the plan is of another problem or not a valid schedule of
+            this one, or it exceeds its own budget.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
@@ -135,7 +135,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
 
 
 def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
-    """Why a plan is over its budget. ``stated``: its peak by what was known where it was made."""
+    """Explain why a plan exceeds its budget. ``stated``: the peak that the file states."""
     over = f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes"
     if stated == plan.peak:
         return over
@@ -147,12 +147,12 @@ def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan file, whole or not at all."""
+    """Write a plan file. An error leaves no partial file behind."""
     write_whole(path, json.dumps(plan_to_json(plan)))
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
-    """Read a plan file for a problem.
+    """Read a plan file.
 
     Raises:
         ProblemError: see `plan_from_json`; the message names the file.
@@ -164,6 +164,6 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
 
 
 def peak_op(plan: Plan) -> str | None:
-    """The op that runs where the plan's peak stands, or None if it runs nothing."""
+    """Return the op that runs at the plan's peak, or None if the plan runs nothing."""
     step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
     return step.op if isinstance(step, Run) else None

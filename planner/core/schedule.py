@@ -1,4 +1,4 @@
-"""What a plan does: one sequence of ``run`` and ``free`` steps."""
+"""A schedule: one sequence of ``run`` and ``free`` steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rematplan.ir import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run an op (or an inverse). Running an op again is recomputation."""
+    """Run an op or an inverse. A run after an op's first one is recomputation."""
 
     op: str
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a resident tensor that is no input."""
+    """Drop a resident tensor that is not an input."""
 
     tensor: str
 
@@ -28,16 +28,16 @@ Schedule: TypeAlias = tuple[Step, ...]
 
 
 def runs_of(schedule: Iterable[Step]) -> list[str]:
-    """The run sequence of a schedule, repeats included."""
+    """Return the names of the ops that a schedule runs, in order, repeats included."""
     return [step.op for step in schedule if isinstance(step, Run)]
 
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
-    """The run sequence with every tensor freed at its last use before it is written again, or at all.
+    """Turn a sequence of runs into a schedule that frees each tensor as early as possible.
 
-    A plan is only its run sequence: a read is served by the latest run of a recipe that writes the tensor, and a copy
-    lives from that run to its last read before the next one. No other choice of frees has a lower peak. One backward
-    scan, linear in the reads and writes.
+    A read uses the result of the latest run that writes the tensor. That result is freed after its last read before
+    the next write. No other choice of frees has a lower peak, so a plan is determined by its runs. One backward
+    scan, linear in the number of reads and writes.
     """
     inputs = set(graph.inputs)
     wanted = set(graph.outputs)  # tensors whose next event, looking forward from here, is a read
@@ -54,9 +54,10 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """The runs without those whose results nothing reads before they are written again, except where one ``stays``.
+    """Return the runs without those whose results nobody reads before they are overwritten.
 
-    One backward scan: what only an idle run reads is idle too.
+    One backward scan: a run whose results only useless runs read is dropped as well. ``stays``: per run, whether it
+    must be kept anyway.
     """
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):

@@ -1,4 +1,4 @@
-"""The one simulator: what a schedule holds, step by step, and what it costs."""
+"""The simulator: the bytes that a schedule holds at each step, and its cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rematplan.planner.core.schedule import Run, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the simulator says of a schedule.
+    """What the simulator computes for a schedule.
 
-    ``peak``: bytes, inputs included, the largest over its runs of (resident before) ∪ (writes) plus workspace.
-    ``peak_at``: the step at which the peak stands, -1 if the schedule runs nothing. ``cost``: the sum over its runs.
-    ``overhead``: cost ÷ the cost of running every op once, − 1. ``reruns``: runs beyond an op's first.
+    ``peak``: bytes, the largest over all runs of the resident tensors (inputs and the run's writes included) plus
+    the op's workspace. ``peak_at``: the step of that run, -1 if the schedule runs nothing. ``cost``: the sum of the
+    costs of all runs. ``overhead``: ``cost`` divided by the cost of running every op once, minus 1. ``reruns``: the
+    number of runs beyond each op's first.
     """
 
     peak: int
@@ -26,11 +27,11 @@ class Estimate:
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
-    """Replay a schedule.
+    """Replay a schedule and return its peak and cost.
 
     Raises:
-        ProblemError: a step reads or frees what is not resident, writes or frees an input, runs again what may not, or
-            an output is lost.
+        ProblemError: a step reads or frees a tensor that is not resident, writes or frees an input, repeats an
+            op that may run only once, or an output is not resident at the end.
     """
     size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)
@@ -80,7 +81,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
 
 
 def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Bytes at each step of a valid schedule: while a run is under way (workspace included), after a free."""
+    """Return the resident bytes at each step of a valid schedule: during a run its workspace is included."""
     size = graph.size
     resident = set(graph.inputs)
     held = graph.input_bytes

@@ -1,4 +1,4 @@
-"""What every strategy is: a name and a function from a problem and a budget to a plan."""
+"""The interface of strategies: a strategy turns a problem and a budget into a plan."""
 
 from __future__ import annotations
 
@@ -12,43 +12,49 @@ from rematplan.planner.core.plan import Plan
 
 Row = TypeVar("Row")
 Progress: TypeAlias = Callable[[float, str], None]
-"""Called during long work with the fraction done (0..1) and a short text. Raising from it interrupts the work; after
-`Enough` what was found so far is the answer."""
+"""Callback for long work: it receives the fraction done (0 to 1) and a short text.
+
+Raising from it interrupts the work. After `Enough`, the best result so far is returned.
+"""
 
 
 class Enough(Exception):
-    """Raised by a progress callback whose time is over."""
+    """Raised by a progress callback when its time is over."""
 
 
 def silent(_fraction: float, _text: str) -> None:
-    """Progress that goes nowhere."""
+    """A progress callback that does nothing."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy. Its fields are its options, on the command line too (``--objective time``); its name is the
-    literature's."""
+    """Base class of strategies. Its fields are the strategy's options, also on the command line (``--objective
+    time``).
+
+    ``name`` follows the literature.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     resumes: ClassVar[bool] = False
-    """Whether its search begins with start plans."""
+    """Whether the search starts from plans that it is given."""
 
     @property
     def lasting(self) -> bool:
-        """Whether its plans are worth keeping on disk, as starts for later processes."""
+        """Whether the plans are worth keeping on disk, to start later processes from."""
         return False
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """The plan of least overhead that this strategy finds within ``budget`` bytes of simulated peak.
+        """Return the plan of least overhead that this strategy finds within ``budget`` bytes of simulated peak.
 
         Args:
-            starts: known plans of the problem, for any budgets; a strategy that does not search ignores them.
+            starts: known plans of the problem, for any budgets. A strategy that does not search ignores them.
 
         Raises:
-            InfeasibleBudget: it knows no schedule that fits; carries the smallest peak that it can reach.
+            InfeasibleBudget: the strategy finds no schedule that fits; the error carries the smallest peak that
+                it can reach.
         """
         raise NotImplementedError
 
@@ -59,30 +65,30 @@ class Strategy:
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Plans along the memory/overhead trade-off, by falling peak and rising overhead, none dominated.
+        """Return plans along the memory/overhead trade-off, by falling peak and rising overhead, none dominated.
 
-        ``budgets`` are suggestions: a strategy that plans for one budget at a time uses them, one whose plans form a
-        family of its own returns the whole family's Pareto front.
+        A strategy that plans for one budget at a time plans for ``budgets``. A strategy whose plans do not depend
+        on the budget ignores them and returns the Pareto front of all its plans.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class FamilyStrategy(Strategy):
-    """A strategy whose candidate plans do not depend on the budget.
+    """Base class of strategies whose candidate plans do not depend on the budget.
 
-    The best candidate under the budget is the plan, so that peak and overhead are monotone in the budget by
-    construction, and the smallest reachable peak is the family's least.
+    The plan for a budget is the cheapest candidate that fits. So peak and overhead are monotone in the budget, and
+    the smallest reachable peak is that of the leanest candidate.
     """
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """All candidate plans, unbudgeted, each priced by the simulator."""
+        """Yield all candidate plans, without a budget."""
         raise NotImplementedError
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`. Starts are not used."""
+        """See `Strategy.plan`. ``starts`` is ignored."""
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
@@ -90,7 +96,8 @@ class FamilyStrategy(Strategy):
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """The cheapest plan within the budget, if there is one, and then the leanest of all, if that is another."""
+        """Return the cheapest plan within the budget, if there is one, followed by the plan of the smallest peak,
+        if it is another."""
         front = self.curve(graph, (), progress)
         fitting = [p for p in front if p.estimate.peak <= budget]
         return tuple({p.estimate.peak: p for p in (*fitting[:1], front[-1])}.values())
@@ -102,18 +109,20 @@ class FamilyStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. Budgets and starts are not used."""
+        """See `Strategy.curve`. ``budgets`` and ``starts`` are ignored."""
         del budgets, starts
         return pareto(self.family(graph, progress))
 
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """The plans that no other dominates, by rising overhead and falling peak; the first of equals is kept."""
+    """Return the plans that no other plan dominates, by rising overhead and falling peak. Of equal plans the first
+    is kept."""
     return tuple(undominated(plans, lambda p: (p.estimate.cost, p.estimate.peak)))
 
 
 def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:
-    """The rows that no other beats in both figures, by rising cost and falling peak; the first of equals is kept."""
+    """Return the rows that no other row beats in both cost and peak, by rising cost. Of equal rows the first is
+    kept."""
     front: list[Row] = []
     least = math.inf
     for row in sorted(rows, key=cost_and_peak):

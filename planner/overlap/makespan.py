@@ -1,4 +1,4 @@
-"""How long two lanes take, beside each other on one device."""
+"""Predict how long a step takes on two lanes that share one device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from rematplan.planner.core.lanes import MAIN, RECOVERY, Laned, Needs, Sharing
 
 
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
-    """The time of a step: the runs before the fork one after the other, then each lane as soon as it may.
+    """Return the predicted time of a step, in the unit of costs.
 
-    Never more than the sum of all costs, handovers and the start, for a speed of 0.5 or more.
+    Runs before the fork are sequential; afterwards each lane starts its next run as soon as its waits allow. For a
+    speed of at least 0.5, the result is at most the sum of all costs, handovers and the start.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
@@ -40,5 +41,5 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:
-    """For each run whether it waits for more than the one before it."""
+    """For each run, whether it waits for more than the run before it."""
     return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

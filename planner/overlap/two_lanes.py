@@ -1,4 +1,4 @@
-"""Put a plan on two lanes within a budget, and say whether that pays."""
+"""Put a plan on two lanes within a budget, and predict whether that saves time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from rematplan.planner.core.simulator import simulate
 from rematplan.planner.overlap.makespan import makespan
 
 PAYS = 0.02
-"""The share of a step's time that two lanes must be predicted to save to be worth their while."""
+"""The share of a step's time that two lanes must be predicted to save before they are used."""
 USUAL = Sharing()
 
 
 def fastest_on_two_lanes(
     graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
 ) -> Plan | None:
-    """Of these plans on two lanes the one that ends first; None if none can be put on two within the budget."""
+    """Put each plan on two lanes and return the fastest; None if none can be put on two lanes within the budget
+    (bytes)."""
     laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
     return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
 
 
 def saved(plan: Plan, cost: float) -> float:
-    """The share of a step's time, ``cost`` on one lane, that a plan's two lanes are predicted to save."""
+    """Return the share of a step's time that two lanes are predicted to save, if one lane takes ``cost``."""
     return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
-    """The plan with lanes that hold at most ``budget`` bytes, whatever their speeds, and wait for each other as little
-    as that allows; None if nothing comes back after the fork, or the plan itself is over the budget."""
+    """Return the plan on two lanes that hold at most ``budget`` bytes at any speed, with the fewest waits that
+    ensure it.
+
+    None if nothing is rematerialised after the fork, or if the plan itself exceeds the budget.
+    """
     runs = tuple(runs_of(plan.schedule))
     laned = Laned(graph, runs, place(graph, runs))
     if not laned.where.recovery:
