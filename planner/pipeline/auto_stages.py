@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rematplan.ir import TrainingGraph
+from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.search import lower_bound
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.strategies.store_all import no_recompute
+
+SHORTEST = 0.1
+"""Seconds for the least peak once the deadline is over."""
 
 
 @dataclass(frozen=True)
 class AutoStages:
-    """``time_limit``: seconds that each question may take."""
+    """``time_limit``: seconds that each question may take. ``deadline``: by the monotonic clock; after it nothing is
+    searched for but the least peak, briefly."""
 
     time_limit: float = 2.0
+    deadline: float = math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """See `StagePlanner.within`."""
-        return Auto(time_limit=self.time_limit, reuse=False).plan(graph, budget, starts=starts)
+        if self.left <= 0:
+            fitting = [p for p in (*starts, no_recompute(graph)) if p.estimate.peak <= budget]
+            if not fitting:
+                raise InfeasibleBudget(
+                    "auto",
+                    budget,
+                    min((p.estimate.peak for p in starts), default=graph.input_bytes),
+                    "searched",
+                )
+            return min(fitting, key=lambda p: p.estimate.cost)
+        return Auto(time_limit=min(self.time_limit, self.left), reuse=False).plan(
+            graph, budget, starts=starts
+        )
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         """See `StagePlanner.least`."""
-        return smallest_peak(graph, self.time_limit, starts=starts)
+        return smallest_peak(graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts)
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
         """See `StagePlanner.floor`."""
-        return lower_bound(graph, budget, self.time_limit).overhead
+        if self.left <= 0:
+            return CutBounds(graph, budget).best.overhead
+        return lower_bound(graph, budget, min(self.time_limit, self.left)).overhead

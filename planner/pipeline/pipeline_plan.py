@@ -10,24 +10,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from rematplan.ir import InfeasibleBudget
+from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
-from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
+from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
 from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
 from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_problem
-from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, Timeline, replay
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
 ROUNDS = 12
 """Cuts at most whose stages are planned."""
+RECOVERING = ("dataflow",)
+"""Schedules whose stages recover what they received from what they sent."""
 REFUSED = 3
 """Cuts at most that are planned and do not fit."""
 Intervals = tuple[tuple[int, int], ...]
@@ -50,62 +54,38 @@ class Terms:
     batch: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class PlannedPipeline:
-    """``stages``: of each stage its figures, with its plan. ``floor``: microseconds that the slowest stage takes at
-    least, whatever the cuts at the chain's places. ``floors``: of each rank, microseconds of recomputation that any
-    plans have with these cuts."""
-
-    chain: StageChain
-    schedule: PipelineSchedule
-    terms: Terms
-    cuts: Cuts
-    stages: tuple[StagePlan, ...]
-    floors: tuple[float, ...]
-    floor: float
-
-    @cached_property
-    def times(self) -> tuple[StageTimes, ...]:
-        """Times and messages of each stage."""
-        return stage_times(self.chain, self.cuts, [(s.forward, s.backward, s.weight) for s in self.stages])
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The schedule's replay."""
-        return replay(self.schedule, self.times, self.terms.link, self.terms.overhead)
-
-    @cached_property
-    def peaks(self) -> tuple[int, ...]:
-        """Bytes that each rank holds at most."""
-        own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
-        return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
-
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches that each stage has in flight."""
-        return most_in_flight(self.schedule)
-
-    @property
-    def slowest(self) -> int:
-        """The stage that takes longest for a micro-batch."""
-        return max(range(len(self.times)), key=lambda s: self.times[s].total)
-
-
-def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """The most micro-batches that each stage has between the begin of its forward and the end of its backward."""
-    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
-    return tuple(most[stage] for stage in range(schedule.stages))
-
-
 def stage_times(
-    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]]
+    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
     """The stages' times (forward, backward, weight gradients; microseconds) with their messages."""
     bounds = (0, *cuts, len(chain))
     return tuple(
-        StageTimes(*own, sends=chain.sends[end], returns=chain.returns[start])
+        StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
         for own, (start, end) in zip(times, pairwise(bounds), strict=True)
     )
+
+
+def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
+    """Bytes of the message back from the stage that begins at a block: gradients, and what it received where stages
+    recover that."""
+    return chain.returns[place] + (chain.sends[place] if recovers else 0)
+
+
+@dataclass(frozen=True)
+class _Probing:
+    """A planner that does not look for the least budget, which takes long: other cuts are tried first."""
+
+    planner: StagePlanner
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        return self.planner.within(graph, budget, starts)
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        del starts
+        raise InfeasibleBudget(graph.name, 0, 0)
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        return self.planner.floor(graph, budget)
 
 
 @dataclass
@@ -139,7 +119,7 @@ class PipelineSearch:
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
             self.progress(len(tried) / ROUNDS, "planning the stages")
             chosen = self._promising()
-            late = time.monotonic() - began > self.seconds and any(tried.values())
+            late = bool(tried) and time.monotonic() - began > self.seconds
             if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
                 break
             tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
@@ -195,10 +175,8 @@ class PipelineSearch:
                     times[stage] = (forward, backward + floor - forward - backward - weight, weight)
         if any(math.inf in own for own in times):
             return math.inf
-        line = replay(
-            self.schedule, stage_times(self.chain, cuts, times), self.terms.link, self.terms.overhead
-        )
-        return line.makespan
+        messages = stage_times(self.chain, cuts, times, self.recovers)
+        return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
         """Microseconds of a stage, of its plan if it has one and its rank for itself, else a floor."""
@@ -216,10 +194,12 @@ class PipelineSearch:
         for rank in range(self.schedule.ranks):
             key = rank, self._intervals(cuts, rank)
             if key not in self.planned:
-                self.planned[key] = self._rank_plan(*key)
+                self.planned[key] = self._rank_plan(*key, _Probing(self.planner))
             yield self.planned[key]
 
-    def _rank_plan(self, rank: int, intervals: Intervals) -> RankPlan | InfeasibleBudget:
+    def _rank_plan(
+        self, rank: int, intervals: Intervals, planner: StagePlanner
+    ) -> RankPlan | InfeasibleBudget:
         stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
         problems = [
             stage_problem(
@@ -227,11 +207,12 @@ class PipelineSearch:
                 self._template(start, end, stage),
                 held={self.chain.graph.tensors[t].name for t in self._batch},
                 split=self.split,
+                recovers=self.recovers,
             )
             for stage, (start, end) in stages
         ]
         try:
-            return RankSearch(problems, self.schedule.actions[rank], self.terms.budget, self.planner).run()
+            return RankSearch(problems, self.schedule.actions[rank], self.terms.budget, planner).run()
         except InfeasibleBudget as error:
             return error
 
@@ -239,11 +220,29 @@ class PipelineSearch:
         plans = []
         for rank, plan in enumerate(self._rank_plans(cuts)):
             if isinstance(plan, InfeasibleBudget):
+                plan = self._rank_plan(rank, self._intervals(cuts, rank), self.planner)
+            if isinstance(plan, InfeasibleBudget):
                 raise InfeasibleBudget(f"rank {rank}", plan.budget, plan.smallest, plan.known, plan.floor)
             plans.append(plan)
         stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
-        floors = tuple(plan.floor for plan in plans)
-        return PlannedPipeline(self.chain, self.schedule, self.terms, cuts, tuple(stages), floors, self.floor)
+        times = [(s.forward, s.backward, s.weight) for s in stages]
+        return PlannedPipeline(
+            problem=self.chain.graph.name,
+            schedule=self.schedule,
+            budget=self.terms.budget,
+            cuts=cuts,
+            stages=tuple(stages),
+            times=stage_times(self.chain, cuts, times, self.recovers),
+            link=self.terms.link,
+            overhead=self.terms.overhead,
+            floors=tuple(plan.floor for plan in plans),
+            floor=self.floor,
+        )
+
+    @property
+    def recovers(self) -> bool:
+        """Whether stages recover what they received from what they sent."""
+        return self.schedule.name in RECOVERING
 
     @cached_property
     def split(self) -> bool:
@@ -256,19 +255,24 @@ class PipelineSearch:
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def _template(self, start: int, end: int, stage: int) -> StagePlan:
-        """What a stage of these blocks holds whatever its plan: optimizer states, and as many buffers to receive into
-        as there are micro-batches."""
+        """What a stage of these blocks holds whatever its plan: optimizer states, messages, its share of the batch."""
         piece = StageSlice(self.chain, start, end)
         inputs = self.chain.inputs_of(start, end)
         names = {self.chain.graph.tensors[t].name: t for t in inputs}
         trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
-        each = self._bytes({*piece.received, *piece.answered}) + self._bytes(self._batch & {*inputs})
-        return StagePlan(
-            stage,
-            *(0, 0, 0),
+        answers, returns = self._returns(end), self._returns(start)
+        sizes = MessageBytes(self._bytes(piece.received), answers, self._bytes(piece.sent), returns)
+        plan = held_for_messages(self.schedule, stage, sizes)
+        batch = self.schedule.microbatches * self._bytes(self._batch & {*inputs})
+        return replace(
+            plan,
             states=int(self.terms.optimizer * self._bytes(trained)),
-            torch_bytes=self.schedule.microbatches * each,
+            torch_bytes=plan.torch_bytes + batch,
         )
+
+    def _returns(self, place: int) -> int:
+        """Bytes of the message back from the stage that begins at a block."""
+        return returned_bytes(self.chain, place, self.recovers)
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
         """Microseconds of forward, backward and weight gradients without recomputation."""
@@ -284,7 +288,7 @@ class PipelineSearch:
     def _leaves(self, start: int, end: int) -> int:
         """Bytes that a stage makes and sends on: it keeps them until their gradients come."""
         piece = StageSlice(self.chain, start, end)
-        return 0 if self.split else self._bytes({*piece.sent} - {*piece.received})
+        return 0 if self.split or self.recovers else self._bytes({*piece.sent} - {*piece.received})
 
     def _bytes(self, tensors: Collection[int]) -> int:
         return sum(self.chain.graph.tensors[t].bytes for t in tensors)

@@ -43,7 +43,8 @@ class StageChain:
 
     ``block``: of each op, by base position. ``passages``: of each tensor that an op makes and that is read or given.
     ``readers``: of each input the blocks that read it, ascending. ``gradient_of``: the parameter of each gradient, by
-    tensor names. ``whole``: for a parameter that several blocks read, the first and last of them.
+    tensor names. ``whole``: for a parameter that several blocks read, the first and last of them. ``labels``: what
+    parameters are called before people.
     """
 
     graph: TrainingGraph
@@ -53,6 +54,7 @@ class StageChain:
     readers: Mapping[int, tuple[int, ...]]
     gradient_of: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.blocks
@@ -92,9 +94,13 @@ class StageChain:
             for name, (first, last) in self.whole.items():
                 if first < at <= last:
                     raise UsageError(
-                        f"{self.graph.name}: {name} is read by several stages; cut where all that read it are in one, "
-                        f"or untie it"
+                        f"{self.graph.name}: {self.label(name)} is read by several stages; cut where all that read "
+                        f"it are in one, or untie it"
                     )
+
+    def label(self, name: str) -> str:
+        """What a parameter is called before people."""
+        return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
         """The inputs that blocks ``start`` to ``end`` − 1 read; those that no op reads are everybody's."""
@@ -120,13 +126,17 @@ class StageChain:
 
 
 def stage_chain(
-    graph: TrainingGraph, blocks: Groups | int, gradient_of: Mapping[str, str] | None = None
+    graph: TrainingGraph,
+    blocks: Groups | int,
+    gradient_of: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> StageChain:
     """The chain of a training step.
 
     Args:
         blocks: of the forward ops, in an order in which they can run; or at most how many, chosen where little crosses.
         gradient_of: the parameter of each gradient, by tensor names, where that is known.
+        labels: see `StageChain`.
 
     Raises:
         ProblemError: the problem has no backward half.
@@ -152,7 +162,14 @@ def stage_chain(
         if len(at) > 1:
             whole[name] = min(at), max(at)
     return StageChain(
-        graph, len(groups), tuple(assigned.at), tuple(assigned.passages()), readers, pairs, whole
+        graph,
+        len(groups),
+        tuple(assigned.at),
+        tuple(assigned.passages()),
+        readers,
+        pairs,
+        whole,
+        labels or {},
     )
 
 

@@ -14,6 +14,8 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
 """The ops between a stage's forward and backward, and between its input's gradient and the rest, and their tensors."""
+RECEIVE, SEND, ANSWER = "(receive)", "(send)", "(answer)"
+"""The ops of a stage that recovers its input: it receives it, sends its output, and is answered with that output."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ def late_ops(piece: StageSlice) -> frozenset[int]:
 
 
 def stage_problem(
-    piece: StageSlice, template: StagePlan, *, held: Collection[str] = (), split: bool = False
+    piece: StageSlice,
+    template: StagePlan,
+    *,
+    held: Collection[str] = (),
+    split: bool = False,
+    recovers: bool = False,
 ) -> StageProblem:
     """The planning problem of a stage for one micro-batch beside gradients of earlier ones.
 
@@ -82,13 +89,15 @@ def stage_problem(
         template: `StageProblem.template`.
         held: inputs of the graph that are not there for good: the batch.
         split: whether weight gradients are made apart from the input's.
+        recovers: whether the stage may give up what it received and what it sent until its backward: the next stage's
+            answer holds what was sent, and inverses lead from that to what was received.
     """
-    return _Builder(piece, frozenset(held), split).problem(template)
+    return _Builder(piece, frozenset(held), split, recovers).problem(template)
 
 
 class _Builder:
-    def __init__(self, piece: StageSlice, held: frozenset[str], split: bool) -> None:
-        self.piece, self.held, self.split = piece, held, split
+    def __init__(self, piece: StageSlice, held: frozenset[str], split: bool, recovers: bool) -> None:
+        self.piece, self.held, self.split, self.recovers = piece, held, split, recovers
         self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
         own = set(piece.ops)
         self.made = {t for o in own for t in self.ix.writes[o]}
@@ -100,11 +109,12 @@ class _Builder:
         ix, piece = self.ix, self.piece
         name = ix.tensors.__getitem__
         inputs = [name(t) for t in piece.chain.inputs_of(piece.start, piece.end)]
-        messages = [name(t) for t in dict.fromkeys((*piece.received, *piece.answered)) if t not in self.made]
-        ops = self._ops()
+        taken = dict.fromkeys((*(() if self.recovers else piece.received), *piece.answered))
+        messages = [name(t) for t in taken if t not in self.made]
+        ops = (*self._receive(), *self._ops())
         used = {t for op in ops for t in (*op.reads, *op.writes)} | {*inputs, *messages}
         marks = self._marks()
-        sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, *marks), 0)
+        sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, SEND, *marks), 0)
         known = {op.name for op in ops}
         graph = TrainingGraph(
             name=f"{self.graph.name}, blocks {piece.start} to {piece.end - 1}",
@@ -112,7 +122,10 @@ class _Builder:
             inputs=(*inputs, *messages),
             outputs=(*marks, *self._outputs(set(marks.values()))),
             ops=ops,
-            inverses=tuple(i for i in self.graph.inverses if used.issuperset((*i.reads, *i.writes))),
+            inverses=(
+                *self._answer(),
+                *(i for i in self.graph.inverses if used.issuperset((*i.reads, *i.writes))),
+            ),
             ordered=tuple(o for o in self.graph.ordered if o in known),
             never_rerun=tuple(
                 dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
@@ -140,6 +153,23 @@ class _Builder:
     def _sent(self) -> frozenset[int]:
         return frozenset(self.piece.sent)
 
+    def _results(self) -> list[str]:
+        """What the forward half makes that the step gives."""
+        return [self.ix.tensors[t] for o in self.forward for t in self.ix.writes[o] if self.ix.is_output[t]]
+
+    def _receive(self) -> tuple[Op, ...]:
+        received = tuple(self.ix.tensors[t] for t in self.piece.received) if self.recovers else ()
+        return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
+
+    def _answer(self) -> tuple[Op, ...]:
+        """An op that brings back what was sent."""
+        sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
+        return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
+
+    def _send(self) -> tuple[Op, ...]:
+        sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
+        return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
+
     def _returned(self) -> list[str]:
         """What it makes of what it sends back."""
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
@@ -147,7 +177,8 @@ class _Builder:
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
         """Resident to the end of the micro-batch's backward: what leaves. A split stage's message leaves with the I."""
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
-        leaving = [] if self.split else [*self._leaving(), *self._returned()]
+        sent = [] if self.recovers else self._leaving()
+        leaving = [] if self.split else [*sent, *self._returned()]
         order = {name: at for at, name in enumerate(self.ix.tensors)}
         found = {t for t in (*results, *leaving) if t not in gradients}
         return tuple(sorted(found, key=order.__getitem__))
@@ -165,7 +196,10 @@ class _Builder:
                 phase="backward",
             )
         forward = [replace(rows[o], phase="forward") for o in self.forward]
-        boundary = Op(BOUNDARY, tuple(self._leaving()), (BOUNDARY,), 0.0, 0, "backward")
+        send = self._send()
+        reads = (*self._results(), *(op.name for op in send)) if self.recovers else tuple(self._leaving())
+        boundary = Op(BOUNDARY, reads, (BOUNDARY,), 0.0, 0, "backward")
+        forward += send
         early = [rows[o] for o in self.backward if o not in self.late]
         if not self.split:
             return (*forward, boundary, *early)
@@ -183,7 +217,8 @@ class _Builder:
 
     def _once(self) -> list[str]:
         """Ops that may run only once: what leaves is made once, and a split stage's first part is over at its end."""
-        leaving = set(self._leaving())
+        leaving = set(self._results() if self.recovers else self._leaving())
         makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]
-        return [*makers, BOUNDARY, *((WEIGHTS, *early) if self.split else ())]
+        messages = [op.name for op in (*self._receive(), *self._send())]
+        return [*makers, *messages, BOUNDARY, *((WEIGHTS, *early) if self.split else ())]

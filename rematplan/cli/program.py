@@ -22,6 +22,7 @@ COMMANDS = {
     "curve": "show the memory/overhead trade-off",
     "compare": "keep, recompute or invert: peak, time and gradient error",
     "profile": "measure a training step's ops, for plans made elsewhere",
+    "pipeline": "plan a model over several ranks, each within a memory budget",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
     "devices": "list the device models that --device-model names",

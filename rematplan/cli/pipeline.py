@@ -1,0 +1,160 @@
+"""``rematplan pipeline``: a model over several ranks, each within its budget; its timeline."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from rematplan.cli.arguments import check_outputs, given_sizes, positive, positive_number
+from rematplan.cli.output import Output
+from rematplan.cli.source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
+from rematplan.ir import UsageError, show_bytes
+from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link
+from rematplan.pipeline.schedules import SCHEDULES
+from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline, pipeline_to_json, save_pipeline
+from rematplan.plans.budgets import parse_budget
+
+AUTO = "auto"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model, stages, schedule, budget, link, files."""
+    add_model(parser, problem_file=False)
+    add_costs(parser)
+    parser.add_argument(
+        "--stages",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="stages in all: one on each rank, two on each with interleaved, zbv, interleaved-zb and dualpipev",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="micro-batches of a step; --batch counts the samples of one",
+    )
+    parser.add_argument(
+        "--budget",
+        required=True,
+        metavar="SIZE",
+        help="memory for everything a rank holds: 4GiB, 512MB, or 60%% of the largest peak of a rank that recomputes "
+        "nothing",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULES)}; or auto for the one of least makespan; default 1f1b",
+    )
+    parser.add_argument(
+        "--cuts",
+        default=AUTO,
+        metavar="NAMES",
+        help="modules that begin the second stage and each later one, such as blocks.6,blocks.12; default auto, for "
+        "the least makespan",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="none",
+        metavar="NAME",
+        help=f"whose state each rank holds for its parameters: {', '.join(OPTIMIZERS)}; default none",
+    )
+    parser.add_argument(
+        "--link", metavar="SPEED,DELAY", help="between ranks, such as 25GB/s,5us; by default it takes no time"
+    )
+    parser.add_argument(
+        "--overhead",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="microseconds that each action takes beside its work; default 0",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=positive_number,
+        default=60.0,
+        metavar="S",
+        help="seconds that the search should take, about; default 60",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="PIPELINE.json", help="write the pipeline")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Cut, plan, show, write."""
+    check_outputs(args.output, args.png)
+    budget = parse_budget(args.budget)
+    link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)
+    if budget.kind not in ("bytes", "share"):
+        raise UsageError(f"a pipeline's budget is bytes or a percentage, not {budget.text!r}")
+    if args.schedule not in (*SCHEDULES, AUTO):
+        raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
+    if not 0 <= args.overhead < 1e12:
+        raise UsageError(f"--overhead {args.overhead} is no time of an action")
+    if args.device_model is not None and costs_of(args) != ROOFLINE:
+        raise UsageError("--device-model goes with --costs roofline, not with measured costs")
+    from rematplan.pipeline.planning import Asked, plan_stages
+
+    began = time.perf_counter()
+    costs = costs_of(args)
+    loaded = load_model(args, out, weightless=costs != PROFILE, inverses=args.inverses)
+    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
+    asked = Asked(
+        args.schedule,
+        args.stages,
+        args.microbatches,
+        budget,
+        cuts,
+        link,
+        args.overhead,
+        optimizer,
+        args.time_limit,
+    )
+    with out.progress(f"planning {source.graph.name}") as progress:
+        plan = plan_stages(loaded.step, source.graph, asked, _model(args, costs), progress)
+    _show(plan, (*source.notes, *kept_inputs(plan)), out)
+    if args.output:
+        save_pipeline(plan, args.output)
+        out.show(f"pipeline: {args.output}")
+    if args.png:
+        from rematplan.report.plot_timeline import save_timeline
+
+        save_timeline(args.png, plan)
+        out.show(f"timeline: {args.png}")
+    out.data(pipeline_to_json(plan) | {"planning_seconds": time.perf_counter() - began})
+    return 0
+
+
+def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
+    """Of a dataflow pipeline, which stages keep something from forward to backward."""
+    if plan.schedule.name != "dataflow":
+        return ()
+    kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}
+    why = "from forward to backward, as the budget has room or no inverse makes it again"
+    return tuple(f"stage {stage} keeps {size} a micro-batch {why}" for stage, size in kept.items())
+
+
+def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:
+    from rematplan.report.pipeline_tables import pipeline_table, ranks_table
+
+    out.show(*notes, ranks_table(plan), pipeline_table(plan))
+
+
+def _model(args: argparse.Namespace, costs: str) -> dict[str, Any]:
+    """How the model was loaded, for whoever runs the pipeline."""
+    sizes = {size: n for size, n in given_sizes(args).items() if n is not None}
+    return {
+        "model": args.model,
+        "sizes": sizes,
+        "dims": [list(pair) for pair in args.dim or ()],
+        "loss": args.loss,
+        "bn": args.bn,
+        "dropout": args.dropout,
+        "device": args.device,
+        "costs": costs,
+    }

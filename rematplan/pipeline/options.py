@@ -1,0 +1,62 @@
+"""What a person says of links and optimizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rematplan.ir import UsageError
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link
+from rematplan.plans.budgets import UNITS
+
+OPTIMIZERS: Mapping[str, float] = {
+    "none": 0,
+    "sgd": 0,
+    "momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "adam": 2,
+    "adamw": 2,
+}
+"""Copies of the trained parameters that torch's optimizers hold as their state."""
+_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
+_BANDWIDTH = re.compile(r"([0-9.]{1,20}) ?([a-z]+)/s", re.IGNORECASE)
+_LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
+
+
+def parse_link(text: str | None) -> Link:
+    """Read a link such as ``25GB/s,5us``: bandwidth, latency, or one of them; None for a link that takes no time.
+
+    Raises:
+        UsageError: malformed.
+    """
+    link = FREE_LINK
+    for part in text.split(",") if text else ():
+        speed, delay = _BANDWIDTH.fullmatch(part.strip()), _LATENCY.fullmatch(part.strip())
+        if speed and speed[2].lower() in UNITS and _number(speed[1]) > 0:
+            link = Link(link.latency, _number(speed[1]) * UNITS[speed[2].lower()] / 1e6)
+        elif delay and _number(delay[1]) >= 0:
+            link = Link(_number(delay[1]) * _MICROSECONDS[delay[2]], link.bandwidth)
+        else:
+            raise UsageError(
+                f"link {text!r} is not understood; write bandwidth and latency, such as 25GB/s,5us"
+            )
+    return link
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+def optimizer_copies(name: str) -> float:
+    """The copies of the trained parameters that an optimizer's state takes.
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    if name not in OPTIMIZERS:
+        raise UsageError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]

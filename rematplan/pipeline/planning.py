@@ -1,0 +1,150 @@
+"""From a captured step to a planned pipeline: which schedule, which budget, which cuts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, STAGES_A_RANK, VIRTUAL, schedule_named
+from rematplan.pipeline.step_chain import NamedChain, named_chain
+from rematplan.planner.core.strategy import Progress
+from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.auto_stages import AutoStages
+from rematplan.planner.pipeline.pipeline_plan import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.stage_partition import Cuts, partitions
+from rematplan.planner.pipeline.timeline import Link
+from rematplan.plans.budgets import Budget
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+AUTO = "auto"
+QUESTIONS = 48
+"""About how many plans and bounds the search for a rank's plans asks for."""
+LONGEST = 5.0
+"""Seconds for one of them at most."""
+AMPLE = 2**50
+"""Bytes that no rank needs."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person asks of a pipeline. ``optimizer``: copies of the parameters. Times in microseconds, but for
+    ``seconds``, which the search may take about."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    budget: Budget
+    cuts: tuple[str, ...] | None
+    link: Link
+    overhead: float
+    optimizer: float
+    seconds: float
+
+
+def plan_stages(
+    step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
+) -> PlannedPipeline:
+    """The pipeline of a step of one micro-batch.
+
+    Args:
+        model: noted in the result, for whoever runs it.
+
+    Raises:
+        InfeasibleBudget: a rank does not fit; names it and its least budget.
+        UsageError: cuts, numbers of stages or micro-batches that cannot be.
+    """
+    chain = named_chain(step, graph, asked.cuts or ())
+    cuts = None if asked.cuts is None else chain.positions(asked.cuts)
+    if cuts is not None and len(cuts) != asked.stages - 1:
+        raise UsageError(f"{asked.stages} stages have {asked.stages - 1} cuts, not {len(cuts)}")
+    found = _best(chain, asked, cuts, progress)
+    return replace(found, names=tuple(chain.names[cut] for cut in found.cuts), model=model)
+
+
+def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress) -> PlannedPipeline:
+    """Of the schedules that are asked for the pipeline of least makespan."""
+    refused: list[InfeasibleBudget] = []
+    best: PlannedPipeline | None = None
+    searches = sorted(_searches(chain, asked, progress), key=lambda s: s.least_makespan)
+    until = time.monotonic() + asked.seconds
+    for number, search in enumerate(searches):
+        if best is not None and search.least_makespan >= best.timeline.makespan:
+            break
+        left = max(0.0, until - time.monotonic()) / (1 if best else len(searches) - number)
+        search.planner = AutoStages(
+            min(LONGEST, left / (QUESTIONS * search.schedule.ranks)), time.monotonic() + left
+        )
+        search.seconds = left
+        try:
+            found = search.run(cuts)
+        except InfeasibleBudget as error:
+            refused.append(error)
+            continue
+        if best is None or found.timeline.makespan < best.timeline.makespan:
+            best = found
+    if best is None:
+        raise min(refused, key=lambda error: error.smallest)
+    return best
+
+
+def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[PipelineSearch]:
+    names = SCHEDULES if asked.schedule == AUTO else (asked.schedule,)
+    errors: list[UsageError] = []
+    some = False
+    for name in names:
+        if asked.schedule == AUTO and name == "dataflow" and not chain.chain.graph.inverses:
+            continue  # nothing could be recovered
+        try:
+            schedule = _schedule(name, chain, asked)
+            search = PipelineSearch(
+                chain.chain, schedule, _terms(chain, asked, AMPLE), AutoStages(), progress
+            )
+            amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
+        except UsageError as error:
+            errors.append(error)
+            continue
+        some = True
+        yield PipelineSearch(chain.chain, schedule, _terms(chain, asked, amount), AutoStages(), progress)
+    if not some:
+        raise errors[0]
+
+
+def _largest_peak(search: PipelineSearch) -> int:
+    """Of all ranks with balanced cuts where nothing is recomputed."""
+    return max(search.run().peaks)
+
+
+def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
+    return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch)
+
+
+def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
+    """The schedule of that name; of dataflow with as many micro-batches in flight as its links ask for.
+
+    Raises:
+        UsageError: not with these numbers of stages and micro-batches.
+    """
+    if name in VIRTUAL and asked.stages % STAGES_A_RANK:
+        raise UsageError(
+            f"{name} has {STAGES_A_RANK} stages on each rank, which {asked.stages} cannot be divided into"
+        )
+    ranks = asked.stages if name in ONE_STAGE else asked.stages // STAGES_A_RANK
+    hop = _hop(chain, asked) if name == "dataflow" else 0.0
+    return schedule_named(name, ranks, asked.microbatches, hop=hop)
+
+
+def _hop(chain: NamedChain, asked: Asked) -> float:
+    """The longest time of a message of a balanced pipeline ÷ the time of its slowest stage."""
+    one = chain.chain
+
+    def base(start: int, end: int, _stage: int) -> float:
+        return one.forward[end] - one.forward[start] + one.backward[end] - one.backward[start]
+
+    found = partitions(one, asked.stages, base, asked.link)[0]
+    sizes = [size for at in found.cuts for size in (one.sends[at], returned_bytes(one, at, True))]
+    return max(map(asked.link.travel, sizes), default=0.0) / max(found.slowest, math.ulp(1.0))

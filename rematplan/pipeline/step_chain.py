@@ -1,0 +1,102 @@
+"""From a captured step to a chain of blocks that begin where its modules do."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rematplan.ir import TrainingGraph, UsageError
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+MOST_BLOCKS = 64
+"""Blocks at most: modules deeper in the model begin blocks of their own as long as there are no more."""
+WRAPPER = "model."
+"""How names begin of what is inside the model that a loss is put on."""
+
+
+@dataclass(frozen=True)
+class NamedChain:
+    """``names``: what each block begins with, a module or an op; empty for the first. ``batch``: the names of the
+    inputs that are another for each micro-batch."""
+
+    chain: StageChain
+    names: tuple[str, ...]
+    batch: frozenset[str]
+
+    def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
+        """The blocks that begin with these names.
+
+        Raises:
+            UsageError: a block begins with none of them, or they are not in running order.
+        """
+        for name in cuts:
+            if name not in self.names[1:]:
+                near = difflib.get_close_matches(name, self.names[1:], 3, 0.3) or list(self.names[1:4])
+                raise UsageError(
+                    f"{self.chain.graph.name} cannot be cut at {name!r}; near it: {', '.join(near)}"
+                )
+        found = tuple(map(self.names.index, cuts))
+        if list(found) != sorted(set(found)):
+            raise UsageError(f"the cuts {', '.join(cuts)} are not in the order in which they run")
+        return found
+
+
+def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] = ()) -> NamedChain:
+    """The chain of a step's problem.
+
+    Args:
+        wanted: modules that begin blocks, whatever their depth.
+    """
+    kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
+    owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
+    gradients = {
+        step.values[o.value].storage: owner[o.target]
+        for o in step.outputs
+        if o.kind == "gradient" and o.target in owner
+    }
+    batch = frozenset(name for name, kind in kinds.items() if kind == "batch")
+    labels = {storage: name.removeprefix(WRAPPER) for name, storage in owner.items()}
+    begins = _begins(step, graph, wanted)
+    if not begins:
+        chain = stage_chain(graph, MOST_BLOCKS, gradients, labels)
+        first: dict[int, str] = {}
+        for o, block in enumerate(chain.block):
+            first.setdefault(block, graph.ops[o].name)
+        return NamedChain(chain, ("", *(first[b] for b in range(1, len(chain)))), batch)
+    places = sorted(begins)
+    chain = stage_chain(graph, blocks_at(graph, places), gradients, labels)
+    return NamedChain(chain, ("", *(begins[at] for at in places)), batch)
+
+
+def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> dict[int, str]:
+    """The forward ops at which a module begins whose ops stand in one piece, and its name; the outermost modules, and
+    the next ones inside them, as long as they are not too many."""
+    ix = indexed(graph)
+    forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    count: Counter[str] = Counter()
+    for at, o in enumerate(forward):
+        for name in _modules(step.call[graph.ops[o].name].module):
+            first.setdefault(name, at)
+            last[name] = at
+            count[name] += 1
+    whole = [name for name in first if first[name] and last[name] - first[name] + 1 == count[name]]
+    whole.sort(key=lambda name: (name not in wanted, name.count("."), first[name]))
+    found: dict[int, str] = {}
+    depth: dict[int, int] = {}
+    for name in whole:
+        depth.setdefault(first[name], -1 if name in wanted else name.count("."))
+        found.setdefault(first[name], name)
+    most = max((d for d in range(9) if sum(x <= d for x in depth.values()) < MOST_BLOCKS), default=0)
+    return {forward[at]: name for at, name in found.items() if depth[at] <= most}
+
+
+def _modules(module: str) -> Iterator[str]:
+    """The names of the modules that a call is in, from the outermost."""
+    parts = module.removeprefix(WRAPPER).split(".") if module.startswith(WRAPPER) else []
+    return (".".join(parts[: k + 1]) for k in range(len(parts)))

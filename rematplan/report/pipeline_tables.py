@@ -1,0 +1,74 @@
+"""A planned pipeline as tables that a person can read."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from rematplan.ir import show_bytes
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.formulas import FORMULAS
+from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.report.tables import pairs_table, show_seconds
+
+COLUMNS = (
+    "rank",
+    "stages",
+    "in flight",
+    "kept a\nmicro-batch",
+    "transients",
+    "states and\ngradients",
+    "torch's\nbuffers",
+    "promised\npeak",
+    "extra time",
+)
+
+
+def transient(stage: StagePlan) -> int:
+    """The most bytes that one of a stage's actions has for its micro-batch."""
+    return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
+
+
+def ranks_table(plan: PlannedPipeline) -> Table:
+    """A row a rank: what it holds, and the time that recomputation takes."""
+    title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 1)
+    for rank, numbers in enumerate(plan.schedule.stage_of_rank):
+        own = [plan.stages[s] for s in numbers]
+        base = sum(plan.times[s].total for s in numbers) - sum(one.extra for one in own)
+        extra = sum(one.extra for one in own)
+        table.add_row(
+            str(rank),
+            ", ".join(map(str, numbers)),
+            " + ".join(str(plan.in_flight[s]) for s in numbers),
+            " + ".join(show_bytes(one.kept_bytes) for one in own),
+            show_bytes(max(map(transient, own))),
+            show_bytes(sum(one.states + one.gradients for one in own)),
+            show_bytes(sum(one.torch_bytes for one in own)),
+            show_bytes(plan.peaks[rank]),
+            f"{100 * extra / base if base else 0:.2f} %",
+        )
+    return table
+
+
+def pipeline_table(plan: PlannedPipeline) -> Table:
+    """Makespan, bubble, slowest stage and its floor."""
+    order, line, slowest = plan.schedule, plan.timeline, plan.slowest
+    formula = FORMULAS[order.name]
+    rows = {
+        "schedule": f"{order.name}: {order.stages} stages on {order.ranks} ranks, {order.microbatches} micro-batches",
+        "cuts": ", ".join(plan.names) or "none",
+        "makespan": show_seconds(line.makespan / 1e6),
+        "bubble": f"{100 * line.bubble:.2f} %; {100 * plan.ideal_bubble:.2f} % for equal stages and links that take no "
+        f"time: {formula.text}",
+        "slowest stage": f"{slowest}, {show_seconds(plan.times[slowest].total / 1e6)} a micro-batch",
+        "its proven floor": f"{show_seconds(plan.floor / 1e6)}, whatever the cuts and the plans",
+        "messages": ", ".join(
+            f"{show_bytes(one.sends)} on and {show_bytes(two.returns)} back"
+            for one, two in zip(plan.times, plan.times[1:], strict=False)
+        )
+        or "none",
+    }
+    return pairs_table("Timeline", rows)

@@ -1,0 +1,84 @@
+"""A pipeline's timeline as a picture: what each rank does when, and how much it holds at most."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from rematplan.ir import show_bytes
+from rematplan.ir.problem_json import write_whole
+from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.timeline import Timeline
+from rematplan.report.plot import COLOURS, unit_of
+
+KINDS: Mapping[str, tuple[str, str]] = {
+    "F": ("forward", COLOURS[5]),
+    "B": ("backward", COLOURS[4]),
+    "I": ("gradient of the input", COLOURS[1]),
+    "W": ("gradients of the weights", COLOURS[2]),
+}
+"""What each kind of action is called, and its colour."""
+NUMBERED = 1 / 90
+"""Of the makespan: actions of at least this length bear the number of their micro-batch."""
+
+
+def save_timeline(path: Path, plan: PlannedPipeline) -> None:
+    """Write the picture as a PNG, whole or not at all.
+
+    Raises:
+        ProblemError: the file cannot be written.
+    """
+    ranks = plan.schedule.ranks
+    figure = Figure(figsize=(13, 1.8 + 0.55 * ranks), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, peaks = figure.subplots(1, 2, width_ratios=(5, 1))
+    draw_timeline(times, plan.timeline)
+    unit, scale = unit_of(max(plan.peaks))
+    peaks.barh(range(ranks), [peak / scale for peak in plan.peaks], color=COLOURS[0], height=0.7)
+    if plan.budget <= 4 * max(plan.peaks):
+        peaks.axvline(plan.budget / scale, color="black", linestyle="--", linewidth=1)
+    peaks.set_xlabel(f"promised peak ({unit})")
+    for axes in (times, peaks):
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.set_ylim(ranks - 0.5, -0.5)
+    order, line = plan.schedule, plan.timeline
+    figure.suptitle(
+        f"{plan.problem}: {order.name}, {order.microbatches} micro-batches, bubble {100 * line.bubble:.1f} %, "
+        f"{show_bytes(plan.budget)} a rank",
+        parse_math=False,
+    )
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
+    write_whole(path, out.getvalue())
+
+
+def draw_timeline(axes: Axes, line: Timeline) -> None:
+    """Draw each rank's actions; later stages of a rank are darker."""
+    scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
+    present = {span.action.kind for row in line.rows for span in row}
+    for rank, row in enumerate(line.rows):
+        stages = line.schedule.stage_of_rank[rank]
+        for kind in (k for k in KINDS if k in present):
+            for nth, stage in enumerate(stages):
+                spans = [s for s in row if s.action.kind == kind and s.action.stage == stage]
+                bars = [(s.start / scale, (s.end - s.start) / scale) for s in spans]
+                shade = 1 - 0.45 * nth / max(1, len(stages) - 1)
+                style: dict[str, Any] = {"facecolors": KINDS[kind][1], "alpha": shade, "edgecolor": "white"}
+                axes.broken_barh(bars, (rank - 0.4, 0.8), linewidth=0.4, **style)
+        for span in row:
+            if span.end - span.start >= NUMBERED * line.makespan:
+                place = (span.start + span.end) / 2 / scale
+                axes.text(place, rank, str(span.action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_xlim(0, max(line.makespan, 1e-9) / scale)
+    axes.set_xlabel(f"time ({unit})")
+    handles = [Patch(color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in present]
+    axes.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8, frameon=False
+    )

@@ -1,0 +1,210 @@
+"""`rematplan pipeline`: rows, files, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rematplan import api
+from rematplan.cli import main
+from rematplan.ir import ProblemError, UsageError
+from rematplan.pipeline.options import parse_link
+from rematplan.planner.pipeline.planned_pipeline import load_pipeline, pipeline_to_json, save_pipeline
+from rematplan.planner.pipeline.timeline import Link
+
+SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")
+FOUR = (*SMALL, "--microbatches", "4", "--time-limit", "2")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "pipe.json"
+    more = ("--stages", "2", "--budget", "8GiB", "--link", "1GB/s,5us", "--quiet", "-o", str(path))
+    assert main(["pipeline", *FOUR, *more]) == 0
+    return path
+
+
+def test_rows_and_the_timeline_are_shown(call, tmp_path) -> None:
+    png = tmp_path / "timeline.png"
+    done = call(
+        "pipeline",
+        *FOUR,
+        "--stages",
+        2,
+        "--budget",
+        "85%",
+        "--batch",
+        "32",
+        "--optimizer",
+        "adam",
+        "--png",
+        png,
+    )
+    assert done.status == 0, done.err
+    for text in (
+        "in flight",
+        "promised",
+        "extra time",
+        "makespan",
+        "bubble",
+        "(P - 1) / (M + P - 1)",
+        "proven floor",
+    ):
+        assert text in done.out
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_says_what_the_file_does(call, file) -> None:
+    said = call("pipeline", *FOUR, "--stages", 2, "--budget", "8GiB", "--link", "1GB/s,5us", "--json").data
+    kept = json.loads(file.read_text())
+    assert said["format"] == kept["format"] == "rematplan.pipeline/1"
+    assert {k: said[k] for k in ("schedule", "actions", "peaks", "in_flight")} == {
+        k: kept[k] for k in ("schedule", "actions", "peaks", "in_flight")
+    }
+    assert said["in_flight"] == [2, 1]
+    assert said["model"]["sizes"] == {"batch": 2, "image": 32, "width": 32, "depth": 4}
+    assert all(peak <= 2**33 for peak in said["peaks"])
+
+
+def test_a_file_comes_back_as_it_was(file, tmp_path) -> None:
+    plan = load_pipeline(file)
+    save_pipeline(plan, tmp_path / "again.json")
+    assert load_pipeline(tmp_path / "again.json") == plan
+    assert json.loads(file.read_text()) == pipeline_to_json(plan)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("format", "rematplan.plan/1", "not a rematplan.pipeline/1 file"),
+        ("budget", 1000, r"rank 0 has a peak of .* over its budget, 1000 B"),
+        ("names", None, "a field is missing or of another type"),
+        ("cuts", [], "2 stages, but not as many plans"),
+        ("actions", [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]], "is missing"),
+    ],
+)
+def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
+    data = json.loads(file.read_text()) | {field: value}
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(ProblemError, match=rf"bad.json: .*{text}"):
+        load_pipeline(tmp_path / "bad.json")
+
+
+def test_a_rank_that_does_not_fit_is_named(call) -> None:
+    done = call("pipeline", *FOUR, "--depth", 1, "--stages", 2, "--budget", "100KiB", "--cuts", "norm")
+    assert done.status == 3
+    assert "rank 0: budget 100.00 KiB" in done.err
+    least = int(done.err.split("smallest peak")[1].split("(")[1].split(" ")[0])
+    again = call(
+        "pipeline", *FOUR, "--depth", 1, "--stages", 2, "--budget", least, "--cuts", "norm", "--json"
+    )
+    assert max(again.data["peaks"]) <= least
+
+
+def test_cuts_are_where_they_are_asked_for(call) -> None:
+    done = call("pipeline", *FOUR, "--stages", 3, "--budget", "1GiB", "--cuts", "blocks.1,blocks.3", "--json")
+    assert done.data["names"] == ["blocks.1", "blocks.3"]
+    assert done.data["stages"] == 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv", "dataflow", "auto"])
+def test_other_schedules(call, schedule) -> None:
+    said = call("pipeline", *FOUR, "--stages", 4, "--budget", "1GiB", "--schedule", schedule, "--json").data
+    assert said["stages"] == 4
+    assert schedule == "auto" or said["schedule"] == schedule
+    if schedule == "auto":  # with links that take no time
+        assert said["bubble"] < 3 / (4 + 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (("--schedule", "best"), "unknown schedule 'best'; known: gpipe"),
+        (("--cuts", "blocks.9"), "vit_s cannot be cut at 'blocks.9'; near it: blocks."),
+        (("--cuts", "blocks.3,blocks.1"), "the cuts blocks.3, blocks.1 are not in the order"),
+        (("--cuts", "blocks.1,blocks.2"), "2 stages have 1 cuts, not 2"),
+        (("--optimizer", "best"), "unknown optimizer 'best'; known: none"),
+        (("--link", "fast"), "link 'fast' is not understood"),
+        (("--budget", "min"), "a pipeline's budget is bytes or a percentage, not 'min'"),
+        (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
+        (("--stages", "99", "--microbatches", "99"), "places for stages, not 99"),
+        (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
+        (("--overhead", "-1"), "--overhead -1.0 is no time"),
+    ],
+)
+def test_mistakes_are_one_line(call, more, text) -> None:
+    done = call("pipeline", *FOUR, "--stages", "2", "--budget", "1GiB", *more)
+    assert done.status == 2
+    assert text in done.err
+
+
+def test_tied_weights_are_refused_by_name(call) -> None:
+    small = ("gpt12", "--depth", "2", "--width", "32", "--tokens", "8", "--batch", "1", "--costs", "roofline")
+    done = call("pipeline", *small, "--stages", "2", "--microbatches", "2", "--budget", "1GiB")
+    assert done.status == 2
+    assert "embedding.weight is read at several of them" in done.err
+
+
+def test_an_onnx_file_is_cut_too(call, tmp_path) -> None:
+    path = tmp_path / "r.onnx"
+    call("export", "resnet18", "--image", "32", "--width", "8", "-o", path)
+    more = ("--dim", "batch=2", "--costs", "roofline", "--time-limit", "2", "--microbatches", "4")
+    said = call("pipeline", path, *more, "--stages", 2, "--budget", "1GiB", "--json").data
+    assert len(said["names"]) == 1
+    assert said["names"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("25GB/s,5us", Link(5.0, 25_000.0)),
+        ("5us, 25GB/s", Link(5.0, 25_000.0)),
+        ("1GiB/s", Link(0.0, 2**30 / 1e6)),
+        ("2ms", Link(2000.0)),
+        (None, Link()),
+    ],
+)
+def test_links(text, link) -> None:
+    assert parse_link(text) == link
+
+
+@pytest.mark.parametrize("text", ["25", "0GB/s", "5 apples", "GB/s", "1..2us"])
+def test_malformed_links_are_refused(text) -> None:
+    with pytest.raises(UsageError, match="is not understood"):
+        parse_link(text)
+
+
+def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
+    sizes = (
+        "--depth",
+        8,
+        "--width",
+        32,
+        "--image",
+        128,
+        "--classes",
+        10,
+        "--batch",
+        2,
+        "--costs",
+        "roofline",
+    )
+    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 2)
+    ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--inverses", "--json").data
+    tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "65%", "--inverses", "--json")
+    assert tight.status == 0, tight.err
+    first = [said["plans"][0]["kept_bytes"] for said in (ample, tight.data)]
+    assert first[1] < 0.3 * first[0]
+    assert ample["in_flight"] == tight.data["in_flight"] == [3, 1]
+
+
+def test_measured_costs_are_the_default(call, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(api, "problem", lambda loaded, costs, *more: asked.append(costs) or _stop())
+    done = call("pipeline", *SMALL[:-2], "--microbatches", "4", "--stages", "2", "--budget", "1GiB")
+    assert asked == ["profile"]
+    assert done.err == "rematplan: enough\n"
+
+
+def _stop() -> None:
+    raise UsageError("enough")
