@@ -1,4 +1,4 @@
-"""What ops touch, as arrays: the planning problem for loops that walk it thousands of times."""
+"""The planning problem in compressed sparse rows, for compiled loops that walk it thousands of times."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Flags = NDArray[np.bool_]
 
 
 class CSRGraph(NamedTuple):
-    """Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``, and so for its writes; the rest as in `Indexed`.
+    """A problem as arrays. Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``; its writes are stored the same way.
 
-    Inputs, which are resident anyway, are left out of the reads. ``wanted``: the outputs, to be resident at the end.
+    Inputs are left out of the reads, because they are always resident. ``wanted``: per tensor, whether it is an
+    output, which must be resident at the end. The other fields are as in `Indexed`.
     """
 
     reads_at: Ints
@@ -37,7 +38,7 @@ class CSRGraph(NamedTuple):
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:
-    """The problem's; worked out once a graph."""
+    """Return the arrays of a problem; computed once per graph."""
     return cached_on(graph, "traffic", lambda: _traffic(graph))
 
 

@@ -1,9 +1,9 @@
 """A training step as a chain of blocks, for plans that run a block more than twice.
 
-Block k is what a prefix of the forward half's nodes has more than the one before it; each backward op belongs to a
-stage, the first at which what it reads is there. A chain holds what a program over intervals of blocks needs to know of
-memory. Where it is not exact (tensors freed within a stage, small ones read out of turn), the plans made from it are
-valid all the same, and the simulator prices them.
+A block is a group of consecutive nodes of the forward half. The backward half is divided into stages, one per
+block: a backward op belongs to the first stage in which all its reads are there. A chain holds what a dynamic
+program over intervals of blocks needs to know about memory. It is not exact where tensors are freed within a stage
+or small ones are read out of order. Plans made from it are valid anyway, and the simulator prices them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rematplan.planner.blocks.lowering import kept_always
 
 Costs = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
-"""Ops as base positions, for each block in the order in which they run."""
+"""Ops as positions in the base order, grouped by block, in the order in which they run."""
 
 MINOR = 1 / 64
-"""Tensors below this share of a block's mean bytes have no say in which stage a backward op belongs to."""
+"""Tensors smaller than this share of a block's mean bytes do not influence the stage of a backward op."""
 
 
 @dataclass(frozen=True)
 class BlockChain:
     """Blocks 0 .. n - 1, and the stages n - 1 .. 0 of the backward half.
 
-    A block runs in one of three ways: *passing*, for what later blocks read of it; *saving*, for that and for what any
-    stage reads; *closing*, where the stages of later blocks are done, for what is read from its own stage on.
+    A block can run in three ways. *Passing* keeps what later blocks read. *Saving* also keeps what any stage reads.
+    *Closing*, when the stages of later blocks are done, keeps what is read from the block's own stage on.
 
-    ``cost[k]``, ``closing_cost[k]``: of block k in passing and in closing. The rest is bytes, what always stays left
-    out. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k writes while it runs so. ``saved[k]``:
-    what it leaves in saving. ``stage[k]``: the peak in a stage of the gradients and of what is still needed of its
-    block, with the outputs that it writes. ``entering[k]``: the gradients that wait for stage k - 1 (n + 1 of them).
-    ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r, b), block p writes b bytes whose last reader
-    outside it is block r or its stage.
+    ``cost[k]`` and ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are
+    bytes, without what is always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k
+    writes while it runs that way. ``saved[k]``: what saving keeps of it. ``stage[k]``: the peak, in stage k, of
+    gradients, of what is still needed of block k, and of the outputs it writes. ``entering[k]``: the gradients that
+    wait for stage k - 1 (n + 1 entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r,
+    b): block p writes b bytes whose last reader outside of p is block r or its stage.
     """
 
     forward: Groups
@@ -63,7 +63,7 @@ class BlockChain:
 
     @cached_property
     def held(self) -> Ints:
-        """``held[i, s]``: the bytes that blocks i .. s - 1 leave for block s and later ones; (n + 1, n + 1)."""
+        """``held[i, s]``: the bytes that blocks i .. s - 1 keep for block s and later ones; shape (n + 1, n + 1)."""
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -73,7 +73,7 @@ class BlockChain:
 
     @cached_property
     def held_behind(self) -> Ints:
-        """For each block the bytes that it and the blocks before it leave for later ones, in a pass from block 0 on."""
+        """For each block, the bytes that it and earlier blocks keep for later ones, if all blocks pass."""
         change = np.zeros(len(self), dtype=np.int64)
         p, r, size = self.crossing.T
         np.add.at(change, p, size)
@@ -82,7 +82,7 @@ class BlockChain:
 
     @cached_property
     def kinds(self) -> Ints:
-        """A number for each block; two with the same number look the same to a program over the chain."""
+        """A number per block; blocks with the same number are indistinguishable for a program over the chain."""
         tails: list[list[tuple[int, int]]] = [[] for _ in self.forward]
         for p, r, size in self.crossing.tolist():
             tails[p].append((r - p, size))
@@ -96,10 +96,11 @@ class BlockChain:
 
 
 def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
-    """The chain of a problem whose forward half is not empty.
+    """Return the chain of a problem whose forward half is not empty.
 
-    A block is a node of its `forward_graph`; or, where these are more than ``most``, several: at most that many blocks,
-    of about equal bytes, which end where little crosses.
+    A block is a node of the problem's `forward_graph`. Adjacent nodes are joined where that makes no boundary
+    larger. If more than ``most`` blocks remain, they are grouped into at most ``most`` blocks of about equal bytes
+    that end where few bytes cross.
     """
     ix = indexed(graph)
     members = _joined(ix, forward_graph(graph).members)
@@ -112,8 +113,12 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """At most ``most`` places s (before block s), the end among them and the beginning not: of the blocks that pass one
-    ``most``-th of the bytes, the one behind which least is held."""
+    """Choose at most ``most`` ends of groups; a place s is in front of block s. The last place is the end of the
+    chain.
+
+    The blocks are divided into ``most`` shares of equal bytes. In each share, the place behind which the fewest
+    bytes are held is chosen.
+    """
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)
@@ -124,8 +129,11 @@ def narrow_places(chain: BlockChain, most: int) -> list[int]:
 
 
 def _joined(ix: Indexed, blocks: Groups) -> Groups:
-    """Blocks, each joined with the next where both leave no more than the one does: what only waits for the next block
-    (a batch norm's result for an addition) takes no room for long, and a boundary behind the next is as small."""
+    """Join each block with the next one where both together keep no more bytes than the first alone.
+
+    A tensor that only the next block reads (a batch norm's result before an addition) is short-lived, and the
+    boundary behind the next block is as small.
+    """
     block = {o: k for k, ops in enumerate(blocks) for o in ops}
     until = [max((block.get(r, len(blocks)) for r in readers), default=-1) for readers in ix.readers]
 
@@ -183,7 +191,7 @@ def _chain(graph: TrainingGraph, ix: Indexed, forward: Groups) -> BlockChain:
 
 
 def _makers(ix: Indexed, blocks: Groups, wanted: Container[int]) -> Groups:
-    """Of each block the ops that make what is wanted of it."""
+    """Return, for each block, the ops that are needed to write the wanted tensors of the block."""
     makers = []
     for ops in blocks:
         read: set[int] = set()
@@ -201,10 +209,13 @@ def _costs(ix: Indexed, blocks: Groups) -> Costs:
 
 
 def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """The stage of each backward op: the first that no backward op before it comes after, and at which the forward
-    tensors that it reads are there, since their own block or a later reader is run again then. One that waits for no
-    block and writes more than it reads runs when the first op does that comes after it. ``last``: the last block that
-    reads a tensor, of those that have a say."""
+    """Return the stage of each backward op.
+
+    It is the first stage that is not before that of any backward op it depends on, and in which the forward tensors
+    that it reads are there because their own block, or a later reader, runs again then. An op that waits for no
+    block and writes more than it reads runs in the stage of the first op that depends on it. ``last``: for each
+    tensor that matters, the last block that reads it.
+    """
     stage: dict[int, int] = {}
     for o in ix.backward:
         waits = [blocks - 1, *(stage[p] for p in ix.backward_before[o])]
@@ -239,8 +250,10 @@ def _sums(pairs: Iterable[tuple[int, int]], count: int) -> Ints:
 def _peaks(
     ix: Indexed, blocks: Groups, free: Container[int], stay: Container[int], workspace: Sequence[int]
 ) -> Ints:
-    """For each block the peak of what it writes while it runs, its ops' workspaces included; of the tensors that are
-    free to go those stay that are said to."""
+    """Return, for each block, the peak of what it writes while it runs, workspaces included.
+
+    ``free``: tensors that may be freed; those in ``stay`` are not.
+    """
     peaks = []
     for ops in blocks:
         until = {t: o for o in ops for t in (*ix.writes[o], *ix.reads[o])}
@@ -256,7 +269,7 @@ def _peaks(
 
 
 def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[int]) -> list[set[int]]:
-    """For each block what it saves for its own stage or one that comes after it."""
+    """Return, for each block, the tensors that it saves for its own stage or a later one."""
     until = {t: k for k in reversed(range(len(stages))) for o in stages[k] for t in ix.reads[o]}
     own: list[set[int]] = [set() for _ in stages]
     for t in saved:
@@ -269,7 +282,7 @@ def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[
 def _stage_peaks(
     ix: Indexed, stages: Groups, own: Sequence[set[int]], workspace: Sequence[int]
 ) -> tuple[Ints, Ints, Ints]:
-    """`BlockChain`'s ``stage``, ``entering`` and ``left``."""
+    """Compute ``stage``, ``entering`` and ``left`` of `BlockChain`."""
     n = len(stages)
     order = [o for ops in reversed(stages) for o in ops]
     until = {t: o for o in order for t in (*ix.writes[o], *ix.reads[o])}

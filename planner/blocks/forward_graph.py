@@ -1,23 +1,23 @@
-"""The block strategies' view of a problem: the forward half as a small graph of nodes with a cost and a size.
+"""The forward half as a small graph of nodes with a cost and a size, for the block strategies.
 
-A node is a group of forward ops. One op a node would do, but a captured step has many ops that offer no
-choice worth having, and each of them multiplies the lower sets. Three contractions, to a common fixpoint,
-keep the lattice small. All keep the graph acyclic by one invariant: a group stands at the base position of
-its anchor, and every edge leads from a lower anchor to a higher one.
+A node is a group of forward ops. Single ops would do, but a captured step has many ops that offer no useful choice,
+and each multiplies the number of lower sets. Three contractions are applied until none applies. All keep the graph
+acyclic by one invariant: a group has the base position of its anchor, and every edge leads from a lower anchor to a
+higher one.
 
-- *Side source*: a group with no predecessor (a constant, a weight's cast or transpose) joins its earliest
-  consumer. Nothing leads into it, and its other consumers stand after the earliest.
-- *Side sink*: a group that no other reads (running statistics) joins its latest predecessor. Nothing leads
-  out of it, and its other predecessors stand before the latest. One without predecessors (a counter) joins
-  the main sink.
-- *Pass-through*: a group that only one other reads, which reads nothing else, joins it, if together they are
-  no larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two small
-  vectors). It joins the only edge out of one node and into the next, which closes no cycle; and as a boundary
-  both are never worse than the first: they hold no more bytes and save more work.
+- *Side source*: a group without predecessors (a constant, a weight's cast or transpose) joins its earliest
+  consumer. No edge leads into it, and its other consumers come after the earliest.
+- *Side sink*: a group that no other group reads (running statistics) joins its latest predecessor. No edge leads
+  out of it, and its other predecessors come before the latest. One without predecessors (a counter) joins the
+  main sink.
+- *Pass-through*: a group that only one other group reads, which reads nothing else, joins that group if together
+  they are no larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two
+  small vectors). The edge joined is the only one out of one node and into the other, so no cycle is closed. As a
+  boundary, both together are never worse than the first: they hold no more bytes and save more work.
 
-The main source and sink, those with most descendants and ancestors, stay. So does a side source that has
-grown past `SIDE` ops, and such a side sink if the backward reads it: these are second towers and heads, whose
-blocks are worth choosing.
+The main source and sink, which have the most descendants and ancestors, are kept. A side source of more than `SIDE`
+ops is kept too, and such a side sink if the backward half reads it: these are second towers and heads, in which a
+choice of blocks matters.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SIDE = 8
 class ForwardGraph:
     """Nodes in topological order; sets of nodes are bit masks.
 
-    ``members[v]``: its ops (base positions, ascending). ``cost[v]``: T_v, the cost of running them.
-    ``bytes[v]``: M_v, the size of the tensors it writes that an op outside it reads; graph outputs count
-    nothing, since they stay resident whatever is chosen. ``preds[v]``/``succs[v]``: data edges.
-    ``before[v]``: ``preds`` and the nodes that must come first because their random draws do.
+    ``members[v]``: the ops of node v (base positions, ascending). ``cost[v]``: T_v, the cost of running them.
+    ``bytes[v]``: M_v, the size of the tensors it writes that an op outside of it reads; graph outputs do not count,
+    because they stay resident anyway. ``preds[v]`` and ``succs[v]``: data edges. ``before[v]``: ``preds`` and the
+    nodes whose random draws must come first.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -68,7 +68,7 @@ class ForwardGraph:
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """For each node the mask of itself and all that must come before it."""
+        """For each node, the mask of itself and everything that must come before it."""
         masks: list[int] = []
         for v, before in enumerate(self.before):
             mask = 1 << v
@@ -79,7 +79,7 @@ class ForwardGraph:
 
     @cached_property
     def descendants(self) -> tuple[int, ...]:
-        """For each node the mask of itself and all that must come after it."""
+        """For each node, the mask of itself and everything that must come after it."""
         masks = [1 << v for v in range(len(self))]
         for v in reversed(range(len(self))):
             for u in bits(self.before[v]):
@@ -88,7 +88,7 @@ class ForwardGraph:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The set bits of a mask, ascending."""
+    """Yield the positions of the set bits of a mask, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -96,7 +96,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def forward_graph(graph: TrainingGraph) -> ForwardGraph:
-    """The contracted forward half; worked out once a graph. Empty if no op is of the forward half."""
+    """Return the contracted forward half; computed once per graph. Empty if no op belongs to the forward half."""
     return cached_on(graph, "forward_graph", lambda: _contract(indexed(graph)))
 
 
@@ -108,7 +108,7 @@ def _contract(ix: Indexed) -> ForwardGraph:
 
 
 class _Groups:
-    """Groups under contraction, named by their anchor, and the edges between them."""
+    """Groups during the contraction, named by their anchors, and the edges between them."""
 
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix
@@ -123,7 +123,7 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join side sources with their earliest consumers; whether any did."""
+        """Join side sources with their earliest consumers. Returns whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         main = max(sources, key=lambda g: (reach[g].bit_count(), -g), default=-1)
@@ -135,7 +135,7 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join side sinks with their latest predecessors; whether any did."""
+        """Join side sinks with their latest predecessors. Returns whether any were joined."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         main = max(sinks, key=lambda g: (reach[g].bit_count(), g), default=-1)
@@ -143,13 +143,13 @@ class _Groups:
         for g in sinks:
             if g == main or (len(self.members[g]) > SIDE and self._backward_reads(g)):
                 continue
-            # Without a predecessor either it may stand anywhere: no edge comes or goes with it.
+            # A group without predecessors may join any group: it has no edges.
             self._join(g, max(self.preds[g], default=main))
             merged = True
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join groups that are only a step on the way to their one consumer; whether any did."""
+        """Join pass-through groups with their only consumers. Returns whether any were joined."""
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:
@@ -161,7 +161,7 @@ class _Groups:
         return merged
 
     def freeze(self) -> ForwardGraph:
-        """The groups as nodes, in the order of their anchors."""
+        """Return the groups as nodes, in the order of their anchors."""
         order = sorted(self.members)
         node = {g: v for v, g in enumerate(order)}
         preds = [_mask(node[p] for p in self.data[g] & self.preds[g]) for g in order]
@@ -201,7 +201,7 @@ class _Groups:
         return masks
 
     def _bytes(self, *groups: int) -> int:
-        """M of groups taken together."""
+        """M of several groups taken together."""
         inside, ix = {o for g in groups for o in self.members[g]}, self.ix
         return sum(
             ix.bytes[t]

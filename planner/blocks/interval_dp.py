@@ -1,26 +1,26 @@
 """The dynamic program over intervals of blocks behind `nested_dp`.
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for heterogeneous chains», 2019,
-arXiv:1911.13214; for a chain of equal layers the plans are Revolve's (Griewank and Walther 2000). Here a boundary may
-be several tensors, some of which earlier boundaries hold already (skip connections).
+arXiv:1911.13214; for a chain of equal layers the plans are those of Revolve (Griewank and Walther 2000). Here a
+boundary may consist of several tensors, some of which earlier boundaries hold already (skip connections).
 
-C[i, j, m] is the least cost of what runs again on the way from «what the blocks before i leave is held, and the
-gradients that enter stage j - 1» to «stages j - 1 .. i are done», with m bytes for all else. One of two things is done
-first (n is `BlockChain`'s):
+C[i, j, m] is the least recomputation cost to get from the state «everything that blocks before i keep is held, and
+the gradients that enter stage j - 1» to the state «stages j - 1 .. i are done», with m bytes for everything else.
+The first action is one of two (n is that of `BlockChain`):
 
 - *save* block i: run it and hold all that its stage reads, then blocks i + 1 .. j - 1, then stage i::
 
       m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
       C[i + 1, j, m - saved[i]]
 
-- *pass* on to block s: run blocks i .. s - 1 and hold only what later ones read of them::
+- *pass* to block s: run blocks i .. s - 1 and hold only what later ones read of them::
 
       m >= entering[j] + max over k in i .. s - 1 of held[i, k] + passing[k]
       cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - held[i, s]] + C[i, s, m - left[s .. j - 1]]
 
-Bytes count in units, each figure rounded to the nearest: errors level out, and the simulator has the last word. Long
-passes end at given places only. Intervals of blocks that look the same are solved once: O(I p K) time and O(I K) memory
-for I different intervals (n p, for n blocks and p places, if no two are alike) and K units.
+Bytes are counted in units, each figure rounded to the nearest; errors cancel, and the simulator checks the result.
+Long passes end at given places only. Intervals of equal blocks are solved once. Time O(I p K) and memory O(I K) for
+I different intervals (n p, for n blocks and p places, if no two are equal) and K units.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Floats = NDArray[np.float32]
 Costs = NDArray[np.float64]
 
 NEAR = 16
-"""Blocks that a pass may end behind wherever that is."""
+"""A pass over at most this many blocks may end anywhere."""
 
 
 class Intervals(NamedTuple):
-    """The intervals that passes and saves lead to, and which of them are alike.
+    """The intervals that saves and passes lead to, and which of them are equal.
 
-    ``place[s]``: a pass from anywhere may end before block s; other passes are of at most `NEAR` blocks. ``row[i, j]``:
-    the number of the interval of blocks i .. j - 1, or -1. ``first``: for each number the i and j of one that has it,
-    by rising length.
+    ``place[s]``: whether a long pass may end in front of block s; passes of at most `NEAR` blocks may end anywhere.
+    ``row[i, j]``: the number of the interval of blocks i .. j - 1, or -1. ``first``: for each number, the i and j
+    of one interval that has it, by increasing length.
     """
 
     place: Flags
@@ -57,15 +57,17 @@ class Intervals(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """In how many ways those that are told apart can be split in two, about."""
+        """About how many ways there are to split all different intervals in two."""
         before = np.cumsum(self.place)
         i, j = self.first.T
         return int((before[j] - before[i] + np.minimum(j - i, NEAR)).sum())
 
 
 def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
-    """With ``places`` for long passes to end, the chain's end among them. Intervals are alike where their blocks' kinds
-    and places are. O(n^2 log n)."""
+    """Number the intervals of a chain. Two are equal if their blocks' kinds and places are. O(n² log n).
+
+    ``places``: where long passes may end, the chain's end included.
+    """
     n = len(chain)
     place = np.zeros(n + 1, dtype=np.bool_)
     place[places] = True
@@ -86,8 +88,11 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 
 
 class Units(NamedTuple):
-    """A chain's figures in units, costs in shares of their sum. ``cost`` and ``left`` as sums over the blocks before
-    each; ``pass_peak[i, s]``: of a pass from block i to block s; ``room``: K."""
+    """The figures of a chain in units, and costs as shares of their sum.
+
+    ``cost`` and ``left`` are prefix sums over the blocks. ``pass_peak[i, s]``: the peak of a pass from block i to
+    block s. ``room``: K.
+    """
 
     cost: Costs
     closing_cost: Costs
@@ -103,7 +108,7 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """With ``room`` units for ``most`` bytes."""
+    """Convert a chain to units: ``room`` units stand for ``most`` bytes."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:
@@ -144,13 +149,13 @@ class Table:
         return row
 
     def steps(self, room: int, most: int) -> Ints:
-        """What is done with so many units: k for a run of block k, -1 - k for stage k; empty if it is more than
-        ``most``."""
+        """Return what to do with ``room`` units: k for a run of block k, -1 - k for stage k. Empty if more than
+        ``most`` steps."""
         return _trace(self.units, self.alike, self.cost, room, most)
 
 
 def solve(units: Units, alike: Intervals) -> Table:
-    """The whole table."""
+    """Compute the whole table."""
     return Table(units, alike, _fill(units, alike))
 
 
@@ -190,8 +195,7 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
-    """The least m with which a pass to block s can be tried, and what it leaves to the later and the sooner blocks
-    the less."""
+    """The least m for a pass to block s, and by how much it reduces m for the later and for the earlier blocks."""
     held, left = u.held[i, s], u.left[j] - u.left[s]
     return int(max(u.entering[j] + u.pass_peak[i, s], held, left)), int(held), int(left)
 
@@ -231,7 +235,7 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 @kernel
 def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
-    """Which block to pass on to with m units; i itself if it is to be saved."""
+    """Which block to pass to with m units; i itself if block i should be saved."""
     best, to = np.float32(np.inf), i
     if j == i + 1:
         return to

@@ -1,18 +1,17 @@
-"""The dynamic program over a family of lower sets that `exact_dp` and `approx_dp` share.
+"""The dynamic program over a family of lower sets, for `exact_dp` and `approx_dp`.
 
 Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
-memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a
-chain that ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and B
-the budget::
+memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a chain
+that ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and the budget B:
 
     feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
     time       t′ = t + T(V′ ∖ ∂(L′))
     cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
 
-Time-centric plans take the least feasible t at V; memory-centric plans the largest, whose coarser blocks
-leave more to free early. The table is dense in t, in ticks. Costs that are integers with a sum of at most
-``ticks`` are exact; otherwise each block's time is rounded up to ticks of total/``ticks``, so that a chain of
-k blocks is overcharged by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+Time-centric plans take the least feasible t at V. Memory-centric plans take the largest: their coarser blocks allow
+more early frees. The table is dense in t, which counts ticks. Integer costs with a sum of at most ``ticks`` are
+exact; otherwise each block's time is rounded up to a multiple of total/``ticks``, so a chain of k blocks is
+overcharged by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """The paper's peak (bytes) and recomputation time of a chain, with the last block's time or without."""
+    """Return the paper's peak (bytes) and recomputation time of a chain, with or without the last block's time."""
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
@@ -50,9 +49,9 @@ def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) 
 class Family(NamedTuple):
     """A family of lower sets as arrays, by size, from ∅ to V.
 
-    ``words``: the masks, 64 nodes a word. ``bytes``: M(L). ``time``: T(L). ``transient``: M(δ⁺(L) ∖ L) +
-    M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). Times are in fine cost
-    units. ``copies``: how often M(V′) counts.
+    ``words``: the masks, 64 nodes per word. ``bytes``: M(L). ``time``: T(L), in fine cost units. ``transient``:
+    M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). ``copies``:
+    how many times M(V′) is charged.
     """
 
     words: Words
@@ -68,10 +67,11 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class LowerSetDP:
-    """A family of lower sets, prepared.
+    """A family of lower sets, prepared for the program.
 
-    ``masks``: the family by size, from ∅ to V. ``unit``: the fine cost units of one tick; ``width``: ticks in
-    a row. ``charge_last``: as the paper has it; a schedule need not recompute the last block.
+    ``masks``: the family by size, from ∅ to V. ``unit``: fine cost units per tick. ``width``: ticks per row.
+    ``charge_last``: whether the last block's recomputation is charged, as in the paper; a schedule does not need
+    it.
     """
 
     masks: tuple[int, ...]
@@ -81,8 +81,8 @@ class LowerSetDP:
     charge_last: bool
 
     def least_budget(self) -> int:
-        """The least formula budget that some chain of the family meets, bytes; by bisection, of budgets at which
-        anything changes only."""
+        """Return the least formula budget (bytes) that some chain of the family meets, by bisection over the values
+        that occur."""
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -90,11 +90,11 @@ class LowerSetDP:
         return low
 
     def most_budget(self) -> int:
-        """A formula budget that every chain of the family meets."""
+        """Return a formula budget that every chain of the family meets."""
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """The whole table for a formula budget."""
+        """Compute the whole table for a formula budget."""
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
 
@@ -107,11 +107,11 @@ class Table:
     opt: Ints
 
     def times(self) -> list[int]:
-        """The ticks at which some chain reaches V, ascending; empty if the budget is too small."""
+        """Return the ticks with which some chain reaches V, ascending; empty if the budget is too small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
-        """The chain of least cached memory that reaches V in ``time`` ticks, L₁ ⊂ … ⊂ L_k = V."""
+        """Return the chain of least cached memory that reaches V in ``time`` ticks, L₁ ⊂ … ⊂ L_k = V."""
         dp = self.dp
         found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
         return tuple(dp.masks[i] for i in found[::-1])
@@ -120,11 +120,10 @@ class Table:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """The arrays of a family of lower sets (by size, from ∅ to V).
+    """Convert a family of lower sets (by size, from ∅ to V) to arrays.
 
-    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without them a block
-    costs M(V′): nearer the truth where freeing at last use lets each gradient take the place of the value it
-    is made from.
+    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without, a block costs
+    M(V′), which is closer to the truth where each gradient takes the place of the value it is computed from.
     """
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
@@ -165,7 +164,7 @@ def _transient(view: ForwardGraph, mask: int) -> int:
 
 
 def _fine_costs(view: ForwardGraph) -> list[int]:
-    """The costs as integers: themselves if they are integers, else in units of total · 2⁻⁴⁰."""
+    """Return the costs as integers: unchanged if they are integers, else in units of total · 2⁻⁴⁰."""
     total = sum(view.cost)
     if all(c == int(c) for c in view.cost) and total < 2**53:
         return [int(c) for c in view.cost]
@@ -173,7 +172,7 @@ def _fine_costs(view: ForwardGraph) -> list[int]:
 
 
 def _short_sizes(view: ForwardGraph) -> list[int]:
-    """The sizes in bytes, or, where their sums might leave 64 bits, in larger units, rounded up."""
+    """Return the sizes in bytes; in larger units, rounded up, if their sums could exceed 64 bits."""
     shift = max(0, (8 * sum(view.bytes)).bit_length() - 62)
     return [-(-b >> shift) for b in view.bytes]
 
@@ -185,7 +184,7 @@ def _words(masks: Sequence[int], nodes: int) -> Words:
 
 
 def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
-    """For each set the sum of its nodes' weights; ``chosen`` is (nodes, sets), 0 and 1 or counts."""
+    """Return the sum of the nodes' weights for each set; ``chosen`` has shape (nodes, sets), with flags or counts."""
     total = np.zeros(chosen.shape[1], dtype=np.int64)
     for row, w in zip(chosen, weight, strict=True):
         total += row * np.int64(w)
@@ -193,7 +192,7 @@ def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
 
 
 def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
-    """∂(L) for each set: (nodes, sets)."""
+    """Return ∂(L) for each set, shape (nodes, sets)."""
     edges = np.zeros_like(member)
     for v, succs in enumerate(view.succs):
         for w in bits(succs):
@@ -202,7 +201,7 @@ def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
 
 
 def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
-    """`_transient` for each set: (nodes, sets), how often a node counts."""
+    """Return `_transient` for each set, shape (nodes, sets): how often a node counts."""
     after, before = np.zeros_like(member), np.zeros_like(member)
     for w, preds in enumerate(view.preds):
         for u in bits(preds):
@@ -222,13 +221,13 @@ def _subset(words: Words, i: int, j: int) -> bool:
 
 @kernel
 def _need(family: Family, i: int, j: int) -> int:
-    """From L_i to L_j: bytes needed beside the cache."""
+    """The bytes that the step from L_i to L_j needs in addition to the cache."""
     return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
 
 
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
-    """From L_i to L_j: bytes added to the cache, ticks of recomputation."""
+    """For the step from L_i to L_j: the bytes added to the cache, and the ticks of recomputation."""
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
         v = family.edge[e]
@@ -242,8 +241,11 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """What a chain that meets a budget asks for, and the least that any step beyond the budget asks for; NEVER if there
-    is none. As `_fill`, time not counted."""
+    """Return the budget that a chain within ``budget`` needs, and the least that any step over the budget needs; or
+    NEVER.
+
+    This is `_fill` without time.
+    """
     count = len(family.bytes)
     cached, asked = np.full(count, NEVER), np.full(count, NEVER)
     cached[0] = asked[0] = 0
@@ -264,7 +266,7 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """opt, by a sweep over pairs L_i ⊂ L_j in the order of j, then i."""
+    """Compute opt by a sweep over pairs L_i ⊂ L_j, ordered by j, then i."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0
@@ -292,7 +294,7 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
 
 @kernel
 def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
-    """The chain behind opt[V, t], from V down, ∅ left out: any predecessor that explains an entry is one."""
+    """Return the chain behind opt[V, t], from V down, without ∅. Any predecessor that explains an entry is valid."""
     j = len(family.bytes) - 1
     found = [j]
     while True:

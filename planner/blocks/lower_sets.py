@@ -1,8 +1,7 @@
-"""Lower sets of the forward graph as bit masks.
+"""Lower sets of the forward graph, as bit masks.
 
-A lower set L is a set of nodes that no edge enters from outside: whatever must come before one of its nodes
-is in it. They form a lattice, and a chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V is a partition of the forward half into blocks
-V_i = L_i ∖ L_{i−1}.
+A lower set L contains, with each of its nodes, everything that must come before that node. Lower sets form a
+lattice. A chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V partitions the forward half into blocks V_i = L_i ∖ L_{i−1}.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 
 
 def is_lower_set(view: ForwardGraph, mask: int) -> bool:
-    """Whether nothing outside ``mask`` must come before something in it."""
+    """Whether ``mask`` contains everything that must come before its nodes."""
     return all(view.before[v] & ~mask == 0 for v in bits(mask))
 
 
 def boundary(view: ForwardGraph, mask: int) -> int:
-    """∂(L): the nodes of L that a node outside reads, as a mask."""
+    """Return ∂(L): the nodes of L that a node outside of L reads, as a mask."""
     edge = 0
     for v in bits(mask):
         if view.succs[v] & ~mask:
@@ -30,14 +29,14 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """All lower sets, by size, ∅ and V included.
+    """Return all lower sets, by size, ∅ and V included.
 
-    Grown one node at a time from ∅: each lower set but ∅ is a smaller one and one of its maximal nodes. The
-    order is a linear extension of inclusion, so that one sweep of a dynamic program sees every transition
-    (visiting them in the order of discovery would skip some).
+    They grow node by node from ∅: each non-empty lower set is a smaller one plus one of its maximal nodes. Ordering
+    by size is a linear extension of inclusion, so a single sweep of a dynamic program sees every transition; the
+    order of discovery would miss some.
 
     Raises:
-        LatticeTooLarge: there are more than ``limit``; found out after generating that many.
+        LatticeTooLarge: there are more than ``limit``; noticed after generating that many.
     """
     after = [0] * len(view)
     for v, before in enumerate(view.before):
@@ -63,10 +62,10 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
 
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
-    """The pruned family: each node with its ancestors, ∅ and V; by size. At most #V + 2 of them.
+    """Return the pruned family, by size: each node with its ancestors, ∅ and V. At most #V + 2 sets.
 
-    Beyond ``most`` it is thinned: of the lower sets by size, those where another ``most``-th of the bytes is
-    passed.
+    If there are more than ``most``, the family is thinned: by size, a set is kept where another ``most``-th of the
+    bytes is exceeded.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -82,7 +81,7 @@ def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
 
 
 def bytes_of(view: ForwardGraph, mask: int) -> int:
-    """The bytes of a set of nodes; for sets of thousands."""
+    """Return the bytes of a set of nodes; fast for thousands of nodes."""
     member = np.unpackbits(
         np.frombuffer(mask.to_bytes(len(view) // 8 + 1, "little"), np.uint8), bitorder="little"
     )
@@ -90,13 +89,15 @@ def bytes_of(view: ForwardGraph, mask: int) -> int:
 
 
 def by_size(masks: set[int]) -> tuple[int, ...]:
-    """Masks by size, ties by value."""
+    """Sort masks by size, ties by value."""
     return tuple(sorted(masks, key=lambda m: (m.bit_count(), m)))
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads (a node outside L_j ⊇ L_i is outside
-    L_i)."""
+    """Return U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads.
+
+    A node outside of L_j ⊇ L_i is outside of L_i too.
+    """
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         for v in bits(block):
@@ -106,17 +107,17 @@ def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
 
 
 def blocks_of(chain: Sequence[int]) -> list[int]:
-    """V_1..V_k of a rising chain that starts after ∅: the differences of neighbours."""
+    """Return V_1..V_k of a rising chain that starts after ∅: the differences of neighbours."""
     return [mask & ~below for below, mask in zip((0, *chain), chain, strict=False)]
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """The lower sets with a boundary of one node that split the graph in two, as a rising chain without ∅ and
-    V.
+    """Return the lower sets with a boundary of one node that split the graph in two, as a rising chain without ∅
+    and V.
 
-    v is a cut point if everything before and after it communicates through v alone: the nodes that need not
-    come after v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier cut
-    point is left out.
+    Node v is a cut point if everything before and everything after it communicates through v alone: the nodes that
+    need not come after v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier
+    cut point is left out.
     """
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):

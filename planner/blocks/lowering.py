@@ -1,17 +1,16 @@
-"""The one lowering: from a partition of the forward half to a run sequence, and so to a schedule.
+"""Lower a partition of the forward half to a sequence of runs, and so to a schedule.
 
-Forward: block by block. At the turn the kept tensors, the last block's and the graph outputs stay. Backward:
-the ops are ordered by (−stage, base position), where an op's stage is the earliest block it must wait for:
-the least block of the tensors it reads that were dropped, or of the backward ops it depends on. That is a
-topological order, and it does each block's backward together. Just before an op, exactly those ops run again
-that bring back what it reads; what they need in turn is found by demand, so the result is valid for any
-blocks and any kept tensors. (In a chain that is the whole block at once; where a block branches, each branch
-waits until it is needed, and no curve of the networks measured got worse by it.)
+Forward: block by block. At the loss boundary the kept tensors, the last block's tensors and the graph outputs stay.
+Backward: ops are ordered by (−stage, base position). The stage of an op is the lowest block among the dropped
+tensors it reads and the stages of the backward ops it depends on. This order is topological and does each block's
+backward ops together. Just before a backward op, exactly those forward ops run again that it needs, transitively.
+So the result is valid for any blocks and any kept tensors. (In a chain the whole block runs again at once. In a
+block with branches, each branch waits until it is needed; no curve of the measured networks got worse by that.)
 
-What ops write that may never run again is kept, whatever the partition says.
+What a ``never_rerun`` op writes is kept, whatever the partition says.
 
-Only the run sequence is chosen here. Frees at last uses follow from it (`with_frees`), so a tensor that was
-dropped in name but is read before its next run simply stays.
+Only the sequence of runs is chosen here. The frees follow from it (`with_frees`), so a dropped tensor that is read
+before its op runs again simply stays.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from rematplan.planner.caches.graph_cache import cached_on
 class Partition:
     """What the block strategies choose.
 
-    ``blocks``: V_1..V_k, each the names of its forward ops; together all forward ops, no op before its
-    producers' block. ``kept``: the tensors that stay resident at the turn from forward to backward.
+    ``blocks``: V_1..V_k, each as the names of its forward ops; together they are all forward ops, and no op is in
+    an earlier block than its producers. ``kept``: the tensors that stay resident at the loss boundary.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -44,13 +43,13 @@ class Partition:
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
-    """The canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪
+    """Return the canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪
     ∂(L_j).
 
-    Kept are the boundary's tensors that a later block reads and, as in the formula that charges no
-    recomputation of a boundary node, its others that anything outside it reads (batch norm's saved
-    statistics, max-pool's indices). ``lean`` keeps of these others only what is small beside the tensors that
-    cross.
+    Kept are the boundary nodes' tensors that a later block reads, and also their tensors that any op outside of the
+    node reads (batch norm's saved statistics, max-pool's indices), as in the formula, which charges no
+    recomputation of boundary nodes. With ``lean``, the latter are kept only if they are much smaller than the
+    former.
     """
     ix, view = indexed(graph), forward_graph(graph)
     outer = cached_on(graph, "outer", lambda: _outer(ix, view))
@@ -66,12 +65,12 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
 
 
 LEAN_RATIO = 8
-"""A lean partition keeps a further tensor of a boundary node if it is this many times smaller than the
-rest."""
+"""A lean partition keeps another tensor of a boundary node only if it is this many times smaller than the tensors
+that a later block reads."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
-    """For each node the tensors that ops outside it read, each with the mask of the nodes that read it."""
+    """For each node, the tensors that ops outside of it read, each with the mask of the forward nodes that read it."""
     node = {o: v for v, members in enumerate(view.members) for o in members}
     outer: list[list[tuple[int, int]]] = []
     for v, members in enumerate(view.members):
@@ -89,13 +88,13 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """The run sequence of a partition. Linear in the reads and writes of what runs, but for sorting."""
+    """Return the sequence of runs of a partition, by name. Linear in the reads and writes, apart from sorting."""
     ix = indexed(graph)
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
-    """`lower`, as positions in the base order."""
+    """Like `lower`, as positions in the base order."""
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):
@@ -106,7 +105,7 @@ def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
 
 
 def kept_always(graph: TrainingGraph) -> Flags:
-    """Of each tensor, whether it stays at the turn whatever is chosen: what may never run again has written it."""
+    """For each tensor, whether it stays at the loss boundary in any case because a ``never_rerun`` op writes it."""
     once = set(graph.never_rerun)
     kept = {t for op in graph.ops if op.name in once for t in op.writes} if once else ()
     return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)

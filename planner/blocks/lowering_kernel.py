@@ -1,4 +1,5 @@
-"""The runs of a partition (`lowering` says which they are), in one compiled pass: hundreds of them are compared."""
+"""Compute the runs of a partition in one compiled pass, because hundreds of partitions are compared. See
+`lowering`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """The run sequence, by base positions. ``block[o]``: of each forward op, 0 .. ``blocks`` - 1; ``kept[t]``: the
-    tensor stays resident at the turn."""
+    """Return the sequence of runs, as base positions.
+
+    ``block[o]``: the block of forward op o, 0 .. ``blocks`` - 1. ``kept[t]``: whether tensor t stays at the loss
+    boundary.
+    """
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
     for o in range(ops):
@@ -20,7 +24,7 @@ def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
     stage = _stages(traffic, block, kept)
     runs = np.empty(
         2 * ops, dtype=np.int64
-    )  # a forward op runs at most twice: what comes back stays, in name
+    )  # a forward op runs at most twice, because recomputed tensors count as resident
     count = 0
     for o in np.argsort(block, kind="mergesort"):
         if traffic.forward[o]:
@@ -55,7 +59,7 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """The stage of each backward op: no later op's is larger than that of an op it depends on."""
+    """Return the stage of each backward op; it is never larger than that of an op it depends on."""
     forward, producer = traffic.forward, traffic.producer
     free = len(forward)  # waits for nothing yet
     stage = np.full(free, free, dtype=np.int64)
@@ -72,7 +76,7 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
         if before >= 0 and not forward[before]:
             at = min(at, stage[before])
         stage[o] = at
-    # An op that waits for no block runs when the first op that depends on it does: nothing is held early.
+    # An op that waits for no block runs as late as its first dependent, so that it holds nothing early.
     due = np.zeros(free, dtype=np.int64)
     for o in range(free - 1, -1, -1):
         if forward[o]:
@@ -88,9 +92,9 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write the forward ops that must run again for ``op`` to run into ``again``, in any order; returns how many.
+    """Write the forward ops that must run again before ``op`` into ``again``, in any order. Returns their number.
 
-    ``asked[p]``: the last op that asked for p.
+    ``asked[p]``: the last op that needed p.
     """
     found, at = 0, op
     done = 0

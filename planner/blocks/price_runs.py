@@ -1,7 +1,7 @@
-"""Price a run sequence without making its schedule, to choose among many candidates.
+"""Compute the peak and cost of a sequence of runs without building its schedule, to compare many candidates.
 
-The simulator prices every plan that is returned; this is the same peak in one backward scan (`with_frees` and
-`simulate` at once), for the hundreds of candidates that are only compared. A test holds the two equal.
+It does what `with_frees` and `simulate` do together, in one backward scan. The simulator prices every plan that is
+returned; a test checks that both agree.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 
 def price_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
-    """Peak (bytes, inputs included) and cost of a run sequence, by base positions. O(reads + writes)."""
+    """Return peak (bytes, inputs included) and cost of a sequence of runs given as base positions. O(reads +
+    writes)."""
     peak, cost = _scan(traffic_of(graph), runs)
     return int(peak), float(cost)
 
 
 @kernel
 def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
-    """Backward over the runs: ``wanted`` are the tensors whose next event is a read, ``held`` their bytes."""
+    """Scan the runs backwards. ``wanted``: tensors whose next event is a read; ``held``: their bytes."""
     wanted = traffic.wanted.copy()
     held, cost = traffic.input_bytes, 0.0
     for t in range(len(wanted)):
@@ -31,7 +32,7 @@ def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
         cost += traffic.cost[o]
         reads = traffic.reads[traffic.reads_at[o] : traffic.reads_at[o + 1]]
         writes = traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]
-        for t in reads:  # resident while the op runs, whether or not anything reads them later
+        for t in reads:  # resident while the op runs, even if nothing reads them later
             if not wanted[t]:
                 wanted[t] = True
                 held += traffic.bytes[t]

@@ -1,4 +1,4 @@
-"""Leave out of a run sequence what it repeats to no use."""
+"""Remove repeated runs that serve no purpose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def useful_runs(traffic: CSRGraph, runs: Ints, once: Flags) -> Ints:
-    """The sequence, by base positions, without repeated runs that write nothing that is read before it is written
-    again, or that write what must not be written twice (``once``, by tensor).
+    """Return the sequence (base positions) without useless repeated runs. First runs are kept.
 
-    One backward scan: what only a useless run reads is not wanted either. First runs stay. O(reads + writes).
+    A repeated run is useless if nobody reads what it writes before it is written again. It is also removed if it
+    writes a tensor that must not be written twice (``once``). One backward scan, in which what only useless runs
+    read is not wanted either. O(reads + writes).
     """
     first = np.full(len(traffic.forward), -1, dtype=np.int64)
     for at in range(len(runs) - 1, -1, -1):

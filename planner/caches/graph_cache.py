@@ -1,4 +1,4 @@
-"""Remember what was worked out for a problem, for as long as the problem itself lives."""
+"""Cache values that are computed from a problem, for as long as the problem object exists."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _kept: dict[int, dict[Hashable, object]] = {}
 
 
 def cached_on(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
-    """The value of ``work()``, done once for this graph object and key.
+    """Return ``work()``, computed once for this graph object and key.
 
-    Keyed by identity: a problem is frozen, and hashing thousands of ops would cost more than most look-ups
-    save. The value must not hold the graph, or neither would ever be freed.
+    The cache is keyed by object identity: problems are frozen, and hashing thousands of ops would cost more than
+    most look-ups save. The value must not reference the graph, or neither would ever be freed.
     """
     row = _kept.get(id(graph))
     if row is None:

@@ -1,4 +1,4 @@
-"""Compile a hot loop with numba, keeping its type."""
+"""Compile hot loops with numba, without losing their Python types."""
 
 from __future__ import annotations
 
@@ -12,35 +12,41 @@ import numba
 from numba.core.options import DefaultOptions
 
 UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
-"""numba's option for loops that count no references; it works without, only slower."""
+"""numba's option for loops without reference counting; without the option they work, but are slower."""
 
 Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def kernel(loop: Loop) -> Loop:
-    """``loop`` compiled at its first call for each set of argument types; the machine code is cached on disk.
+    """Compile ``loop`` at its first call with each combination of argument types. The machine code is cached on
+    disk.
 
-    Where neither the package's folder nor the user's can be written, it is compiled in each process.
+    If neither the package's folder nor the user's is writable, the loop is compiled again in each process.
     """
     return compiled(loop)
 
 
 def inner(loop: Loop) -> Loop:
-    """As `borrowing`, for loops that only other kernels call: compiled without an entry from Python, which takes
-    longer to compile than a short loop itself."""
+    """Like `borrowing`, for loops that only other kernels call.
+
+    No entry point from Python is compiled; for a short loop that takes longer than the loop itself.
+    """
     return borrowing(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
-    """As `compiled`, for loops that neither make nor return arrays: they do not count references to those that they
-    are given. Counting takes atomic steps for each array at each call: more than half of the annealer's time."""
+    """Like `compiled`, for loops that neither create nor return arrays. They do not count references to their
+    arguments.
+
+    Counting needs atomic operations for each array and call, which took more than half of the annealer's time.
+    """
     return compiled(loop, **UNCOUNTED, **options)
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:
-    """As `kernel`, with options of numba's: ``fastmath``, sums may be reordered; ``nogil``, other Python threads
-    run meanwhile."""
-    compiler = cast(Any, numba.njit)  # its types know only some of its options
+    """Like `kernel`, with numba options: ``fastmath`` (sums may be reordered), ``nogil`` (other Python threads may
+    run)."""
+    compiler = cast(Any, numba.njit)  # numba's type hints list only some of its options
     try:
         made = compiler(cache=True, **options)(loop)
     except RuntimeError:  # numba found no folder for its cache
@@ -52,17 +58,17 @@ def compiled(loop: Loop, **options: bool) -> Loop:
 
 @cache
 def _sources() -> str:
-    """A digest of the planner's files with kernels: those that import this module."""
+    """A hash of all of the planner's files that define kernels, which are those that import this module."""
     marker = b"numba_kernels import"
     texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return sha256(b"".join(text for text in texts if marker in text)).hexdigest()
 
 
 def _stamp(made: object) -> None:
-    """Make cached machine code stale when any of the planner's files with kernels has changed.
+    """Invalidate cached machine code when any of the planner's files with kernels has changed.
 
-    numba looks at the kernel's own file only, but the code holds that of the kernels which it calls. Where numba
-    keeps its stamp elsewhere some day, its own rule stands.
+    numba checks only the kernel's own file, but the machine code contains the kernels that it calls. If a later
+    numba stores its stamp elsewhere, numba's own rule applies.
     """
     file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
     if hasattr(file, "_source_stamp"):
@@ -72,8 +78,10 @@ def _stamp(made: object) -> None:
 
 
 def _readable(load: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-    """An index of cached machine code; empty where it names a type that has been renamed or moved since, which numba
-    would raise for before it compares the stamps."""
+    """Load an index of cached machine code; empty if it names a type that has since been renamed or moved.
+
+    numba would raise an error for such a type before it compares the stamps.
+    """
     try:
         return load()
     except (AttributeError, ImportError):
@@ -81,6 +89,6 @@ def _readable(load: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _widen(made: Any) -> None:
-    """Have a call with a constant take the code for any number: numba would compile it again for each constant."""
+    """Let calls with a constant argument use the code for any number; numba would compile each constant separately."""
     template = made.get_call_template
     made.get_call_template = lambda args, kws: template(tuple(map(numba.types.unliteral, args)), kws)

@@ -1,8 +1,9 @@
-"""What is known of plans: those made in this process, and on disk those that earlier processes found.
+"""Store plans: those made in this process in memory, those that searches found on disk.
 
-On disk there are only starts of searches: sequences of runs, simulated anew when they are read, under a digest of the
-whole problem, sizes and costs included. A plan for a smaller budget then serves a larger one in a later process too,
-and an old or damaged file costs nothing but the start. Folder: ``plans`` in `ir.cache_folder`.
+Files hold only sequences of runs, which are starts for later searches; they are simulated again when read. A file
+is named by a hash of the whole problem, sizes and costs included. So a plan for a smaller budget can serve a larger
+one in a later process, and an old or damaged file costs nothing except the start. The folder is ``plans`` in
+`ir.cache_folder`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from rematplan.planner.core.strategy import pareto
 
 PLANS_KEPT = 32
 RUNS_KEPT = 60_000
-"""Plans kept on disk of one problem, and runs in them together: more would take long to read. The latest are kept."""
+"""Limits of one problem's file: the number of plans, and the number of runs in all of them. The latest plans are
+kept."""
 PROBLEMS_KEPT = 256
-"""Problems of which plans are kept on disk: those not planned for longest are dropped."""
+"""The number of problems with plans on disk. Those that were not planned for longest are deleted."""
 IN_MEMORY = 256
-"""Plans that a store holds in memory: the latest."""
+"""The number of plans that a store holds in memory: the latest."""
 NEAREST = 4
-"""Earlier problems whose plans are starts for another."""
+"""The number of earlier problems whose plans serve as starts for another problem."""
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -40,11 +42,11 @@ Key: TypeAlias = tuple[object, ...]
 class PlanStore:
     """The plans of one strategy with its options, for any number of problems.
 
-    A strategy gets plans of it as its ``starts``; nothing of it is kept in a place that a caller does not see. Copies
-    and pickles hold what the store holds in memory.
+    The plans are passed to the strategy explicitly, as ``starts``. Copies and pickles contain what the store holds
+    in memory.
 
-    ``fixed``: the bytes that a stated budget became at the first plan, which hold for all later ones; by its text and
-    whatever else tells those apart for whom the first plan is another.
+    ``fixed``: budgets in bytes, as computed at the first plan; they hold for all later plans. The key is the
+    budget's text, and anything else on which the first plan depends.
     """
 
     def __init__(self) -> None:
@@ -54,17 +56,17 @@ class PlanStore:
         self._latest: list[tuple[frozenset[str], Plan]] = []
 
     def __bool__(self) -> bool:
-        """Whether a plan has been put."""
+        """Whether the store has a plan."""
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | None) -> Plan | None:
-        """The plan that was put for this problem and budget.
+        """Return the plan that was stored for this problem and budget.
 
-        Of a problem that differs in its ops' costs alone it is the same plan, without a bound, which is of other costs:
-        a step in which only a number is another needs no new search.
+        If a stored problem differs only in the ops' costs, its plan is returned without a lower bound, because the
+        bound belongs to other costs. A step in which only a constant changed needs no new search.
 
         Args:
-            budget: bytes; None for the least peak.
+            budget: bytes; None for the smallest peak.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
@@ -73,9 +75,9 @@ class PlanStore:
         return replace(plan, estimate=estimate, lower_bound=None, status="feasible")
 
     def put(self, problem: TrainingGraph, budget: int | None, plan: Plan, *, lasting: bool = False) -> None:
-        """Remember the plan of a problem for a budget in bytes, or, where that is None, for the least peak.
+        """Store a plan of a problem for a budget in bytes; None stands for the smallest peak.
 
-        ``lasting``: on disk too, as a start for later processes.
+        ``lasting``: also keep it on disk, as a start for later processes.
         """
         key = _key(problem, budget)
         self._made.pop(key, None)
@@ -100,11 +102,12 @@ class PlanStore:
         return known.changed(budget=budget) if known and budget <= known.budget else None
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """The latest plans of any problems of this process, as far as their runs serve this one."""
+        """Return the latest plans of any problems of this process, converted to this problem where possible."""
         return tuple(plan for plan, _ in self._transferred(problem))
 
     def serves(self, problem: TrainingGraph, budget: int) -> bool:
-        """Whether a plan of `nearest` fits the budget (bytes) that is of the same ops, on other sizes maybe."""
+        """Whether a plan of `nearest` fits the budget (bytes) and comes from a problem with the same ops, perhaps
+        of other sizes."""
         return any(plan.estimate.peak <= budget and same for plan, same in self._transferred(problem))
 
     def _transferred(self, problem: TrainingGraph) -> Iterator[tuple[Plan, bool]]:
@@ -113,13 +116,12 @@ class PlanStore:
                 yield found, ops == problem.op.keys()
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """The plans on disk of a problem, and of the same problem without inverses; of each the latest first."""
+        """Return the plans on disk of a problem, and of the same problem without inverses; the latest first."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(problem, _file(one)))
 
     def keep(self, problem: TrainingGraph, plan: Plan) -> None:
-        """Keep a plan on disk with the others of its problem, without those that are no better in any way than
-        another."""
+        """Add a plan to the file of its problem, and remove the plans that others dominate."""
         file = _file(problem)
         found = tuple(dict.fromkeys((plan, *_read(problem, file))))
         front = pareto(found)
@@ -128,7 +130,7 @@ class PlanStore:
         rows = rows[:PLANS_KEPT]
         while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
             rows.pop()
-        with suppress(OSError, ProblemError):  # a read-only home costs a later run its start, nothing else
+        with suppress(OSError, ProblemError):  # a read-only home directory only costs later processes a start
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(rows, separators=(",", ":")))
             for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[:-PROBLEMS_KEPT]:
@@ -136,7 +138,7 @@ class PlanStore:
 
 
 def _key(problem: TrainingGraph, budget: int | None) -> Key:
-    """All that decides which peaks there are."""
+    """Everything that determines which peaks are possible."""
     sizes = tuple(t.bytes for t in problem.tensors)
     workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))
     return problem.fingerprint, sizes, workspaces, budget
@@ -151,7 +153,7 @@ def _names(problem: TrainingGraph) -> list[str]:
 
 
 def _read(problem: TrainingGraph, file: Path) -> tuple[Plan, ...]:
-    """The plans in a file; none where there is no file, or one that says something else."""
+    """Return the plans in a file; none if there is no such file or it has another content."""
     names = _names(problem)
     try:
         rows: Any = read_json(file)

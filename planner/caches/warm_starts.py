@@ -1,4 +1,5 @@
-"""A plan of one problem as a start for another of the same step, in which some tensors are made in other pieces."""
+"""Convert a plan of one problem to a start for another problem of the same step, whose tensors are divided
+differently."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """The runs of another problem's plan, as far as ``graph`` has such ops, each followed by those of its other ops
-    that read what it made; None where that serves no schedule."""
+    """Return a plan of ``graph`` with the runs of another problem's plan that ``graph`` has too.
+
+    Ops that only ``graph`` has run as soon as everything they read is there. None if this is not a valid schedule.
+    """
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
     runs = _with_new(graph, shared, known)
@@ -23,7 +26,7 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:
-    """Runs with the new ops, each as soon as all is there that it reads."""
+    """Insert the new ops into a sequence of runs, each as soon as all its reads are there."""
     readers: dict[str, list[str]] = {}
     for op in graph.ops:
         for t in op.reads if op.name not in shared else ():
