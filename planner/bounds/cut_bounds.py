@@ -1,8 +1,9 @@
-"""Proven floors: of the overhead of any schedule within a budget, by sets of cuts, and of the peak of any schedule.
+"""Proven lower bounds: of the overhead of any schedule within a budget, by sets of cuts, and of the peak of any
+schedule.
 
-They hold for every order of the ops, any number of runs of each, and frees anywhere. docs/lower-bound.md has
-the proofs. Only the solver's dual bound is used, never the value of a solution it found, less a margin for
-its arithmetic.
+They hold for any order of the ops, any number of runs of each op, and frees anywhere. The proofs are in
+docs/lower-bound.md. Only the dual bound of the solver is used, less a margin for its arithmetic; the value of a
+solution is never used.
 """
 
 from __future__ import annotations
@@ -23,33 +24,32 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.ilp.solver import Solver
 
 MARGIN = 0.01
-"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5
-variables."""
+"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5 variables.
+"""
 
 GAP = 0.05
-"""Within which integer programs are solved, in cost units."""
+"""The gap to which integer programs are solved, in cost units."""
 
 ROUNDING = 1e-9
-"""Subtracted from a priced cut: its sums are of floats."""
+"""Subtracted from a bound by maximum flow, because its sums are floats."""
 
 TINY = 1e-5
-"""Share of the budget up to which a tensor is taken to be resident always, in problems of more than `LARGE`
-ops."""
+"""In problems of more than `LARGE` ops, tensors up to this share of the budget are assumed to be always resident."""
 LARGE = 200
 PLACES = 24
-"""Places along the network at which cuts are tried."""
+"""The number of places along the network at which cuts are tried."""
 
 VAST = 3000
-"""Ops beyond which no integer programs are solved: one of this size may prove nothing for a minute."""
+"""With more ops no integer programs are solved: one of this size may prove nothing for a minute."""
 VAST_PLACES = 8
 
 CLOSED = 1e-6
-"""A gap of this much overhead counts as closed: ten thousandths of a percent of the base cost."""
+"""A gap of at most this much overhead counts as closed: one ten-thousandth of a percent of the base cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """``overhead``: no schedule within the budget has less; infinite if it is proven that there is none."""
+    """``overhead``: no schedule within the budget has less; infinite if it is proven that no schedule fits."""
 
     overhead: float
 
@@ -60,12 +60,13 @@ class Bound:
 
 
 class CutBounds:
-    """Floors that sets of cuts prove at one budget, and the best of them so far.
+    """Lower bounds that sets of cuts prove at one budget, and the best of them so far.
 
-    A floor for a budget holds for smaller budgets, and is kept for them. `stop` may be called from another thread.
+    A lower bound for a budget also holds for smaller budgets; it is cached for them. `stop` may be called from
+    another thread.
 
-    ``rounded``: the run sequence of the last integer program's solution, empty if there is none; ``nearest``: of the
-    one that proved most so far. Both may be over the budget.
+    ``rounded``: the sequence of runs of the last integer program's solution, empty if there is none. ``nearest``:
+    that of the program that proved most so far. Both may exceed the budget.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -76,7 +77,7 @@ class CutBounds:
         self.vast = len(graph.ops) > VAST
         self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
         self.turn = self.places[0] if self.places else -1
-        # Where branches stand side by side the chain may pass by what matters (docs/lower-bound.md).
+        # With parallel branches the chain may miss the important ops (docs/lower-bound.md).
         aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
         self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
         self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
@@ -91,7 +92,8 @@ class CutBounds:
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
-        """Take in the bound of the cut at a needed op, quickly, and return it; with inverses there is none."""
+        """Bound the overhead quickly with a single cut at a needed op, and return that bound. -1 if there are
+        inverses."""
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
         found = flow_bound(self.graph, self.order, cut, self.budget)
@@ -99,39 +101,39 @@ class CutBounds:
         return found
 
     def _raise(self, overhead: float) -> None:
-        """Take a proven floor in; infinite if no schedule fits."""
+        """Record a proven lower bound; infinite if no schedule fits."""
         floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
         self.best = Bound(max(self.best.overhead, floor))
         self._proven[self.budget] = self.best.overhead
 
     def reached(self, overhead: float) -> bool:
-        """Whether an overhead is as low as the bound, within what counts as closed."""
+        """Whether an overhead equals the bound, within `CLOSED`."""
         return overhead <= self.best.overhead + CLOSED
 
     def closed(self, plan: Plan | None) -> bool:
-        """Whether the plan is proven optimal; with none, whether it is proven that there is none."""
+        """Whether the plan is proven optimal. Without a plan: whether it is proven that there is none."""
         return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
-        """End the search at once; what the program being solved would have proven is lost."""
+        """End the search at once. What the current program would have proven is lost."""
         self._stopped = True
         self._solver.stop()
 
     @property
     def stopped(self) -> bool:
-        """Whether it has been told to."""
+        """Whether `stop` was called."""
         return self._stopped
 
     def _floor(self) -> float:
-        """Every needed op runs once."""
+        """The overhead of running each needed op once."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
-        """Solve the program of these cuts, or its relaxation, and take its bound in.
+        """Solve the program of these cuts, or its relaxation, and record its bound.
 
-        Returns the overhead that it proves and whether there is no more to learn from it. Loops (`bounds_loops`) that
-        its solution has are ruled out from the next program on.
+        Returns the overhead that it proves, and whether more time would prove nothing more. Loops (`loop_rows`) of
+        the solution are excluded from later programs.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
@@ -158,7 +160,7 @@ class CutBounds:
         return proven, answer.done and not loops
 
     def _rounded_up(self, overhead: float) -> float:
-        """The least overhead not below this one that sums of the ops' costs can have."""
+        """Return the least overhead, not below this one, that a sum of the ops' costs can have."""
         if not self.quantum:
             return overhead
         steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
@@ -167,16 +169,16 @@ class CutBounds:
 
 @dataclass(frozen=True, slots=True)
 class PeakBound:
-    """No schedule has a peak below ``bytes``. ``op`` bounds it: its working set does; None: inputs and
-    outputs do."""
+    """No schedule has a peak below ``bytes``. ``op``: the op whose working set is the reason; None: inputs and
+    outputs are."""
 
     bytes: int
     op: str | None
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """The largest working set among the ops that every schedule must run, inputs included; or what the end
-    holds."""
+    """Return the largest working set among the ops that every schedule must run, inputs included, or the size of
+    inputs and outputs if that is larger."""
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed
@@ -189,7 +191,7 @@ def min_peak_bound(graph: TrainingGraph) -> PeakBound:
 
 
 def _quantum(graph: TrainingGraph) -> float:
-    """A number that every cost is a whole multiple of, or 0 where none is coarse enough to be of use."""
+    """A number of which every cost is a whole multiple, or 0 if there is none that is coarse enough to help."""
     thousandths = [round(op.cost * 1000) for op in (*graph.ops, *graph.inverses)]
     exact = all(
         abs(op.cost * 1000 - n) <= 1e-9 * max(1, n)

@@ -1,13 +1,14 @@
-"""Where to cut: the growth of a set of cuts, for the bound to rise as much as it can within a time.
+"""Choose where to cut: grow a set of cuts so that the lower bound rises as fast as possible.
 
-From the best single cut on, the next one is looked for where the solution of the integer program, written out as a run
-sequence, is over the budget; a cut anywhere else would change nothing. Of the places that stand out there the one that
-lifts the linear relaxation most is tried, or the likeliest where none does so clearly, and then where the sequence is
-furthest over. A cut stays if it lifts the integer program. If none of a few does, one of them stays all the same: often
-only two cuts together lift it. docs/lower-bound.md has figures.
+Start from the best single cut. The solution of the integer program, written as a sequence of runs, shows where to
+cut next: only a cut where this sequence exceeds the budget can change anything. Among those places, the one that
+raises the linear relaxation most is tried; if none is clearly best, the one that the network's shape suggests, and
+after failures the one where the sequence exceeds the budget most. A cut stays if it raises the integer program. If
+several in turn do not, one of them stays anyway, because often only two cuts together do. docs/lower-bound.md has
+figures.
 
-A cut inside one of several branches rules out those inside the others, so that the growth may end in the wrong one:
-it begins again then, with cuts along the chain only.
+A cut inside one of several parallel branches excludes cuts inside the others. Therefore, if time remains, a second
+growth follows from the same first cut, with cuts along the chain only.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from rematplan.planner.bounds.rounding import first_held
 Cuts = tuple[int, ...]
 
 ALONE = 4
-"""The likeliest places, of which the growth begins with the best where they cannot be priced."""
+"""How many of the likeliest places are compared as first cut where maximum flows do not apply."""
 
 FEW = 4
-"""Places whose relaxations are compared for the next cut, beside the likeliest one."""
+"""How many places' relaxations are compared for the next cut, in addition to the likeliest one."""
 
 FIRST = 1.0
-"""Seconds that any integer program may take; later ones may take as long as has been spent before."""
+"""Seconds that any integer program may take. Later ones may take as long as was spent before."""
 
 GAIN = 1e-5
-"""What a cut must add, in overhead, to be chosen by it."""
+"""The least overhead by which a cut must raise a bound to be chosen for it."""
 
 SIBLINGS = 3
-"""Cuts that are tried beside the same others before one that lifts nothing stays."""
+"""How many cuts are tried with the same others before one that raises nothing stays."""
 
 CLEARLY = 0.005
-"""By which share another place's relaxation must prove more than the likeliest one's to go first: small differences
-of relaxations say nothing of the integers."""
+"""Another place is preferred to the likeliest one only if its relaxation proves more by this share; small
+differences between relaxations say nothing about the integer programs."""
 
 
 class Growth:
-    """The growth of a set of cuts for a search, within a time in seconds.
+    """The growth of a set of cuts within a time limit in seconds.
 
-    ``enough``: asked between programs with the bound so far; True ends it.
+    ``enough``: called between programs with the bound so far; returning True ends the growth.
     """
 
     def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
@@ -56,7 +57,7 @@ class Growth:
         self._held: Mapping[int, int] = {op: held for op, held in search.chain if op in search.places}
 
     def run(self) -> None:
-        """Until the time is up or there is nothing left to try."""
+        """Grow until the time is up or there is nothing left to try."""
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
         if self.over() or not search.graph.base_cost or (search.vast and not search.graph.inverses):
@@ -73,11 +74,12 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at some of these ops while any that is likely lifts the bound; returns what was cut short.
+        """Add cuts at ops of ``among`` while likely ones raise the bound. Returns the sets whose programs were cut
+        short.
 
-        A program that was cut short is solved in more time before a cut is added whose relaxation does not prove more:
-        the larger program would take longer still. Where none of a few cuts lifts the bound by itself, the first of
-        them stays.
+        A program that was cut short gets more time before a cut is added whose relaxation proves no more, because
+        the larger program would take even longer. If none of a few cuts raises the bound alone, the first of them
+        stays.
         """
         if self.over():
             return []
@@ -97,7 +99,7 @@ class Growth:
             if not likely:
                 if cuts in again or tried == set(cuts):
                     break
-                again.add(cuts)  # what lifted nothing beside fewer cuts may lift it beside these
+                again.add(cuts)  # a cut that raised nothing with fewer cuts may do so with these
                 tried = set(cuts)
                 continue
             cut = self.most_lifting(cuts, likely)
@@ -118,14 +120,18 @@ class Growth:
         return unsolved
 
     def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """What the last program's solution holds at those of these ops that can be cut at beside these cuts."""
+        """Return the bytes that the last solution holds at those ops of ``among`` at which a further cut is
+        possible."""
         return {
             op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
         }
 
     def likely(self, held: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Of those over the budget the few that stand out most, and the one that the network's shape makes likeliest;
-        that one first, unless ``failed`` others have lifted nothing."""
+        """Return the places over the budget to try next: the most prominent ones and the one that the network's
+        shape suggests.
+
+        The latter is first, unless ``failed`` others have raised nothing.
+        """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
         prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
         left = [op for op in held if op not in tried and held[op] > self.search.budget]
@@ -135,7 +141,7 @@ class Growth:
         return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -held[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """The one that lifts the relaxation most, if it does so clearly; else the first."""
+        """Return the place that raises the relaxation most, if it does so clearly; else the first."""
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
         best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
@@ -143,17 +149,18 @@ class Growth:
         return best if lifted and lifted[best] > least else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
-        """The cuts and one more, in the base order."""
+        """Return the cuts and one more, in the base order."""
         return tuple(sorted((*cuts, cut)))
 
     def relaxed(self, cuts: Cuts) -> float:
-        """What the linear relaxation proves."""
+        """Return what the linear relaxation proves."""
         if cuts not in self._relaxed:
             self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program, within a share of the time; what it proves, and whether more time is of no use."""
+        """Solve the integer program within a share of the time. Returns what it proves, and whether more time would
+        not help."""
         if self.search.vast:
             return -math.inf, True
         if cuts in self._solved:
@@ -162,7 +169,7 @@ class Growth:
         until = self.spent + min(self.left, max(FIRST, self.spent))
         proven, solved, known = -math.inf, False, -1
         while known < len(self.search.loops) and self.spent < until and not self.over():
-            known = len(self.search.loops)  # those that this solution has are ruled out in the next
+            known = len(self.search.loops)  # the loops of this solution are excluded in the next program
             floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
             proven = max(proven, floor)
         if self.search.rounded:
@@ -174,15 +181,15 @@ class Growth:
 
     @property
     def spent(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return max(0.0, self.time_limit - self.spent)
 
     def over(self) -> bool:
-        """Whether to go on is of no use."""
+        """Whether to stop."""
         best = self.search.best
         return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)

@@ -1,4 +1,4 @@
-"""Where the lower bound looks: which ops must precede which, and a chain of ops to cut at.
+"""Candidate places for cuts: a chain of ops to cut at, and the ops that stand out in it.
 
 An op u *must precede* v if every valid schedule that runs v has run u before. Sets of ops are bit masks.
 """
@@ -15,15 +15,16 @@ from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import resident_bytes
 
 LEVELS = 50
-"""Heights are told apart by this share of the highest, so that small tensors beside large ones make no peaks."""
+"""Heights are compared in steps of this fraction of the highest, so that small tensors next to large ones make no
+peaks."""
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """A chain of ops, each of which must precede the next, with the bytes that the base order holds while
+    """Return a chain of ops, each of which must precede the next, with the bytes that the base order holds while
     each runs.
 
-    It is the path through tensors with a single recipe whose bytes sum highest: it follows the backbone of
-    the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
+    It is the path, through tensors with a single writer, whose bytes have the largest sum: it follows the backbone
+    of the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
     """
     held = _base_heights(graph)
     inputs = set(graph.inputs)
@@ -43,12 +44,12 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
 
 
 def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """The ops that every schedule must run, in the base order, as `heaviest_chain` gives those of a chain."""
+    """Return all ops that every schedule must run, in the base order, with bytes as in `heaviest_chain`."""
     return [(i, held) for i, held in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 
 
 def _base_heights(graph: TrainingGraph) -> list[int]:
-    """Bytes that the base order holds while each op runs."""
+    """The bytes that the base order holds while each op runs."""
 
     def heights() -> list[int]:
         schedule = with_frees(graph, [op.name for op in graph.ops])
@@ -59,7 +60,7 @@ def _base_heights(graph: TrainingGraph) -> list[int]:
 
 
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
-    """The needed recipes, in their order, that must precede, or be preceded by, each of these."""
+    """Return the needed recipes, in order, that must precede or be preceded by each of ``cuts``."""
     return [
         v
         for v, before in enumerate(order.before)
@@ -68,13 +69,13 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
 
 
 def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
-    """Ops of a line (a chain, say, and what is held there) to cut at, the likeliest to matter first: the one that holds
-    most in the base order, and of those in the backward half (of all, where there is none) where what is held, or the
-    op's own working set, stands out from its neighbours.
+    """Return ops of a line to cut at, the most promising first.
 
-    Standing out is a peak's *prominence*, as of mountains: its height above the highest saddle towards a higher one.
-    Most of all are the places where the network's tensors change their size. Of equals the later one comes first; of
-    two ops next to each other one is left out.
+    ``line``: ops with the bytes held there, such as a chain. The first candidate is the op that holds most in the
+    base order. Then follow ops of the backward half (of all, if there is none) where the bytes held, or the op's
+    own working set, stand out. Standing out is measured by *prominence*, as for mountains: the height above the
+    highest saddle towards a higher peak. Most of them are where the network's tensors change size. Among equals the
+    later comes first; of two adjacent ops one is left out.
     """
     if not line:
         return []
@@ -97,8 +98,9 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
 
 
 def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
-    """How far each entry stands out from the saddle towards a higher one; among equal neighbours the one that is higher
-    in ``second``, then the first.
+    """Return how far each entry stands out above the saddle towards a higher one.
+
+    Among equal neighbours, the one that is higher in ``second`` wins, then the first.
     """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]
@@ -108,7 +110,7 @@ def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> list[int]:
-    """For each entry the lowest height on the way left to the nearest higher one, 0 if there is none."""
+    """For each entry, the lowest height between it and the nearest higher entry to its left; 0 if there is none."""
     saddles: list[int] = []
     open_: list[tuple[int, int]] = []  # higher entries so far, and the lowest height since the one before
     for k, h in enumerate(height):

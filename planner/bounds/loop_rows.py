@@ -1,10 +1,12 @@
-"""Loops of the multi-cut program: tensors that it would make of each other, with none of them there to begin with.
+"""Exclude loops from the multi-cut program: tensors that it would compute from each other, with none there to start
+from.
 
-An inverse makes an op's input from its output, and the op the output from its input: in one interval both rows (read)
-of the program would hold although neither tensor is resident nor made from anything else. For any set L of tensors, one
-of them is resident at the interval's start, or the first that is made there is made by a recipe that reads none of L.
+An inverse computes an op's input from its output, and the op computes the output from the input. Within one
+interval both (read) rows would hold although neither tensor is resident or computed from anything else. For any set
+L of tensors, one of them must be resident at the interval's start, or the first to be written there must be written
+by a recipe that reads none of L.
 
-Source: loop formulas of logic programs (Lin, Zhao 2004), found where a solution violates them.
+Source: loop formulas of logic programs (Lin, Zhao 2004), added where a solution violates them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rematplan.planner.ilp.rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
-    """Tensors of which each is made from the other: the loops there are wherever there are inverses."""
+    """Return the pairs of tensors that are computed from each other; every problem with inverses has them."""
     found = {
         (min(t, source), max(t, source))
         for inverse in graph.inverses
@@ -33,12 +35,12 @@ def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
 
 
 def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
-    """Loops whose tensors a solution makes of each other alone, in any interval; the smallest there are."""
+    """Return the smallest sets of tensors that a solution computes only from each other, in any interval."""
     return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
 
 
 def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
-    """Those of one interval."""
+    """The same for one interval."""
     recipes = program.order.recipes
     there = {t for t in program.tracked if is_set(values, program.h[t, i])}
     tracked = set(program.tracked)

@@ -1,9 +1,10 @@
-"""A start for the annealer from the loss cut: what to hold at the turn and what to run again, all at once.
+"""A start for the annealer from a cut at the loss: what to hold there and what to run again.
 
-The minimum cut of `bounds_flow` at a price for a held byte says which forward ops run again. The backward half in the
-base order, each op with what it needs run again just before it, is a schedule; the price rises until it fits the
-budget. On chains of blocks (a transformer, say) it is within hundredths of a percent of the bound; where one demand
-brings everything back early it needs a high price, and block plans or annealing do better.
+The minimum cut of `max_flow`, at a price for a held byte, says which forward ops run again. Running the backward
+half in the base order, with everything an op needs run again just before it, gives a schedule. The price is raised
+until the schedule fits the budget. On chains of blocks, such as a transformer, it is within hundredths of a percent
+of the bound. If a single op needs everything recomputed early, the price must be high, and block plans or annealing
+are better.
 
 Complexity: a few dozen maximum flows and lowerings.
 """
@@ -26,16 +27,18 @@ from rematplan.planner.bounds.max_flow import CutNetwork
 
 SLOPE = 0.05
 PRICES = 28  # most prices tried
-FIRST_PRICE = 0.05  # of the base cost for all the room that the budget leaves
-CLOSE = 1.00002  # prices this near to each other are not told apart
+FIRST_PRICE = 0.05  # in base costs per room (budget minus inputs)
+CLOSE = 1.00002  # prices within this factor count as equal
 
 
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
 ) -> list[str] | None:
-    """The cheapest run sequence of this kind found within the budget and before a time of the monotonic clock, or None.
+    """Return the cheapest such sequence of runs found within ``budget`` bytes before ``until`` (monotonic clock),
+    or None.
 
-    For problems with a backward half and without inverses. ``cut``: a needed op, at the turn or soon after.
+    For problems with a backward half and without inverses. ``cut``: a needed op at the loss boundary or soon after
+    it.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
@@ -61,11 +64,12 @@ def cut_start(
 
 
 def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
-    """The schedule that drops at the turn what the ops ``again`` have written, but for what the cut's op reads."""
+    """Return the schedule that drops, at the loss boundary, what the ops ``again`` wrote, except the reads of the
+    cut's op."""
     traffic = traffic_of(graph)
     kept = np.ones(len(graph.tensors), dtype=np.bool_)
     for o in again:
         kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
     kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
-    one_block = np.where(traffic.forward, 0, -1)  # of two, so that it is not the last
+    one_block = np.where(traffic.forward, 0, -1)  # out of two blocks, so that it is not the last
     return lowered(traffic, one_block, 2, kept | kept_always(graph))

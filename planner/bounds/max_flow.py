@@ -1,12 +1,12 @@
-"""A quick floor of the overhead: one cut, its memory row priced; docs/lower-bound.md has the proof.
+"""A quick lower bound of the overhead: one cut, with a price for memory. The proof is in docs/lower-bound.md.
 
-Take the program of `bounds_model` with one cut b, and a price λ ≥ 0 for a byte held just before b's first run:
+Take the program of `multi_cut_program` with one cut b, and a price λ ≥ 0 for a byte held just before b's first run:
 
     L(λ) = Σ c_v − λ·room + min over y of Σ c_v y_v + λ Σ m_t h_t,   h_t = 1 if a reader of t has y = 1, its maker not
 
-y_v: v runs after the cut too (1 for what cannot run before it; free of cost for what need not have). For each λ the
-minimum is a minimum cut, found by a maximum flow in milliseconds for ten thousand ops; L is concave and piecewise
-linear, and its greatest value is that of the program's linear relaxation.
+y_v: v runs after the cut too. It is 1 for ops that cannot run before the cut, and free for ops that need not have
+run before it. For each λ the minimum is a minimum cut, found by a maximum flow in milliseconds for ten thousand
+ops. L is concave and piecewise linear, and its maximum equals the program's linear relaxation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence, working_sets
 
 SCALE = 2.0**40
-"""The base cost in units of a capacity; capacities are whole numbers, rounded down."""
+"""The base cost in units of capacity. Capacities are integers, rounded down."""
 NEVER = 2.0
-"""Cost, in base costs, of running again what may run only once: no schedule does."""
+"""The cost, in base costs, of running again an op that may run only once; no schedule has it."""
 LARGEST = 2.0**62
-"""All capacities together, so that they can be summed in 64 bits."""
+"""The largest sum of capacities, so that sums fit into 64 bits."""
 STEPS = 40
-"""Most prices tried at a cut; a dozen do."""
+"""The largest number of prices tried at a cut; about a dozen suffice."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,20 +36,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Minimum:
-    """At one price: a proven floor of the cost, and the cost and bytes held of the minimiser."""
+    """The minimum at one price: a proven lower bound of the cost, and the cost and held bytes of the minimiser."""
 
     floor: float
     cost: float
     held: float
     again: tuple[int, ...]
-    """The ops that have run by the cut and run after it too."""
+    """The ops that run before the cut and again after it."""
 
 
 def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
-    """The floor of the overhead that the cut at a needed op proves; infinite if nothing fits there.
+    """Return the lower bound of the overhead that a cut at a needed op proves; infinite if nothing fits there.
 
-    For problems without inverses: with them the minimum is no cut of a network. -1, which says nothing, where numbers
-    are too large for the arithmetic.
+    Only for problems without inverses, because with them the minimum is not a minimum cut. Returns -1, which proves
+    nothing, if the numbers are too large for the arithmetic.
     """
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
@@ -76,11 +76,11 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
 
 class CutNetwork:
-    """Node 0 is the source (y = 1), node 1 the sink (y = 0); each op that may run on both sides has a node, and
-    each tensor that may be held.
+    """The flow network: node 0 is the source (y = 1), node 1 the sink (y = 0). Each op that may run on both sides
+    of the cut has a node, and each tensor that may be held.
 
     ``slope``: costs rise by this share from the first op to the last. Equal blocks then differ, and the minimum
-    moves through them one by one as the price rises; for a bound it must be 0.
+    moves through them one by one as the price rises. For a bound it must be 0.
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class CutNetwork:
         self._lay(graph, side, set(graph.ops[cut].reads), priced)
 
     def _lay(self, graph: TrainingGraph, side: dict[int, int], held: set[str], priced: list[float]) -> None:
-        """The arcs: op to sink (its cost), reader to tensor, tensor to maker (its bytes)."""
+        """Create the arcs: op to sink (its cost), reader to tensor, tensor to maker (its bytes)."""
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
         tails, heads, sizes = [], [], []
@@ -129,17 +129,18 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """The minimum cut at a price; None if its capacities are too large to be summed."""
+        """Return the minimum cut at a price; None if its capacities are too large to be summed."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """The cut that holds least, whatever it costs; its floor means nothing. None as for `minimum`."""
+        """Return the cut that holds the fewest bytes at any cost; its ``floor`` is meaningless. None as for
+        `minimum`."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 
     def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
-        """The minimum cut; ``uncut``, more than it can hold in all, stands for no limit."""
+        """Return the minimum cut. ``uncut``: a capacity larger than all others together, which stands for infinity."""
         if uncut * max(1, len(capacity)) > LARGEST:
             return None
         whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)

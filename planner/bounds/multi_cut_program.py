@@ -1,7 +1,8 @@
-"""The multi-cut integer program whose optimum no schedule can undercut; docs/lower-bound.md has the proof.
+"""The multi-cut integer program: its optimum is a lower bound for every schedule. The proof is in
+docs/lower-bound.md.
 
-Cuts b₁ … b_K are ops each of which must precede the next; τᵢ is the first run of bᵢ. Interval i is from τᵢ on
-(from the start, for i = 0) until just before τᵢ₊₁ (until the end, for i = K).
+Cuts b₁ … b_K are ops, each of which must precede the next; τᵢ is the first run of bᵢ. Interval i reaches from τᵢ
+(from the start, for i = 0) to just before τᵢ₊₁ (to the end, for i = K).
 
     x[v,i] = recipe v runs in interval i
     h[t,i] = tensor t is resident just before τᵢ (at the end, for i = K + 1)
@@ -33,8 +34,11 @@ COST_UNIT = 1e-6
 
 
 class CutProgram:
-    """The program for one set of cuts. Tensors of up to ``tiny`` bytes count as resident always: that only
-    lowers it. ``loops``: sets of tensors that must not be made of each other alone (`bounds_loops`)."""
+    """The program for one set of cuts.
+
+    Tensors of at most ``tiny`` bytes count as always resident, which can only lower the optimum. ``loops``: sets of
+    tensors that must not be computed only from each other (`loop_rows`).
+    """
 
     def __init__(
         self,
@@ -68,8 +72,7 @@ class CutProgram:
         return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
 
     def _deadline(self, v: int) -> int:
-        """The interval by whose start v must have run; K + 1 if only by the end, K + 2 if it need not run at
-        all."""
+        """The interval before which v must have run; K + 1 if only by the end, K + 2 if it need not run at all."""
         for j, b in enumerate(self.cuts):
             if b != v and self.order.before[b] >> v & 1:
                 return j + 1
@@ -124,7 +127,8 @@ class CutProgram:
             self._memory(i)
 
     def _support(self, loop: Loop, i: int, runs: Mapping[tuple[int, int], int]) -> None:
-        """What reads one of the loop's tensors and writes one runs only if one of them comes from elsewhere."""
+        """In interval i, recipes that read and write tensors of the loop may run only if one of these is resident
+        or written from outside of the loop."""
         makers = {u for t in loop for u in self.order.makers[t]}
         inner = {u for u in makers if not set(loop).isdisjoint(self.order.recipes[u].reads)}
         sources = [(self.h[t, i], 1.0) for t in loop] + [(runs[u, i], 1.0) for u in sorted(makers - inner)]
@@ -132,10 +136,10 @@ class CutProgram:
             self._row([*sources, (runs[v, i], -1.0)], 0.0)
 
     def _write_suffix_rows(self) -> None:
-        """y[v,i] = v runs in interval i or later.
+        """Write rows for y[v,i] = «v runs in interval i or later».
 
-        Implied for integers; in the relaxation these rows say that what several intervals share is paid for
-        once. Without them more cuts make it much weaker.
+        Integers imply them. In the relaxation they ensure that what several intervals share is paid only once;
+        without them, more cuts make the relaxation much weaker.
         """
         y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
         for i in range(self.last - 1, 0, -1):
@@ -167,7 +171,9 @@ class CutProgram:
     def _memory(self, i: int) -> None:
         room, size = self.room, self.graph.size
         written: set[str] = set()
-        if i <= self.last:  # what the cut writes is held while it runs, resident before or not
+        if (
+            i <= self.last
+        ):  # the cut's writes are held while it runs, whether they were resident before or not
             cut = self.order.recipes[self.cuts[i - 1]]
             written.update(cut.writes)
             room -= cut.workspace + sum(size[t] for t in written)
@@ -181,7 +187,7 @@ class CutProgram:
         self._row([(j, m / scale) for j, m in held], -room / scale)
 
     def _row(self, terms: list[Term], floor: float) -> None:
-        """A row Σ ≥ floor, known variables folded in, left out if it always holds."""
+        """Add a row Σ ≥ ``floor``, with known variables substituted; skip it if it always holds."""
         open_terms = [(j, a) for j, a in terms if j >= 0]
         floor -= sum(a for j, a in terms if j == ONE)
         if sum(min(a, 0.0) for _, a in open_terms) >= floor:

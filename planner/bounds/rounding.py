@@ -1,8 +1,8 @@
-"""From a solution of the multi-cut program to a run sequence: what the program asks for, in an order of our own.
+"""Convert a solution of the multi-cut program to a sequence of runs.
 
-The program limits memory at its cuts only, so the sequence may be over the budget between them. Where it is, further
-cuts are worth trying, and nowhere else: with a cut at which the sequence is within the budget it is a solution still.
-As a start it is near the optimum, and annealing has only the overfull places to mend.
+The program limits memory only at its cuts, so the sequence may exceed the budget between them. Further cuts help
+only there: with a cut at a place where the sequence fits, it would still be a solution. As a start for the annealer
+it is near the optimum, and only the places over the budget have to be repaired.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rematplan.planner.ilp.rows import is_set
 
 
 def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
-    """The run sequence, always valid, of a solution's values.
+    """Return the sequence of runs of a solution; it is always valid.
 
-    In each interval the cut runs first; then, in the base order, what has not run before. What runs again does so
-    just before it is read, what nothing reads at the end of the interval.
+    In each interval the cut's op runs first, then, in the base order, what has not run before. Repeated runs are
+    placed just before they are read; what nothing reads is placed at the end of the interval.
     """
     forward = indexed(program.graph).forward
     writer = _Writer(program)
@@ -36,8 +36,11 @@ def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
 
 
 class _Writer:
-    """Runs so far. ``early``: those that the program asks for later or not at all, although what they write is read
-    before: it takes tensors of no weight to be resident always, and may make one from itself, by an inverse."""
+    """The runs so far.
+
+    ``early``: recipes that had to run although the program asks for them later or not at all. The program assumes
+    that negligible tensors are always resident, and it may compute a tensor from itself by an inverse.
+    """
 
     def __init__(self, program: CutProgram) -> None:
         self.recipes, self.makers = program.order.recipes, program.order.makers
@@ -47,7 +50,7 @@ class _Writer:
         self.runs: list[int] = []
 
     def write(self, left: set[int], order: Iterable[int]) -> None:
-        """Run each recipe of ``left`` once: in ``order``, preceded by those of them that it reads from."""
+        """Run each recipe of ``left`` once, in ``order``, each preceded by those of ``left`` that it reads from."""
         for v in order:
             stack = [v] if v in left else []
             while stack:
@@ -59,19 +62,19 @@ class _Writer:
                     stack.append(source)
 
     def ran_early(self, v: int) -> bool:
-        """Whether a run that is asked for has been made already; of the next it is not so."""
+        """Whether a requested run has been made already; the next request for the same recipe is not affected."""
         was = v in self.early
         self.early.discard(v)
         return was
 
     def _source(self, v: int, left: set[int]) -> int | None:
-        """What must run before v can."""
+        """Return a recipe that must run before v, or None."""
         for t in self.recipes[v].reads:
             asked = next((u for u in self.makers.get(t, ()) if u in left), None)
             if asked is not None:
                 return asked
             if t not in self.written:
-                self.early.add(self.makers[t][0])  # the op, not an inverse: it needs nothing that comes later
+                self.early.add(self.makers[t][0])  # the op, not an inverse, because it needs nothing later
                 return self.makers[t][0]
         return None
 
@@ -82,7 +85,7 @@ class _Writer:
 
 
 def first_held(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
-    """Bytes that a run sequence holds while each op runs for the first time, its workspace included."""
+    """Return the bytes that a sequence of runs holds during each op's first run, workspace included."""
     schedule = with_frees(graph, runs)
     held: dict[str, int] = {}
     for step, bytes_ in zip(schedule, resident_bytes(graph, schedule), strict=True):

@@ -1,4 +1,4 @@
-"""The search for the best proven floor of the overhead at one budget. docs/lower-bound.md has the proofs."""
+"""Search for the best proven lower bound of the overhead at one budget. The proofs are in docs/lower-bound.md."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rematplan.planner.ilp.solver import Solver
 
 
 class BoundSearch(CutBounds):
-    """The search for a bound at one budget; it can be asked, and told to stop, from another thread.
+    """The search for a lower bound at one budget. Another thread may read its result and stop it.
 
-    First each of a few places is cut on its own, and maximum flows bound it; from the best of them a set of cuts grows
-    (`cut_growth`).
+    First each of a few places is cut alone and bounded by maximum flows. A set of cuts then grows from the best of
+    them (`cut_growth`).
     """
 
     _growth: Growth | None = None
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
-        """Work for up to ``time_limit`` seconds; returns, and keeps, the best bound.
+        """Search for up to ``time_limit`` seconds. Returns the best bound, and keeps it in ``best``.
 
-        ``enough``: asked between programs with the bound so far; True ends the search.
+        ``enough``: called between programs with the bound so far; returning True ends the search.
         """
         with Solver() as self._solver:
             self._growth = Growth(self, time_limit, enough)
@@ -30,11 +30,11 @@ class BoundSearch(CutBounds):
         return self.best
 
     def extend(self, seconds: float) -> None:
-        """Have a search that has not ended yet work for so many seconds from now."""
+        """Let a search that has not ended work for this many more seconds."""
         if self._growth is not None:
             self._growth.time_limit = self._growth.spent + seconds
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
-    """A proven floor of the overhead of any schedule of the problem whose peak is within ``budget`` bytes."""
+    """Return a proven lower bound of the overhead of any schedule whose peak is within ``budget`` bytes."""
     return BoundSearch(graph, budget).run(time_limit)

@@ -1,11 +1,10 @@
-"""Exhaustive search over all schedules of a tiny problem: the optimum, or nothing where the problem is not
-tiny.
+"""Search all schedules of a tiny problem, and return the optimum; or nothing if the problem is not tiny.
 
-A* over sets of resident tensors; a step frees what stands in a recipe's way and runs it, at its cost. Any order, any
-number of runs, inverses too. What is resident does no harm until a run needs the room, so that no step frees more than
-it must: of the sets of tensors that make room enough those are tried of which none can be spared. What nothing reads
-and nobody wants is not kept. The floor of what is still to be paid is the cost of the ops that have to run for what is
-missing. Up to 2^tensors states all the same, so their number is capped.
+The search is A* over sets of resident tensors. A step frees what is in the way of an op and runs the op, at its
+cost. Any order, any number of runs, and inverses are covered. A resident tensor does no harm until a run needs its
+room, so no step frees more than it must: only those sets are freed from which no tensor can be left out. Tensors
+that nothing reads and that are not outputs are not kept. The heuristic is the cost of the ops that must run for
+what is missing. There are up to 2^tensors states, so their number is capped.
 """
 
 from __future__ import annotations
@@ -19,21 +18,23 @@ from rematplan.ir import Op, TrainingGraph
 
 MOST_STATES = 4000
 MOST_TENSORS = 64
-"""Beyond which there are more states than may be met, and each takes long to look at."""
+"""With more tensors there are more states than may be visited, and each takes long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """``cost``: the least cost of any schedule within the budget, inf if there is none. ``runs``: such a
-    schedule's."""
+    """``cost``: the least cost of any schedule within the budget, infinite if there is none. ``runs``: the runs of
+    such a schedule."""
 
     cost: float
     runs: tuple[str, ...]
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """The optimum within ``budget`` bytes (``ordered`` is not looked at), or None if there are too many tensors or
-    states, or some op may never run again (what has run is no part of a state)."""
+    """Return the optimum within ``budget`` bytes; ``ordered`` is ignored.
+
+    None if there are too many tensors or states, or an op may run only once (a state does not record what has run).
+    """
     bits = len(graph.tensors) - len(graph.inputs) + sum(not op.writes for op in graph.ops)
     if graph.never_rerun or bits > MOST_TENSORS:
         return None
@@ -67,11 +68,12 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
 
 
 class _Masks:
-    """A problem in bit masks of its tensors. An op that writes nothing is there for what it does, and must run: it
-    leaves a mark, of no bytes, that is wanted.
+    """A problem as bit masks of its tensors.
 
-    ``recipes``: what may run, what it reads and what it writes. ``sizes``: bit and bytes of each tensor that has any,
-    the largest first. ``goal``: what is wanted at the end; ``useful``: that and what is read.
+    An op that writes nothing runs for its side effect and must run: it sets a marker bit of zero bytes that is part
+    of the goal. ``recipes``: what may run, with masks of its reads and writes. ``sizes``: bit and bytes of each
+    tensor that has any, largest first. ``goal``: what must be resident at the end. ``useful``: the goal and
+    everything that is read.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -99,12 +101,12 @@ class _Masks:
         ]
 
     def bytes(self, mask: int) -> int:
-        """Of a set of tensors."""
+        """The bytes of a set of tensors."""
         return sum(size for bit, size in self.sizes if mask & bit)
 
     def floor(self, mask: int) -> float:
-        """What must still be paid where this is resident: for each op that alone makes what is missing of the goal,
-        and of what such ops read."""
+        """A lower bound of the remaining cost in a state: each op that alone writes something missing must run,
+        recursively."""
         cost, missing = 0.0, self.goal & ~mask
         for price, reads, makes in self._only:
             if makes & missing:
@@ -114,8 +116,7 @@ class _Masks:
 
 
 def _freed(held: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
-    """The sets of some of these tensors, given as bit and bytes, the largest first, that have so many bytes together
-    and would not without any one of them."""
+    """Yield the minimal sets of tensors (bit and bytes, largest first) whose bytes sum to at least ``short``."""
     if short <= 0:
         yield 0
         return

@@ -1,9 +1,9 @@
-"""A process that solves programs with HiGHS, so that a solve can be ended at once: HiGHS cannot be interrupted, and
-overruns a time limit by seconds, but a process can be killed.
+"""A process that solves programs with HiGHS, so that a solve can be stopped at once.
 
-Run as a script (`solver.Solver` does), it reads requests from its standard input and writes responses to its standard
-output, each preceded by its length, until its input ends. HiGHS prints there too, now and then, though told to be
-silent: what it prints is sent elsewhere. Nothing but OR-tools is imported, so it starts in a fraction of a second.
+HiGHS cannot be interrupted and overruns a time limit by seconds, but a process can be killed. Run as a script (by
+`solver.Solver`), it reads requests from standard input and writes responses to standard output, each preceded by
+its length, until its input ends. HiGHS sometimes prints to standard output although told not to; that is
+redirected. Only OR-tools is imported, so the process starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LENGTH = struct.Struct("<Q")
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
-    """The next message, or None at the stream's end, whole messages apart."""
+    """Return the next message, or None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -34,7 +34,8 @@ def write_message(stream: IO[bytes], body: bytes) -> None:
 
 
 def respond(request: bytes) -> bytes:
-    """The response to a request, both OR-tools' messages of these names; an empty one after an error."""
+    """Return the serialised response to a serialised request, both OR-tools messages; an empty response after an
+    error."""
     from ortools.math_opt import callback_pb2, rpc_pb2
     from ortools.math_opt.core.python import solver
 
@@ -53,7 +54,7 @@ def respond(request: bytes) -> bytes:
             None,
         )
         response.result.CopyFrom(result)
-    except Exception as error:  # the bindings' own type, which they do not export
+    except Exception as error:  # of a type that the bindings do not export
         print(error, file=sys.stderr)
     return bytes(response.SerializeToString())
 

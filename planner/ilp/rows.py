@@ -1,4 +1,4 @@
-"""Rows of an integer program, before any solver sees them."""
+"""The rows of an integer program, independent of any solver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Term = tuple[int, float]
 
 @dataclass
 class Rows:
-    """A mixed-integer program being written down: binary variables, rows Σ aⱼ xⱼ ≥ b."""
+    """A mixed-integer program under construction: binary variables, rows Σ aⱼ xⱼ ≥ b, a cost to minimise."""
 
     cost: list[float] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
@@ -22,13 +22,13 @@ class Rows:
     impossible: bool = False
 
     def variable(self, cost: float, integer: bool = True) -> int:
-        """A new variable, binary or between 0 and 1."""
+        """Add a variable, binary or between 0 and 1, and return its number."""
         self.cost.append(cost)
         self.integers.append(integer)
         return len(self.cost) - 1
 
     def at_least(self, terms: Iterable[Term], floor: float) -> None:
-        """A new row."""
+        """Add the row Σ terms ≥ ``floor``."""
         for column, factor in terms:
             self.columns.append(column)
             self.factors.append(factor)
@@ -37,9 +37,9 @@ class Rows:
 
 
 ZERO, ONE = -1, -2
-"""In place of a variable's number: it is known to be 0, or 1."""
+"""Used in place of a variable's number if its value is known to be 0, or 1."""
 
 
 def is_set(values: Sequence[float], variable: int) -> bool:
-    """Whether a variable, or what stands in its place, is 1 in a solution."""
+    """Whether a variable, or a known value in its place, is 1 in a solution."""
     return variable == ONE or (variable != ZERO and values[variable] > 0.5)

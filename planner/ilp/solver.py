@@ -1,8 +1,8 @@
-"""Solve mixed-integer programs with HiGHS, within a time that holds.
+"""Solve mixed-integer programs with HiGHS, within a time limit that holds.
 
-Each `Solver` has a process of its own (`highs_process`), begun at its first solve. It is killed when a solve overruns
-its limit or `Solver.stop` is called, from whatever thread; that solve then proves nothing. Where no process can be
-begun, HiGHS runs in this one, and ends when it does.
+Each `Solver` has a process of its own (`highs_process`), started at the first solve. The process is killed if a
+solve overruns its limit, or if `Solver.stop` is called from any thread; that solve then proves nothing. If no
+process can be started, HiGHS runs in this process and takes the time it takes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from rematplan.planner.ilp.highs_process import read_message, respond, write_mes
 from rematplan.planner.ilp.rows import Rows
 
 OVERRUN = 0.5
-"""Seconds by which HiGHS may overrun its own limit before its process is killed."""
+"""Seconds by which HiGHS may exceed its own limit before its process is killed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``dual``: no solution costs less (infinite: there is none). ``values``: of the best solution found, by variable,
-    or None. ``done``: the solver has finished, so that ``values`` are optimal within the gap asked for, or there is no
-    solution."""
+    """The result of a solve.
+
+    ``dual``: no solution costs less; infinite if there is no solution. ``values``: the best solution found, by
+    variable, or None. ``done``: the solver finished, so ``values`` are optimal within the requested gap, or there
+    is no solution.
+    """
 
     dual: float = -math.inf
     values: tuple[float, ...] | None = None
@@ -37,7 +40,7 @@ class Answer:
 
 
 class Solver:
-    """Solves one program at a time. To be closed; a context manager."""
+    """Solves one program at a time. It must be closed; use it as a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +54,7 @@ class Solver:
         self.stop()
 
     def stop(self) -> None:
-        """End the solve under way, now; later ones end at once and prove nothing."""
+        """End the current solve now. Later solves return at once and prove nothing."""
         self._stopped = True
         self._kill()
 
@@ -64,9 +67,9 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise within ``seconds``; up to ``gap`` above the optimum counts as optimal.
+        """Minimise within ``seconds``. A solution within ``gap`` of the optimum counts as optimal.
 
-        ``integer`` off: the linear relaxation. ``hint``: values of some variables, to begin with.
+        ``integer``: if off, solve the linear relaxation. ``hint``: values of some variables to start from.
         """
         if self._stopped:
             return Answer()
@@ -75,7 +78,7 @@ class Solver:
         return Answer() if response is None else _answer(response, len(rows.cost))
 
     def _exchange(self, request: bytes, seconds: float) -> bytes | None:
-        """The response, or None if it did not come in time or was not waited for."""
+        """Return the response, or None if it was late or the solve was stopped."""
         process = self._begun()
         if process is None:
             return respond(request)
@@ -124,7 +127,7 @@ class Solver:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
-    """The process's response, or None if it has ended."""
+    """Return the process's response, or None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -152,7 +155,7 @@ def _request(
 
 
 def _model(rows: Rows, integer: bool) -> model_pb2.ModelProto:
-    """The program in OR-tools' form; with ``integer`` off, its linear relaxation."""
+    """Return the program as an OR-tools message; with ``integer`` off, its linear relaxation."""
     model = model_pb2.ModelProto()
     n = len(rows.cost)
     model.variables.ids.extend(range(n))

@@ -1,6 +1,6 @@
-"""The integer program of a whole schedule in stages: one stage for each op, in the order of a known schedule.
+"""The integer program of a whole schedule in stages: one stage per op, in the order of a known schedule.
 
-In stage k earlier ops run again, in the given order, and then op k runs for the first time.
+In stage k earlier ops may run again, in the given order, and then op k runs for the first time.
 
     R[v,k] = v runs again in stage k      A[t,k] = tensor t is resident on entering stage k
 
@@ -9,13 +9,13 @@ In stage k earlier ops run again, in the given order, and then op k runs for the
     (hold)    A[t,k+1] ≤ A[t,k] + R[p,k]
     (memory)  S_k + what op k reads and writes, and its workspace ≤ B,  S_k the other tensors that enter stage k+1
 
-R exists for the ops nearest upstream of op k (`DEPTH`), from the turn to the backward half on, and wherever the known
-schedule runs an op again, so that it is a solution itself and the first hint. A[t,·] is one variable
-wherever t can neither be used nor be made. Small tensors stay resident from their run to their last use. Memory while
-ops run again within a stage is left out: where the simulator finds it over the budget, a row is added and the program
-solved again. HiGHS, in slices, each with the last solution as a hint.
+R exists for the ops nearest upstream of op k (`DEPTH`), from the first backward op on, and wherever the known
+schedule runs an op again. So the known schedule is a solution and the first hint. A[t,·] is a single variable over
+stages in which t can be neither used nor written. Small tensors stay resident from their run to their last use.
+Memory during the repeated runs of a stage is not modelled: if the simulator finds it over the budget, a row is
+added and the program solved again. HiGHS solves in time slices, each with the last solution as a hint.
 
-Source of the stages: Checkmate (Jain et al., MLSys 2020); shared variables and rows on demand are ours.
+The stages are from Checkmate (Jain et al., MLSys 2020); shared variables and rows on demand are additions.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
 
 DEPTH = 24
-"""Ops upstream of a stage's op that may run again in its stage."""
+"""How many ops upstream of a stage's op may run again in its stage."""
 SMALL_TENSOR_SHARE = 5e-4
-"""Share of the room up to which a tensor is small."""
+"""A tensor is small up to this share of the room (budget minus inputs)."""
 
 Key = tuple[int, int]
 
 
 @dataclass
 class StageProgram:
-    """The program of one problem and budget around a known run sequence (without inverses, each op that runs at
-    all first run in a valid order). Rows may be added between solutions."""
+    """The program of one problem and budget around a known sequence of runs. Rows may be added between solutions.
+
+    The known sequence runs no inverses, and its first runs are in a valid order.
+    """
 
     graph: TrainingGraph
     budget: int
@@ -81,11 +83,11 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """The known sequence as values of R."""
+        """Return the known sequence as values of R."""
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
-        """The ops nearest upstream of op k that write something big, breadth first."""
+        """Return the ops nearest upstream of op k that write a large tensor, breadth first."""
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]
@@ -103,7 +105,7 @@ class StageProgram:
         return tuple(sorted(found))
 
     def _make_residency(self) -> None:
-        """A[t,k] by the stages at which t can be used or made: ``entering[t]`` is (stages, variables)."""
+        """Create A[t,k] for the stages at which t can be used or written. ``entering[t]`` maps stages to variables."""
         events: dict[str, set[int]] = {t: set() for t in self.producer}
         for k, members in enumerate(self.again):
             for t in self.reads[k]:
@@ -128,7 +130,7 @@ class StageProgram:
         return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
 
     def enters(self, tensor: str, k: int) -> int:
-        """The variable for the tensor being resident on entering stage k."""
+        """Return the variable for «the tensor is resident on entering stage k»."""
         for stage in self.stages[tensor]:
             if stage >= k:
                 return self.entering[tensor][stage]
@@ -151,7 +153,8 @@ class StageProgram:
                 self._row([*held, (self.entering[t][after], -1.0)], 0.0)
 
     def _write_memory(self) -> None:
-        """S_k by differences, in shares of the room."""
+        """Write the memory rows: per op, resident bytes ÷ (budget − inputs) as a change from the previous op, and
+        their bound."""
         previous, constant = -1, 0.0
         present: dict[str, int] = {}
         changes: dict[int, list[str]] = {}
@@ -177,10 +180,11 @@ class StageProgram:
             self._row([(total, -1.0), *rest], fixed - 1.0)
 
     def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
-        """A row for op v running again in stage k beside what the solution holds there: all of it does not fit.
+        """Add a row that forbids op v to run again in stage k together with everything that the solution holds
+        there.
 
-        What is held is held for a reason, and its variable stands for it: a later run in the stage that reads the
-        tensor, or its being resident on entering the next stage.
+        Each held tensor is represented by a variable that explains why it is held: a later run in the stage that
+        reads it, or its being resident on entering the next stage.
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}
@@ -208,7 +212,7 @@ class StageProgram:
 
 
 def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
-    """The run sequence of a solution."""
+    """Return the sequence of runs of a solution."""
     runs = []
     for k, members in enumerate(program.again):
         runs += [program.ops[v].name for v in members if values[program.run[v, k]] > 0.5]
@@ -217,7 +221,7 @@ def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
 
 
 def add_violated(program: StageProgram, values: Sequence[float]) -> int:
-    """Rows for the runs within stages at which the solution's schedule is over the budget; their number."""
+    """Add rows for the repeated runs at which the solution's schedule exceeds the budget. Returns their number."""
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}
     resident: set[str] = set()

@@ -1,4 +1,4 @@
-"""The exact integer program of a tiny problem: which recipe runs at each of so many steps; CP-SAT.
+"""The exact integer program of a tiny problem: which recipe runs at each step; solved by CP-SAT.
 
     R[v,k] = recipe v runs at step k        A[t,k] = tensor t is resident before step k (A[t,0] = 0)
     D[t,k] = t is resident during step k
@@ -10,7 +10,8 @@
     (memory)  Σ m_t D[t,k] + Σ_v workspace_v R[v,k] ≤ B − inputs
     (end)     A[t,T] = 1 for outputs;  Σ_k R[v,k] ≥ 1 for those v
 
-Any order, any number of runs of each up to T in all, inverses too: the optimum among schedules of at most T runs.
+It covers any order, any number of runs up to T in total, and inverses. The result is the optimum among schedules of
+at most T runs.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.arrays.precedence import must_run
 
 COSTS = 10**7  # the base cost in whole units of the solver's objective
-BYTES = 2**40  # larger rooms are counted in coarser units: sizes up, the room down
+BYTES = 2**40  # beyond this many bytes coarser units are used: sizes are rounded up, the room down
 
 
 @dataclass(frozen=True)
 class StepOptimum:
-    """``runs``: the best sequence found, or None. ``proven``: none of at most ``T`` runs is cheaper (or, without
-    runs, none fits)."""
+    """``runs``: the best sequence found, or None. ``proven``: no sequence of at most ``T`` runs is cheaper (or,
+    without runs, none fits)."""
 
     runs: tuple[str, ...] | None
     proven: bool
 
 
 def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """The cheapest schedule of at most ``steps`` runs within ``budget`` bytes. ``ordered`` is not looked at."""
+    """Return the cheapest schedule of at most ``steps`` runs within ``budget`` bytes; ``ordered`` is ignored."""
     if budget < graph.input_bytes:
         return StepOptimum(None, True)
     model = cp_model.CpModel()

@@ -1,1 +1,1 @@
-"""One strategy a file, named as the literature names it."""
+"""The strategies, one per file, named as in the literature."""

@@ -1,5 +1,5 @@
-"""Anneal: simulated annealing of the whole op sequence, any DAG, recomputation at any point and any number of
-times."""
+"""Anneal: simulated annealing of the whole sequence of runs. It works on any DAG and recomputes any op any number
+of times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 @dataclass(frozen=True)
 class Anneal(Strategy):
-    """Anneal the sequence of runs itself; see `planner.annealing.moves` for the moves and their source.
+    """Simulated annealing of the sequence of runs; see `planner.annealing.moves` for the moves and their source.
 
-    Anytime: Ctrl-C returns the best plan so far. No guarantee; the bound of `auto` tells how far it is from
-    optimal.
+    Ctrl-C returns the best plan so far. There is no guarantee; the lower bound of `auto` tells how far a plan is
+    from optimal.
 
-    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order;
-    ``moves``, if not 0, replaces the time limit by a number of moves, which makes the plan the same on every
-    machine.
+    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order; ``moves``,
+    if not 0, replaces the time limit by a number of moves, so that the plan is the same on every machine.
     """
 
     time_limit: float = 30.0
@@ -46,7 +45,7 @@ class Anneal(Strategy):
         """See `Strategy.plan`. The plan is never worse than a start that fits.
 
         Raises:
-            InfeasibleBudget: none was found; carries the smallest peak met on the way.
+            InfeasibleBudget: no plan was found; the error carries the smallest peak that the search met.
         """
         floor = _floor(graph)
         search = Search(
@@ -70,9 +69,11 @@ class Anneal(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. From the largest budget down, each plan the next one's start; the time limit
-        holds for the whole curve. A plan for a smaller budget serves a larger one too, so the curve is
-        monotone."""
+        """See `Strategy.curve`.
+
+        Budgets are planned from the largest down; each plan is a start for the next. The time limit holds for the
+        whole curve. A plan for a smaller budget also serves larger ones, so the curve is monotone.
+        """
         share = replace(
             self, time_limit=self.time_limit / max(1, len(budgets)), moves=self.moves // max(1, len(budgets))
         )
@@ -90,7 +91,7 @@ class Anneal(Strategy):
 
 
 def _floor(graph: TrainingGraph) -> float:
-    """Overhead of running every op once that must run."""
+    """The overhead of running once each op that must run."""
     known = recipes(graph)
     least = sum(op.cost for op, runs in zip(known.rows, known.least, strict=True) if runs)
     return least / graph.base_cost - 1 if graph.base_cost else 0.0

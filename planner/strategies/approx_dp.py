@@ -1,8 +1,8 @@
 """Approximate dynamic program: the best block partition over the pruned family of lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence stands in `lower_set_dp`. The
-family holds each node with its ancestors, ∅ and V: at most #V + 2 lower sets whatever the graph's width, so
-O(#V²·ticks) for each table.
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence is in `lower_set_dp`. The family
+contains each node with its ancestors, ∅ and V: at most #V + 2 lower sets for any graph, so each table takes
+O(#V²·ticks).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ApproxDP(DPStrategy):
-    """Never better than `exact_dp` under the formula at the same formula budget; needs no enumeration.
+    """Block partition over the pruned family of lower sets. It needs no enumeration of all lower sets.
 
-    ``max_lower_sets``: a larger family is thinned to about as many, spread evenly over the bytes.
+    Under the paper's formula and the same formula budget it is never better than `exact_dp`. ``max_lower_sets``: a
+    larger family is thinned to about this many, spread evenly over the bytes.
     """
 
     name: ClassVar[str] = "approx_dp"
@@ -36,5 +37,5 @@ class ApproxDP(DPStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Each node with its ancestors."""
+        """Return each node with its ancestors, ∅ and V."""
         return pruned_lower_sets(view, self.max_lower_sets)

@@ -1,4 +1,4 @@
-"""What the strategies that partition the forward half share: chains of lower sets in, priced plans out."""
+"""Base classes of the strategies that partition the forward half: from chains of lower sets to plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Chain = tuple[int, ...]
 
 
 class Candidate(NamedTuple):
-    """A run sequence by base positions, and the blocks that it came from, if it is of one partition."""
+    """A sequence of runs as base positions, and the blocks it was lowered from, if it comes from a single
+    partition."""
 
     runs: Ints
     blocks: tuple[tuple[str, ...], ...] | None = None
@@ -39,34 +40,41 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStrategy(FamilyStrategy):
-    """What was worked out for a problem is remembered as long as the problem lives, so that many budgets cost one
-    search. The base order itself is in every family."""
+    """A strategy that compares candidate sequences of runs.
+
+    The candidates of a problem are cached with it, so many budgets cost one search. The base order is always a
+    candidate.
+    """
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """Sequences for a problem with phases; repeats do no harm."""
+        """Yield candidate sequences for a problem with phases. Duplicates are harmless."""
         raise NotImplementedError
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """The candidates that no other beats in both peak and cost.
+        """Yield the candidates that no other one beats in both peak and cost, the leanest first.
 
         Raises:
-            UsageError: the problem has no backward half, marked or plain to see (`turn`), so that blocks mean nothing.
+            UsageError: the problem has no backward half, neither marked nor recognisable (`infer_phases`), so
+                blocks are undefined.
         """
         front = self._front(graph, progress)
         with suppress(Enough):
-            for at, priced in enumerate(reversed(front), 1):  # the leanest first: nothing else may fit
+            for at, priced in enumerate(
+                reversed(front), 1
+            ):  # the leanest first, because the others may not fit
                 yield self._plan(graph, priced)
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """See `FamilyStrategy.around`; makes no plans but these."""
+        """See `FamilyStrategy.around`. Only these one or two plans are built."""
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
         picks = {priced.peak: priced for priced in (*fitting[:1], front[-1])}
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """By rising cost. After `Enough` what was found until then, which is not remembered."""
+        """Return the undominated candidates by increasing cost. After `Enough`, those found so far; these are not
+        cached."""
         graph = infer_phases(graph)
         if not graph.has_phases:
             raise UsageError(
@@ -76,7 +84,7 @@ class CandidateStrategy(FamilyStrategy):
         front: list[_Priced] = []
 
         def search() -> list[_Priced]:
-            # Where the halves are interleaved, no candidate gives the base order back.
+            # If the halves are interleaved, no partition is lowered to the base order.
             base = Candidate(np.arange(len(graph.ops)))
             for candidate in chain([base], self.candidates(graph, progress)):
                 peak, cost = price_runs(graph, candidate.runs)
@@ -97,14 +105,14 @@ class CandidateStrategy(FamilyStrategy):
 
 @dataclass(frozen=True)
 class BlockStrategy(CandidateStrategy):
-    """A strategy that chooses chains of lower sets, whatever the budget.
+    """A strategy that chooses chains of lower sets, independent of the budget.
 
-    Each chain is lowered twice, with all tensors of its boundary nodes kept and with only those that pay
-    (`partition_of`). The chain of one block, which recomputes nothing, is in every family.
+    Each chain is lowered twice: with all tensors of its boundary nodes kept, and with the lean choice of
+    `partition_of`. The chain of one block, which recomputes nothing, is always a candidate.
     """
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """The candidate chains; repeats do no harm."""
+        """Yield the candidate chains. Duplicates are harmless."""
         raise NotImplementedError
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:

@@ -1,8 +1,9 @@
-"""Greedy checkpointing: sweep, accumulate, cut at the next cut point once the sum exceeds b.
+"""Greedy checkpointing: sum up the bytes of the nodes, and cut at the next cut point when the sum exceeds a
+threshold b.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm
-3. With x the bytes kept and y the largest segment's, the paper searches b on a small grid around √(x·y). Here
-the grid also reaches from one segment to one for each cut point, so that the family covers all budgets.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3.
+With x the bytes kept and y those of the largest segment, the paper searches b on a small grid around √(x·y). Here
+the grid also covers everything from one segment to one segment per cut point, so that the plans cover all budgets.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 @dataclass(frozen=True)
 class ChenGreedy(BlockStrategy):
-    """A grid of thresholds b; one plan each. O(grid · n).
+    """One plan per threshold b of a grid. O(grid · n).
 
-    ``grid``: how many thresholds are tried, half of them over the whole range and half around √(x·y).
+    ``grid``: the number of thresholds; half of them cover the whole range, half are near √(x·y).
     """
 
     name: ClassVar[str] = "chen_greedy"
@@ -36,7 +37,7 @@ class ChenGreedy(BlockStrategy):
             raise UsageError(f"{self.name}: grid is {self.grid}; it must be at least 1")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """One chain for each threshold."""
+        """Return one chain per threshold."""
         cuts = cut_points(view)
         largest, total = max(view.bytes, default=0), sum(view.bytes)
         wide = _geometric(max(1, largest // 2), max(1, total), max(1, self.grid // 2))
@@ -56,7 +57,7 @@ def _geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
-    """Algorithm 3: ends a segment at each cut point where its bytes exceed the threshold."""
+    """Algorithm 3: end a segment at each cut point where its bytes exceed the threshold."""
     chain: list[int] = []
     held = 0
     for block, cut in zip(blocks_of(cuts), cuts, strict=True):
@@ -68,6 +69,6 @@ def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain
 
 
 def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
-    """x and y of the paper: the bytes of the cut points, and of the largest segment."""
+    """Return the paper's x and y: the bytes of the cut points, and of the largest segment."""
     kept = sum(view.bytes[v] for v in bits(boundaries(view, chain)))
     return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

@@ -1,9 +1,8 @@
 """√n checkpointing: segments of equal memory between cut points.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4.
-A chain of n layers in √n segments needs O(√n) memory for one further forward. On a general graph the
-candidates for a segment's end are the nodes through which alone the part before communicates with the part
-after.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A
+chain of n layers in √n segments needs O(√n) memory and one additional forward pass. On a general graph, a segment
+can end only at a node through which alone the part before it communicates with the part after it.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ BLOCK_COUNTS_TRIED = 24
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
-    """For k = 2 .. 2√n: cut at the first cut point at or after each k-th of the memory.
+    """For k = 2 .. 2√n segments: cut at the first cut point at or after each k-th of the memory.
 
-    At most `BLOCK_COUNTS_TRIED` values of k are tried, the small ones all, the large ones in geometric steps.
+    At most `BLOCK_COUNTS_TRIED` values of k are tried: all small ones, and large ones in geometric steps.
     """
 
     name: ClassVar[str] = "chen_sqrt"
     summary: ClassVar[str] = "segments of equal memory between cut points (Chen et al. 2016)"
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """One chain for each number of segments."""
+        """Yield one chain per number of segments."""
         cuts = cut_points(view)
         before = [sum(view.bytes[v] for v in bits(cut)) for cut in cuts]
         total = sum(view.bytes)
@@ -49,7 +48,7 @@ class ChenSqrt(BlockStrategy):
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Whole numbers from ``low`` to ``high``, denser below."""
+    """Return whole numbers from ``low`` to ``high``, denser at the lower end."""
     if high < low:
         return []
     steps = {round(low * (high / low) ** (i / (BLOCK_COUNTS_TRIED - 1))) for i in range(BLOCK_COUNTS_TRIED)}

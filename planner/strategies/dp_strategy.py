@@ -1,4 +1,4 @@
-"""What `exact_dp` and `approx_dp` share: budgets of the paper's formula in, chains out."""
+"""Base class of `exact_dp` and `approx_dp`: from budgets of the paper's formula to chains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
-"""Where along a table's feasible recomputation times plans are taken, by objective; its own end first."""
+"""At which shares of a table's feasible recomputation times chains are taken, by objective; the first is its own
+end."""
 
 WORK = 1.6e10
 FEWEST_TABLES = 6
@@ -24,14 +25,13 @@ FEWEST_TABLES = 6
 class DPStrategy(BlockStrategy):
     """Chains by the dynamic program over a family of lower sets (`lower_set_dp`).
 
-    The formula's budgets run over a grid from the least feasible one up, refined where chains differ; each
-    table gives a few chains from its least time up (``objective`` time) or from its largest down (memory).
-    The formula knows no liveness, so its budget is only a handle: the plans are judged by their simulated
-    peaks, and the search is done twice, with the paper's formula and with one that counts no gradients
+    Formula budgets form a grid from the smallest feasible one up, refined where the chains differ. Each table
+    yields a few chains, from its least recomputation time up (``objective`` time) or from its largest down
+    (memory). The formula ignores liveness, so its budget only parametrises the search: plans are compared by
+    simulated peaks. The search runs twice, with the paper's formula and with one that charges no gradients
     (`prepare`).
 
-    ``ticks``: resolution of recomputation time. ``budgets``: how many tables are filled, at most, for each
-    formula.
+    ``ticks``: resolution of the recomputation time. ``budgets``: the largest number of tables per formula.
     """
 
     objective: Literal["time", "memory"] = "time"
@@ -46,13 +46,13 @@ class DPStrategy(BlockStrategy):
                 raise UsageError(f"{self.name}: {option} is {getattr(self, option)}; it must be at least 1")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """The family, by size, ∅ and V included."""
+        """Return the family by size, ∅ and V included."""
         raise NotImplementedError
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Chains from each table."""
+        """Yield the chains of each table."""
         masks = self.lower_sets(view)
-        # The paper charges the last block too; its largest time is the coarsest chain only then.
+        # Only if the last block is charged, as in the paper, does the largest time belong to the coarsest chain.
         charge_last = self.objective == "memory"
         count = self._affordable(view, masks)
         tables = (
@@ -66,17 +66,18 @@ class DPStrategy(BlockStrategy):
                 yield chain
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
-        """How many tables a formula: all of ``budgets``, or fewer on a problem so large that they would take
-        long.
+        """Return the number of tables per formula: ``budgets``, or fewer if the problem is so large that they would
+        take long.
 
-        By counting work, not by the clock, so that the same problem always gets the same plans.
+        The work is estimated, not timed, so that the same problem always gets the same plans.
         """
         filling = len(masks) ** 2 * self.ticks
         pricing = 4e5 * sum(map(len, view.members))
         return min(self.budgets, max(FEWEST_TABLES, round(WORK / (filling + pricing))))
 
     def _tables(self, dp: LowerSetDP, count: int) -> Iterator[tuple[Chain, ...]]:
-        """A coarse grid of budgets, then the middle of the widest gap between budgets whose chains differ."""
+        """Yield chains for a coarse grid of budgets, then for the middle of the widest gap between budgets whose
+        chains differ."""
         least, most = dp.least_budget(), dp.most_budget()
         coarse = max(2, count // 2)
         found: dict[int, tuple[Chain, ...]] = {}

@@ -1,9 +1,8 @@
 """Exact dynamic program: the best block partition over all lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence stands in `lower_set_dp`. The
-lower sets are visited by size, a linear extension of inclusion. (The authors' public code visits them in the
-order of discovery and so misses transitions.) O(#L²·ticks) for each table; #L can be exponential in the width
-of the graph.
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence is in `lower_set_dp`. Lower sets are
+visited by size, a linear extension of inclusion. (The authors' public code visits them in the order of discovery
+and misses transitions.) Each table takes O(#L²·ticks); #L can be exponential in the width of the graph.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ExactDP(DPStrategy):
-    """Optimal under the paper's formula at every formula budget it tries, to the resolution of ``ticks``.
+    """Optimal under the paper's formula at each formula budget tried, within the resolution of ``ticks``.
 
-    ``max_lower_sets``: refuse a graph with more (`LatticeTooLarge`), so that nothing hangs.
+    ``max_lower_sets``: graphs with more lower sets are refused (`LatticeTooLarge`) instead of taking forever.
     """
 
     name: ClassVar[str] = "exact_dp"
@@ -41,10 +40,9 @@ class ExactDP(DPStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Chains over all lower sets, then those over the pruned family.
+        """Yield chains over all lower sets, then chains over the pruned family.
 
-        Under the formula the second are never better; after liveness some are, and then they are the better
-        plans.
+        Under the formula the latter are never better. With liveness some are, and are then the better plans.
         """
         yield from super().chains(view, lambda fraction, text: progress(fraction / 2, text))
         pruned = ApproxDP(self.objective, self.ticks, self.budgets)
@@ -52,5 +50,5 @@ class ExactDP(DPStrategy):
             yield from pruned.chains(view, lambda fraction, text: progress((1 + fraction) / 2, text))
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """All of them."""
+        """Return all lower sets."""
         return lower_sets(view, self.max_lower_sets, self.name)

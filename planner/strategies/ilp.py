@@ -1,4 +1,4 @@
-"""ILP: the whole schedule as an integer program, recomputation at any point and more than once."""
+"""ILP: the whole schedule as an integer program, with recomputation at any point and more than once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LARGEST = 1500  # ops beyond which no solver gets anywhere with the program: the
 
 @dataclass(frozen=True)
 class ILP(Strategy):
-    """Integer programs: up to 10 ops and inverses in every order (`ilp_steps`, CP-SAT), larger problems in the
-    order of an annealed plan, around it (`ilp_stages`, HiGHS).
+    """Integer programs of the schedule, after Checkmate (Jain et al. 2020).
 
-    The first is optimal among schedules of up to twice as many runs as recipes, and two more. The second gives no
-    guarantee: few upstream ops may run again in a stage, and inverses are not used. Anytime: Ctrl-C returns the best
-    plan so far.
+    Up to 10 ops and inverses are scheduled in every order (`ilp.steps`, CP-SAT); the result is optimal among
+    schedules of at most 2 · recipes + 2 runs. Larger problems are scheduled in the order of an annealed plan
+    (`ilp.stages`, HiGHS), without a guarantee: only a few upstream ops may run again in a stage, and inverses are
+    not used. Ctrl-C returns the best plan so far.
 
-    Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops a stage may run again.
+    Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops may run again in a stage.
     """
 
     time_limit: float = 30.0
@@ -75,7 +75,7 @@ class ILP(Strategy):
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         recipes = len(graph.ops) + len(graph.inverses)
         if recipes <= TINY and not graph.ordered:
-            # Here, since CP-SAT loads pandas and few problems are so small.
+            # Imported here, because CP-SAT loads pandas and few problems are so small.
             from rematplan.planner.ilp.steps import solve_steps
 
             found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
@@ -103,7 +103,7 @@ class ILP(Strategy):
                 self._solve(program, solver, began, best)
 
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
-        """A start, and an order of first runs, that fits."""
+        """Find a start that fits, and with it an order of first runs."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
         found = search.run(best.starts(), SearchBudget(START * self.time_limit))
         if found is not None:
@@ -111,7 +111,7 @@ class ILP(Strategy):
         best.smallest = min(best.smallest, search.least.estimate.peak)
 
     def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
-        """Solve in slices, rows added where the simulator finds a schedule over the budget."""
+        """Solve in time slices, and add rows where the simulator finds a schedule that exceeds the budget."""
         hint = program.hint()
         seconds = SLICE * self.time_limit
         while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
@@ -138,8 +138,8 @@ class ILP(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. The time limit holds for the whole curve; a plan for a smaller budget serves a larger
-        one too."""
+        """See `Strategy.curve`. The time limit holds for the whole curve. A plan for a smaller budget also serves
+        larger ones."""
         share = replace(self, time_limit=self.time_limit / max(1, len(budgets)))
         plans: list[Plan] = []
         for k, budget in enumerate(sorted(set(budgets), reverse=True)):
@@ -158,8 +158,8 @@ class ILP(Strategy):
 class _Best:
     """The best plan so far.
 
-    ``bound``: a proven floor of the overhead of any plan. ``goal``: of those that are searched for, which use no
-    inverses.
+    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: the same for plans without inverses,
+    which are those that are searched.
     """
 
     graph: TrainingGraph
@@ -171,7 +171,7 @@ class _Best:
     smallest: int = field(default=2**63)
 
     def offer(self, runs: Sequence[str]) -> bool:
-        """Price a sequence; keep it if it is the best that fits. Whether it fits."""
+        """Price a sequence of runs and keep it if it is the best that fits. Returns whether it fits."""
         plan = plan_from_runs(self.graph, runs, ILP.name)
         self.smallest = min(self.smallest, plan.estimate.peak)
         fits = plan.estimate.peak <= self.budget
@@ -180,16 +180,16 @@ class _Best:
         return fits
 
     def starts(self) -> list[list[str]]:
-        """The best plan's sequence, if there is one."""
+        """Return the best plan's sequence of runs in a list, empty if there is no plan."""
         return [] if self.plan is None else [runs_of(self.plan.schedule)]
 
     @property
     def closed(self) -> bool:
-        """Whether no better plan is to be found."""
+        """Whether no better plan exists."""
         return self.plan is not None and self.plan.estimate.overhead <= self.goal + CLOSED
 
     def report(self, fraction: float) -> None:
-        """Tell incumbent and bound."""
+        """Report the best plan and the bound."""
         text = "nothing fits yet"
         if self.plan is not None:
             text = f"overhead {100 * self.plan.estimate.overhead:.2f} %"

@@ -1,4 +1,4 @@
-"""Nested block plans: of an interval of blocks, one boundary is held, and either side is an interval again."""
+"""Nested block plans: an interval of blocks is split at one boundary that is held, and both sides are split again."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy
 
 BLOCKS = 1000
-"""The most of a chain."""
+"""The largest number of blocks of a chain."""
 PLACES = (BLOCKS, 40)
-"""For long passes to end at: everywhere, or at so many where that asks for more than ``WORK``. Fewer cost little."""
+"""Where long passes may end: everywhere, or at this many places if everywhere needs more than ``WORK``. Fewer
+places cost little."""
 WORK = 5e8
 SCALES = (64, 16, 4, 1)
-"""Shares of the bytes that tables are over: little memory is told in small units."""
+"""Each table covers this fraction of the bytes, so that small memories are resolved in small units."""
 SLACK = 1.3
-"""By how much a plan's peak may be below what the table reckons with."""
+"""By which factor a plan's peak may be below what the table assumes."""
 LONGEST = 20
-"""The most runs of a plan for each op."""
+"""The largest number of runs of a plan, per op."""
 
 
 @dataclass(frozen=True)
 class NestedDP(CandidateStrategy):
-    """Where memory is so scarce that a block must run more than twice: what `planner.nested_dp` finds, in the base
-    order of the forward half. In deep networks its least peak is far below any that block partitions have.
+    """Plans in which blocks run more than twice, for scarce memory: those of `interval_dp`, in the base order of
+    the forward half.
 
-    ``units``: of memory in a table. ``plans``: how many are made of each of its tables. ``near``: a budget, bytes, for
-    which the one table that tells it best is enough; 0: all are made.
+    In deep networks its smallest peak is far below that of block partitions.
+
+    ``units``: units of memory in a table. ``plans``: the number of plans per table. ``near``: a budget in bytes;
+    only the table that resolves it best is used. 0: all tables are used.
     """
 
     name: ClassVar[str] = "nested_dp"
@@ -86,7 +89,7 @@ class NestedDP(CandidateStrategy):
         return chain, alike
 
     def _rooms(self, table: Table) -> list[int]:
-        """Numbers of units from the least that is enough on, at which what runs again gets less, spread evenly."""
+        """Return numbers of units, spread evenly over those at which the recomputation cost decreases."""
         costs = table.whole
         falls = np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]]))
         picks = np.linspace(0, len(falls) - 1, min(self.plans, len(falls)))

@@ -1,13 +1,14 @@
-"""Reversible: keep no tensor that an inverse brings back, as reversible networks do by hand.
+"""Reversible: keep no tensor that an inverse recovers, as reversible networks do by hand.
 
 Gomez, Ren, Urtasun, Grosse, «The reversible residual network: backpropagation without storing activations», NeurIPS
-2017, arXiv:1707.04585, on any graph: which tensors come back from which is found by `rematplan.ir.recoverable`.
+2017, arXiv:1707.04585, on any graph: `rematplan.ir.recoverable` finds which tensors are recovered from which.
 
-The forward half runs once. In the backward half, in the base order, whatever an op reads that is gone comes back just
-before: a recoverable tensor by its inverse, what was computed from recoverable tensors on the way by running it again,
-all of which its own backward reads too. So each residual function is evaluated twice and differentiated once: 4 units
-of its cost instead of 3, not 5. With every block reversible the activations held are those of one block, whatever the
-depth. Everything else is kept, stage by stage: an ordinary stage between reversible ones costs what it costs.
+The forward half runs once. The backward half runs in the base order. Just before an op reads a tensor that is gone,
+the tensor is recovered by its inverse; tensors that were computed from recoverable ones on the way are computed
+again, and their own backward ops read them too. So each residual function is evaluated twice and differentiated
+once: 4 units of its cost instead of 3, and not 5. If every block is reversible, the activations held are those of
+one block at any depth. Everything else is kept: an ordinary stage between reversible ones holds what it always
+does.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 @dataclass(frozen=True)
 class Reversible(FamilyStrategy):
-    """The plan that brings back all it can, and those that bring back the earlier tensors only.
+    """One plan recovers everything recoverable; others recover only the earlier tensors.
 
-    On a graph without inverses that is the plan that runs every op once. ``shares``: how many plans.
+    On a graph without inverses this is the plan that runs every op once. ``shares``: the number of plans.
     """
 
     shares: int = 8
@@ -40,7 +41,8 @@ class Reversible(FamilyStrategy):
             raise UsageError(f"{self.name}: shares is {self.shares}; it must be at least 1")
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """One plan a share of the recoverable tensors, from none to all; the earliest made come first."""
+        """Yield one plan per share of the recoverable tensors, from none to all, the earliest-written tensors
+        first."""
         found = recoveries(graph) if graph.has_phases else {}
         order = sorted(found, key=lambda t: graph.producer[t])
         for k in range(self.shares + 1):
@@ -52,32 +54,34 @@ class Reversible(FamilyStrategy):
 
 
 class _Sequence:
-    """The run sequence that brings back some tensors."""
+    """The sequence of runs that recovers some tensors."""
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
         self.graph = graph
-        self.way: dict[str, tuple[str, Op]] = {}  # what is computed on the way to a target, and how
+        self.way: dict[
+            str, tuple[str, Op]
+        ] = {}  # tensors that a recovery computes as intermediates: the recovered tensor and the op
         for target, recovery in back.items():
             for recipe in recovery.steps[:-1]:
                 for t in recipe.writes:
                     self.way.setdefault(t, (target, recipe))
-        # What is computed anew anyway needs no inverse of its own.
+        # What a recovery recomputes anyway needs no inverse.
         self.back = {t: recovery for t, recovery in back.items() if t not in self.way}
         last = last_forward_read(graph)
-        # Small tensors that count as held stay held, for they may depend on what they bring back.
+        # Small tensors that recoveries read stay resident, because they may depend on the recovered tensor.
         stay = {t for s, r in self.back.items() for t in r.held if last.get(t, -1) <= last[s]}
         self.gone = {*self.back, *self.way}.difference(stay, graph.outputs)
         self.done: list[str] = []
 
     def runs(self) -> list[str]:
-        """Forward ops once, then each backward op with what it needs before it."""
+        """Return each forward op once, then each backward op with what it needs in front of it."""
         ops = self.graph.ops
         late = [op for op in ops if op.phase == "backward"]
         self.done = [op.name for op in ops if op.phase != "backward"]
         for op in late:
             self._bring(op.reads)
             self.done.append(op.name)
-        # The first block's input comes back for its neighbour's sake, who may have needed only what lay on the way.
+        # A tensor may have been recovered although only intermediates of its recovery were needed.
         seen, stays = {inverse.name for inverse in self.graph.inverses}, []
         for name in self.done:
             stays.append(name not in seen)  # the first run of an op
@@ -85,7 +89,7 @@ class _Sequence:
         return without_idle(self.graph, self.done, stays)
 
     def _bring(self, tensors: Sequence[str]) -> None:
-        """Append what must run for these to be there (an explicit stack: chains are long)."""
+        """Append the runs that make ``tensors`` resident. An explicit stack is used, because chains are long."""
         stack: list[tuple[Op | None, tuple[str, ...]]] = [(None, tuple(tensors))]
         under_way: set[str] = set()
         while stack:
@@ -98,8 +102,8 @@ class _Sequence:
                     self.gone.difference_update(recipe.writes)
                     under_way.difference_update(recipe.writes)
                 continue
-            # What is computed on the way to a tensor is wanted when that tensor is: it comes back first, while all
-            # of its way is at hand.
+            # If an intermediate of a recovery is needed, the whole recovery runs first, while everything that it
+            # reads is still resident.
             if missing in self.back:
                 step = self.back[missing].inverse
             else:

@@ -1,4 +1,4 @@
-"""Store all: run every op once, in the base order. The time floor and the memory a step needs without a plan."""
+"""Store all: run every op once, in the base order. It has the least time, and the memory of a step without a plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StoreAll(FamilyStrategy):
     summary: ClassVar[str] = "run every op once and keep what the backward reads"
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """The one plan."""
+        """Yield the one plan."""
         del progress
         yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
 
 
 def no_recompute(graph: TrainingGraph) -> Plan:
-    """The plan that runs every op once: its peak is what a percentage of a budget refers to."""
+    """Return the plan that runs every op once. Its peak is what percentages of a budget refer to."""
     return next(iter(StoreAll().family(graph)))
