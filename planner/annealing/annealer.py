@@ -1,12 +1,10 @@
-"""Annealing of the op sequence itself: a whole-schedule planner for any DAG.
+"""Simulated annealing of the sequence of runs: a planner of whole schedules for any DAG.
 
-`Annealer` holds one sequence and cools it in slices, so that progress is shown and an interruption or a time
-limit still leaves the best feasible sequence found. Moves and state are in `sequence_moves` and
-`sequence_state`.
+`Annealer` holds one sequence and cools it in slices, so that progress can be reported and an interruption or time
+limit still leaves the best feasible sequence found. The moves are in `moves`, the state is in `state`.
 
-Guarantees: every sequence it returns is a valid plan within the budget (the simulator has the last word in
-the caller); given a seed and a number of moves the result is the same on every run. No guarantee of
-optimality: see `bounds`.
+Every sequence it returns is valid and within the budget (the caller checks it with the simulator). Given a seed and
+a number of moves, the result is the same in every run. Optimality is not guaranteed; see `bounds`.
 """
 
 from __future__ import annotations
@@ -49,9 +47,10 @@ ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 
 
 class Annealer:
-    """One op sequence being cooled.
+    """One sequence of runs that is being cooled.
 
-    ``keep_order``: first runs keep the base order. Sizes in ``unit`` bytes (1 unless sizes sum beyond 2^52).
+    ``keep_order``: first runs keep the base order. Sizes are in ``unit`` bytes (1 unless sizes sum to more than
+    2^52).
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
@@ -71,11 +70,10 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Start from a sequence of runs (those of ops that nothing needs are left out), forgetting the best
-        so far.
+        """Start from a sequence of runs and forget the best so far. Runs of ops that nothing needs are left out.
 
-        ``price``: the penalty's, where an earlier search at about this budget has found it (`price`); else it
-        starts low, and the start may be lost.
+        ``price``: the initial price of a byte over the budget, if an earlier search at about this budget found one
+        (`price`). By default it starts low, and the start may be lost.
         """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
@@ -83,8 +81,8 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Whether a sequence can be a start: every op runs that must, what is read has been made, and first runs
-        are in the order that must be kept."""
+        """Whether a sequence can be a start: every op that must run does, reads are resident, and first runs keep a
+        required order."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
@@ -96,7 +94,7 @@ class Annealer:
         )
 
     def _is_served(self, runs: Sequence[str]) -> bool:
-        """Whether the runs that are kept of a sequence make what they read, and the outputs."""
+        """Whether the runs that `load` keeps of a sequence write everything they read, and the outputs."""
         made = set(self.graph.inputs)
         for name in runs:
             if name in self.number:
@@ -107,28 +105,29 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the
-        runs anew. Returns the number of moves made."""
+        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the runs
+        evenly over the slots. Returns the number of moves made."""
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Let the penalty's price rise no higher than this until told otherwise, or loaded anew."""
+        """Limit the price of a byte over the budget, until the next call or `load`."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Let the penalty's price grow no faster than by this factor a move until told otherwise, or loaded anew."""
+        """Limit the factor by which the price may grow per move, until the next call or `load`."""
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set what a byte over the budget costs; it may fall, but not rise, until told otherwise."""
+        """Set the price of a byte over the budget. Until the next call it may fall but not rise."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
-        """The sequence without the repeated runs that a budget does not need; itself if it is over the budget.
+        """Return the sequence without the repeated runs that the budget does not need; unchanged if it exceeds the
+        budget.
 
-        Changes the present sequence.
+        The current sequence is replaced.
         """
         self.load(runs, budget)
         tidy(self.problem, self.state, self._by_cost)
@@ -136,30 +135,30 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """What a byte over the budget costs at present."""
+        """The current price of a byte over the budget."""
         return float(self.state.value[PRICE])
 
     @property
     def feasible(self) -> bool:
-        """Whether a sequence within the budget has been found since it was set."""
+        """Whether a sequence within the budget has been found since the budget was set."""
         return bool(self.state.number[BEST])
 
     @property
     def best_overhead(self) -> float:
-        """Overhead of the best sequence; infinite if there is none."""
+        """The overhead of the best sequence; infinite if there is none."""
         return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
     def penalty(self) -> float:
-        """Σ of the bytes over the budget, over the runs of the present sequence."""
+        """The bytes over the budget, summed over the runs of the current sequence."""
         return float(self.state.value[PENALTY])
 
     def best(self) -> list[str]:
-        """The best feasible sequence of runs, or none."""
+        """Return the best feasible sequence of runs, empty if there is none."""
         return self._names(self.state.best[: self.state.number[BEST]])
 
     def current(self) -> list[str]:
-        """The present sequence of runs, feasible or not."""
+        """Return the current sequence of runs, feasible or not."""
         return self._names(self._sequence())
 
     def _names(self, sequence: Ints) -> list[str]:
@@ -193,7 +192,7 @@ class Annealer:
 
 
 def compile_annealer() -> None:
-    """Have its loops compiled (`warm`)."""
+    """Compile the annealer's loops by running a tiny problem."""
     tensors = (Tensor("a", 1), Tensor("b", 1))
     ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
     annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
@@ -203,7 +202,7 @@ def compile_annealer() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """A sequence (with the virtual end) seated evenly over half as many slots again."""
+    """Return a state in which the sequence, with the virtual end, is spread evenly over 1.5 times as many slots."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)
@@ -229,7 +228,7 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
 @kernel
 def _fill(P: Problem, S: State, sequence: Ints) -> None:
-    """Seat the runs and count what is alive in each slot."""
+    """Place the runs and count the live bytes of each slot."""
     n, length = S.at.size, sequence.size
     for k in range(length):
         op, slot = sequence[k], (k + 1) * (n - 1) // length
@@ -249,7 +248,7 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
 
 @kernel
 def _count(P: Problem, S: State) -> None:
-    """``mem`` from scratch: one step up where a copy begins, one down behind its last read."""
+    """Compute ``mem`` from scratch: a copy's bytes are added where it begins and subtracted behind its last read."""
     n = S.at.size
     change = np.zeros(n + 1)
     for s in range(n):

@@ -1,4 +1,4 @@
-"""A clean-up of an op sequence: repeated runs that the budget does not need go."""
+"""Remove repeated runs that the budget does not need."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rematplan.planner.caches.numba_kernels import kernel
 def tidy(P: Problem, S: State, order: Ints) -> None:
     """Remove every repeated run whose removal, with what only it read, leaves the sequence within its budget.
 
-    Ops are tried in the given order, again and again until nothing more goes. Deterministic; the cost never
-    rises. A sequence over its budget is left as it is.
+    Ops are tried in the given order, repeatedly, until nothing more can go. Deterministic; the cost never rises. A
+    sequence over its budget is left unchanged.
     """
     if S.value[PENALTY] >= HALF:
         return
@@ -32,7 +32,7 @@ def tidy(P: Problem, S: State, order: Ints) -> None:
                 if S.value[PENALTY] < HALF:
                     commit(S)
                     gone = True
-                    node = S.links.last[op]  # the chain of runs has changed
+                    node = S.links.last[op]  # the op's list of runs has changed
                 else:
                     undo(P, S)
                     node = S.links.prev[node]

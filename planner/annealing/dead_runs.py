@@ -1,4 +1,4 @@
-"""Runs of no use: which of the annealer's runs may go, and the removal of those that nothing reads."""
+"""Which of the annealer's runs may be removed, and the removal of runs that nothing reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Whether the first runs stay in order when this run goes (its op's next run may become the first)."""
+    """Whether the first runs stay in the required order if this run is removed (the op's next run may become its
+    first)."""
     op = S.op[node]
     if S.links.prev[node] >= 0 or P.after[op] < 0:
         return True
@@ -21,7 +22,8 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Whether earlier copies can serve the reads that a run serves, and its op keeps the runs that it must."""
+    """Whether a run can be removed: earlier copies can serve its readers, and its op keeps the runs that it must
+    have."""
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
         return bool(S.links.prev[node] >= 0)
@@ -34,8 +36,7 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove the first ``waiting`` queued nodes as far as nothing reads them, and what only they read, and so
-    on."""
+    """Remove those of the first ``waiting`` queued nodes that nothing reads, then what only they read, and so on."""
     while waiting > 0:
         waiting -= 1
         node = S.queue[waiting]
@@ -51,7 +52,7 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Queue the runs that served an op at a slot; returns the queue's length."""
+    """Queue the runs that served an op's reads at a slot. Returns the length of the queue."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
             S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
@@ -61,7 +62,7 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """A random repeated run that can go; -1 if none is met at once."""
+    """Return a random repeated run that can be removed, or -1 if the first try is not one."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]
@@ -73,7 +74,7 @@ def random_spare(P: Problem, S: State) -> int:
 
 @inner
 def take_out(P: Problem, S: State, node: int) -> None:
-    """Remove a run, and then what only it read."""
+    """Remove a run, and then the runs that only it read."""
     op, slot = S.op[node], S.links.slot[node]
     do_remove(P, S, node)
     sweep(P, S, queue_servers(P, S, op, slot, 0))

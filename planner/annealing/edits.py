@@ -1,7 +1,7 @@
 """The three reversible edits of the annealer's sequence: insert a run, remove a run, shift a run.
 
-Every edit leaves a valid sequence and is logged; `undo` replays the log backwards. Where nodes stand within
-the gaps is no part of the logical state, so undo need not restore it.
+Every edit leaves a valid sequence and is logged; `undo` replays the log backwards. Where a node is within a gap is
+not part of the logical state, so undo need not restore it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def put(S: State, slot: int, source: int) -> None:
-    """Move whatever a slot holds to another, physically."""
+    """Move the content of a slot to another slot."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -43,9 +43,9 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """An empty slot just before a node, its ``mem`` right; neighbours are pushed aside if need be."""
+    """Return an empty slot just in front of a node, with correct ``mem``; neighbours are moved if necessary."""
     right = S.links.slot[node]
-    across = S.mem[right] - P.written[S.op[node]]  # what is alive on both sides of the gap
+    across = S.mem[right] - P.written[S.op[node]]  # live on both sides of the gap
     if S.at[right - 1] < 0:
         slot = right - 1
         while slot > right - 4 and S.at[slot - 1] < 0:
@@ -74,7 +74,7 @@ def make_room(P: Problem, S: State, node: int) -> int:
 
 @inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
-    """Seat a node whose slot's ``mem`` is final; the slot now counts in the penalty."""
+    """Put a node into a slot whose ``mem`` is final; from now on the slot counts in the penalty."""
     S.at[slot] = node
     S.links.slot[node] = slot
     S.cap[slot] = S.value[BUDGET] - P.workspace[S.op[node]]
@@ -85,7 +85,7 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
 
 @inner
 def vacate(S: State, slot: int) -> None:
-    """Empty a slot; it counts in the penalty no more."""
+    """Empty a slot; it no longer counts in the penalty."""
     over = S.mem[slot] - S.cap[slot]
     if over > 0.0:
         S.value[PENALTY] -= over
@@ -95,7 +95,7 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Enter a run in its op's list, after the run ``before`` (-1: as the first)."""
+    """Insert a run into its op's list, behind the run ``before`` (-1: at the front)."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -115,7 +115,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Take a run out of its op's list."""
+    """Remove a run from its op's list."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after
@@ -135,8 +135,8 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Run an op just before the node ``right``: its reads are held until then, later reads of its writes move
-    to it."""
+    """Run an op just in front of the node ``right``. Its reads are held until then; later reads of its writes are
+    served by it."""
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -163,7 +163,7 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Undo of `insert`: the copies before serve the reads (there must be one of each that is read)."""
+    """The inverse of `insert`: earlier copies serve the reads. There must be one of each tensor that is read."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -189,7 +189,7 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move a run to just before the node ``right``; no server and no served read may lie between."""
+    """Move a run to just in front of the node ``right``. No run that serves it or that it serves may be in between."""
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -218,7 +218,7 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """`insert`, logged; returns the node."""
+    """`insert`, logged. Returns the node."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -228,7 +228,7 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """`remove`, logged. The node's number stays taken until `commit`."""
+    """`remove`, logged. The node's number stays in use until `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -252,7 +252,7 @@ def note(S: State, kind: int, node: int, right: int) -> None:
 
 @inner
 def undo(P: Problem, S: State) -> None:
-    """Take back every edit since the last commit."""
+    """Undo every edit since the last commit."""
     for k in range(S.number[LOGGED] - 1, -1, -1):
         kind, node, right = S.log[k, 0], S.log[k, 1], S.log[k, 2]
         if kind == INSERTED:

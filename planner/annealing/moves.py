@@ -1,8 +1,8 @@
-"""The moves of the sequence annealer and its inner loop.
+"""The moves of the annealer and its inner loop.
 
-Source: FastSA (NeurIPS 2023) anneals the op sequence with single additions, removals and rotations; here an
-addition brings a whole chain of recomputations, and deletes the runs that it leaves without readers, so that
-recomputation can turn into delay.
+Source: FastSA (NeurIPS 2023) anneals the sequence of ops with single additions, removals and rotations. Here an
+addition inserts a whole chain of recomputations and deletes the runs that it leaves without readers, so that
+recomputation can turn into a later first run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ from rematplan.planner.caches.numba_kernels import inner
 
 SEARCH = 16  # tries to find a candidate
 EARLY = 0.4
-"""Share of the candidates that would run again while their inputs are there. Where skips make that pay, no shifts lead
-there from runs before the next read: each holds both what it reads and what it writes."""
+"""The share of candidates that run again while their inputs are still live.
+
+Skip connections can make that pay. Shifts cannot lead there from a run just before the next read, because each step
+on the way would hold both what the op reads and what it writes.
+"""
 ADAPT = 500  # most moves between two changes of the penalty's price
 STEEP = 1.15  # most by which it rises then, where hardly anything fits
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
@@ -60,7 +63,7 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random repeated run; the run before it serves instead. Cascades to what only it read."""
+    """Remove a random repeated run, and what only it read. Returns whether one was removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -70,7 +73,7 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run within its window: after what serves it, before what it serves, first runs in order."""
+    """Move a random run within its window: behind its servers, before its readers, first runs in order."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -96,7 +99,7 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """The slots strictly between which a run may move without changing who serves whom."""
+    """Return the slots strictly between which a run can move without changing which run serves which read."""
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
     high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1
@@ -108,7 +111,7 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         server = copy_before(P.flow, S.links, P.reads[k], slot)
         low = max(low, S.links.slot[server])
-        # The next copy may not be passed either: the read would move to it.
+        # Nor may the run pass the next copy, which would then serve the read.
         high = min(high, copy_stop(P.flow, S.links, P.reads[k], server))
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
@@ -121,7 +124,7 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
             while reader >= 0 and S.links.slot[reader] > slot:
                 high = min(high, S.links.slot[reader])
                 reader = S.links.prev[reader]
-            # The run before serves readers between; passing them would change who serves them.
+            # An earlier run serves the readers in between; passing them would change which run serves them.
             if reader >= 0:
                 low = max(low, S.links.slot[reader])
     return low, high
@@ -129,13 +132,13 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """A random node that stands at or beyond a slot."""
+    """Return a random node at or behind a slot."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """A random slot; with ``over`` and a penalty, one whose cap is exceeded."""
+    """Return a random slot; with ``over`` and a penalty, one whose cap is exceeded."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -145,8 +148,8 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """A random (reader, tensor, last use before it) where the tensor is idle across the slot; reader -1: none
-    found."""
+    """Return a random (reader, tensor, last use before it) such that the tensor is idle across the slot; reader -1:
+    none found."""
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
         op, place = S.op[reader], S.links.slot[reader]
@@ -165,10 +168,10 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot and recompute it, with what that needs, just before its next
-    read, or earlier, while its inputs are there.
+    """Drop a tensor that is idle across a slot, and recompute it, with everything this needs, before its next read.
 
-    ``allowed``: the most energy that the move may add; a chain that cannot stay below it is given up early.
+    It is recomputed just before that read, or earlier while its inputs are live. ``allowed``: the largest increase
+    of the energy; a chain that must exceed it is given up early.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -203,7 +206,7 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move; False if it came to nothing (edits may be logged all the same)."""
+    """Make one random move. Returns False if there was nothing to do (edits may have been logged anyway)."""
     kind = uniform(S.random)
     if orders_only:
         return shift_one(P, S)
@@ -223,7 +226,7 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """`propose` for problems without phases; ``kind``: a random number that chooses the move."""
+    """`propose` for problems without phases. ``kind``: a random number that selects the move."""
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
     if kind < PLAIN_ANY:
@@ -251,10 +254,10 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make some moves while the temperature falls geometrically from ``hot`` to ``cold``.
+    """Make up to ``moves`` moves while the temperature falls geometrically from ``hot`` to ``cold``.
 
-    ``mode``: 0 all moves; 1 shifts only; 2 all moves, and return at the first feasible state. Returns the
-    number of moves made.
+    ``mode``: 0 all moves; 1 shifts only; 2 all moves, returning at the first feasible state. Returns the number of
+    moves made.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

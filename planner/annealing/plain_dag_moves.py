@@ -1,13 +1,12 @@
-"""The annealer's moves for problems without phases, where ops read much and much reads them.
+"""The annealer's moves for problems without phases, where ops read many tensors and tensors have many readers.
 
-There a tensor can be dropped cheaply only while its op's inputs are resident, so that drops help or hinder each other
-as members of an independent set do: an input held for one drop serves its other readers too, and cannot be dropped
-itself. A drop therefore brings along the other drops that the held inputs allow (`drop_siblings`) and takes back
-those that it makes needless (`hold_inputs`); the move is accepted or rejected as a whole. Tensors are drawn
-from all that are idle across a slot, and what cannot be accepted is refused by its price before it is made.
+There a tensor can be dropped cheaply only while its op's inputs are resident. So drops help or hinder each other
+like the members of an independent set: an input that is held for one drop also serves its other readers, and cannot
+be dropped itself. Therefore a drop is combined with the other drops that the held inputs allow (`drop_siblings`),
+and with undoing drops that it makes unnecessary (`hold_inputs`). The move is accepted or rejected as a whole.
 
-Source: the pair of moves is that of local search for independent sets (Andrade, Resende, Werneck 2012: a vertex in,
-what conflicts with it out, what has become free in).
+Source: the pair of moves is that of local search for independent sets (Andrade, Resende, Werneck 2012: insert a
+vertex, remove those that conflict, insert those that have become free).
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ ROOM = 64  # lines of the log that are kept free
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """A random (next reader, tensor, last use) of a tensor that is resident and idle across a slot; reader -1: none
-    found."""
+    """Return a random (next reader, tensor, last use) of a tensor that is resident and idle across a slot; reader
+    -1: none found."""
     for _ in range(TRIES):
         t = below(S.random, P.size.size)
         server = copy_before(P.flow, S.links, t, slot)
@@ -64,8 +63,10 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """The slots of the copy's last use before a slot and of its first beyond; the second `NO_SLOT` if it is used at
-    the slot, or never beyond."""
+    """Return the slots of the copy's last use before ``slot`` and of its first use behind it.
+
+    The second is `NO_SLOT` if the copy is used at the slot, or never behind it.
+    """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
     stop = links.slot[later] if later >= 0 else NO_SLOT
@@ -85,8 +86,12 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """What running an op again just before ``stop`` saves at least, its own cost off but not its inputs', and the run
-    that made before what it makes; only tensors that are idle across ``slot`` and read later count."""
+    """Return at least how much energy is saved by running an op again just before ``stop``, and the run it would
+    replace.
+
+    The op's cost is subtracted, that of its inputs is not. Only its tensors that are idle across ``slot`` and read
+    later count.
+    """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
@@ -105,8 +110,8 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Run again, just before a node, other ops that read what ``op`` reads there, where that saves more than it costs
-    and takes a load off the slot."""
+    """Also run again, in front of a node, other ops that share reads with ``op``, where that saves more than it
+    costs."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -126,7 +131,8 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Remove later runs of the ops whose tensors ``op`` reads at a slot, where holding those on is cheaper now."""
+    """Remove later runs of the ops whose tensors ``op`` reads at a slot, where it is cheaper now to hold these
+    tensors."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -138,8 +144,10 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """By about how much the energy rises if a run goes and earlier copies serve (exactly, if it reads
-    nothing and writes one tensor); -inf if others may go with it."""
+    """Estimate the increase of the energy if a run is removed and earlier copies serve its readers.
+
+    It is exact if the run reads nothing and writes one tensor; -inf if other runs may go with it.
+    """
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -163,7 +171,7 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random repeated run, unless the energy would rise by more than is allowed."""
+    """Remove a random repeated run, unless the energy would rise by more than ``allowed``."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -173,8 +181,11 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Of a few tensors that are idle across a slot the op of the one that it pays most to drop, and the node before
-    which it runs again; op -1 if none is worth a try."""
+    """Of a few tensors idle across a slot, choose the one that pays most to drop. Returns its op and the node
+    before which it runs again.
+
+    Op -1 if none is worth trying.
+    """
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)
@@ -194,7 +205,7 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot, and what goes with it."""
+    """Drop a tensor that is idle across a slot, with the drops that belong to it."""
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False
     op, place = best_drop(P, S, slot, allowed)

@@ -1,4 +1,4 @@
-"""The planning problem as the annealer sees it: which ops take part, and the arrays that its loops read."""
+"""The planning problem for the annealer: which ops take part, and the arrays that its loops read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rematplan.planner.annealing.state import Flow, Ints, Problem
 from rematplan.planner.arrays.precedence import must_run, needed_ops
 
 EXACT = 2**52
-"""Sizes are summed in float64; larger problems are counted in coarser units: sizes up, budgets down."""
+"""Sizes are summed in float64. Larger problems are counted in coarser units: sizes are rounded up, budgets down."""
 
 
 @dataclass(frozen=True)
 class Recipes:
-    """What may run: the needed ops, then those that only inverses call for, then the inverses.
+    """The ops and inverses that may run: needed ops, then ops that only inverses need, then inverses.
 
-    ``least``: for each the runs that every sequence must have, 0 or 1.
+    ``least``: for each, the number of runs that every sequence must have, 0 or 1.
     """
 
     rows: tuple[Op, ...]
@@ -28,7 +28,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """The recipes that can be of use. With ``keep_order`` no op stands in but those of the base order."""
+    """Return the ops and inverses that may be useful. With ``keep_order``, no ops beyond those of the base order
+    take part."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -46,7 +47,7 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """The inverses that bring back what something useful reads; they write nothing that they read."""
+    """Return the inverses that write something that is read usefully. Their writes exclude what they read."""
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}
     waiting = [
@@ -67,7 +68,7 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
-    """The recipes and the virtual end, as arrays."""
+    """Convert the recipes and the virtual end to arrays."""
     inputs = set(graph.inputs)
     ops = known.rows
     names = list(dict.fromkeys(t for op in ops for t in op.writes))
@@ -103,7 +104,7 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
 
 
 def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
-    """For each column the rows that hold it, ascending."""
+    """Transpose: for each column, the rows that contain it, ascending."""
     turned: list[list[int]] = [[] for _ in range(columns)]
     for i, row in enumerate(rows):
         for x in row:
@@ -112,13 +113,13 @@ def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Rows of different lengths as (starts, items)."""
+    """Convert rows of different lengths to (starts, items)."""
     starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
     return starts, np.array([x for row in rows for x in row], dtype=np.int64)
 
 
 def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
-    """For each ordered op the one met last on the way, or -1."""
+    """For each ordered op, the previous one in the given order, or -1."""
     found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
     for i in places:
         if ops[i].name in ordered:

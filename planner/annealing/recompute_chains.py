@@ -1,6 +1,7 @@
-"""Chains of recomputation: what must run again before a slot so that an op can, and where that is put.
+"""Chains of recomputation: what must run again before a slot so that an op can run there, and where it is inserted.
 
-FastSA (NeurIPS 2023) adds single runs; a whole chain at once crosses the states between, which cost without gain.
+FastSA (NeurIPS 2023) adds single runs. Inserting a whole chain avoids the intermediate states, which cost more
+without gaining anything.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LONGEST = 6.0  # logarithm to base 2 of the longest chain that is chosen; most a
 
 @inner
 def a_maker(P: Problem, S: State, tensor: int) -> int:
-    """The op that makes a tensor; a random one of several."""
+    """Return the op that writes a tensor; a random one of several."""
     if P.flow.producer[tensor] >= 0:
         return int(P.flow.producer[tensor])
     start = P.flow.makers_at[tensor]
@@ -41,13 +42,13 @@ def a_maker(P: Problem, S: State, tensor: int) -> int:
 
 @inner
 def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Whether an op runs already that may run only once."""
+    """Whether an op that may run only once runs already."""
     return bool(P.once[op] > 0 and S.runs[op] > 0)
 
 
 @inner
 def has_room(S: State, length: int) -> bool:
-    """Whether a chain of that length finds node numbers, slots and lines in the log."""
+    """Whether there are enough node numbers, slots and log lines for a chain of this length."""
     if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
         return False
     return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
@@ -55,18 +56,18 @@ def has_room(S: State, length: int) -> bool:
 
 @inner
 def a_length(S: State) -> int:
-    """A random length for a chain, most often a short one."""
+    """Return a random length for a chain, usually a short one."""
     longest = LONGEST * uniform(S.random)
     return int(2.0 ** (longest * uniform(S.random)))
 
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """The ops to run again before a slot, so that ``op`` can: into ``S.chain``, ascending; returns their
+    """Collect the ops to run again before a slot so that ``op`` can run, in ``S.chain``, ascending. Returns their
     number.
 
-    For each read that is gone by then: run its producer again if holding it costs more, or by coin, as long as
-    the chain is not too long. 0 if it costs more than ``limit``.
+    For each read that is not live there, its producer runs again if holding the tensor would cost more, or at
+    random, as long as the chain is not too long. Returns 0 if the chain costs more than ``limit``.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN
@@ -114,7 +115,7 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
 
 @inner
 def sort(items: Ints, length: int) -> None:
-    """Bring the first items into ascending order, by insertion: there are few, and numpy's sort allocates."""
+    """Sort the first items, by insertion: there are few, and numpy's sort allocates memory."""
     for k in range(1, length):
         item, at = items[k], k
         while at > 0 and items[at - 1] > item:
@@ -125,8 +126,11 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """The node, beyond a slot and up to a reader, before which an op can run again without its inputs living
-    longer: the first at which one of them is read for the last time."""
+    """Return the node, behind a slot and at most at a reader, before which an op can run again without extending
+    its inputs' lives.
+
+    It is the first node that is the last reader of one of the inputs.
+    """
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -141,7 +145,7 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """About what it costs to have an op's inputs at a slot: each is held till then or made again."""
+    """Estimate the cost of having an op's inputs at a slot: each is held until then, or computed again."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -157,7 +161,7 @@ def supply(P: Problem, S: State, op: int, slot: int) -> float:
 
 @inner
 def is_collected(P: Problem, S: State, tensor: int) -> bool:
-    """Whether an op of ``S.chain`` makes the tensor."""
+    """Whether an op in ``S.chain`` writes the tensor."""
     if P.flow.producer[tensor] >= 0:
         return bool(S.stamp[P.flow.producer[tensor]] == 1)
     for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
@@ -168,7 +172,8 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add an op to ``S.chain`` that it cannot do without: nothing has made the tensor by then."""
+    """Add an op to ``S.chain`` that the chain cannot do without, because no run has written the tensor before the
+    slot."""
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
     S.chain[length] = op
@@ -178,10 +183,9 @@ def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int
 
 @inner
 def arrange(P: Problem, S: State, length: int) -> int:
-    """Put ``S.chain`` into an order in which each member stands behind those that make what it reads.
+    """Order ``S.chain`` so that each op is behind those that write its reads.
 
-    Only inverses need it: all others stand in the base order. Returns the length, 0 if the members wait for
-    each other in a circle.
+    Only inverses need it; all others are in the base order. Returns the length, or 0 if there is a cycle.
     """
     for k in range(length):
         S.stamp[S.chain[k]] = 1
@@ -202,7 +206,7 @@ def arrange(P: Problem, S: State, length: int) -> int:
 
 @inner
 def waits(P: Problem, S: State, op: int) -> bool:
-    """Whether an op reads what a member of ``S.chain`` that is not placed yet makes."""
+    """Whether an op reads a tensor that an op of ``S.chain`` writes which is not placed yet."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
         if is_collected(P, S, P.reads[k]):
             return True
@@ -211,7 +215,8 @@ def waits(P: Problem, S: State, op: int) -> bool:
 
 @inner
 def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Whether nothing reads the node's copies before a slot: running its op there again lets the node go."""
+    """Whether nothing reads the node's copies before a slot, so that the node can be removed if its op runs again
+    there."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
@@ -221,13 +226,13 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 
 @inner
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Whether an op's first run may stand at a slot, seen from the op that must come after it."""
+    """Whether an op's first run may be at a slot, with respect to the op that must come after it."""
     return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
 
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Run the ops of ``S.chain`` just before a node; earlier runs that nothing reads any more go."""
+    """Run the ops of ``S.chain`` just in front of a node, and remove earlier runs that nothing reads any more."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):
@@ -242,7 +247,7 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Queue the runs whose copies end where the node writes new ones; returns their number."""
+    """Queue the runs whose copies end where the node writes new ones. Returns their number."""
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # swept itself
         return 0

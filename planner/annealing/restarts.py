@@ -1,23 +1,23 @@
-"""How the annealer's time is spent: rounds of cooling, hot ones and reheated ones in turn.
+"""How the annealer's time is divided: rounds of cooling, alternately hot and reheated.
 
-A hot round starts from the base order, a reheated one from the best sequence so far; a round that would start
-anew although nothing feasible is known starts from the best start instead.
+A hot round starts from the base order, a reheated one from the best sequence so far. As long as nothing feasible is
+known, hot rounds also start from the given starts.
 
-In which valley a hot round ends is decided early and hardly depends on its length, so that many short ones find a
-deep one sooner than a few slow ones. How short they may be differs from problem to problem: their lengths follow
-the sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time
-and takes no more than a logarithm longer than the best length, were it known.
+The local minimum in which a hot round ends is decided early and depends little on the round's length, so many short
+rounds find a good one sooner than a few slow ones. The best length differs between problems. Lengths follow the
+sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time, and
+loses at most a logarithm against the best length.
 
-That is decided early because the price of what is over the budget rises in the first few ten thousand moves, however
-long the round is: it quenches. Every other pair of rounds is gentle, once something fits: the price takes its time, at
-the first temperature. Where memory is scarcest that finds valleys that a quench misses; elsewhere many quenches are as
-good, and in the time of a few thousand moves a slow rise finds nothing.
+It is decided early because the price of bytes over the budget rises in the first few ten thousand moves of a round
+of any length: it quenches. Once something fits, every other pair of rounds is gentle: the price rises slowly, at
+the first temperature. Where memory is scarcest, this finds minima that a quench misses. Elsewhere many quenches are
+as good; and as long as nothing fits, a slow rise achieves nothing within a few thousand moves.
 
-In problems without phases hot rounds look for an order first, or do not: whichever has led further. A second thread
-does the same from another seed. An order that saves bytes is soon found, but it may lead away from the best drops, most
-where the problem is nearly a training step. Which tensors to drop takes a slow cooling: hot rounds grow slowly, so that
-there are several, and what stands between them is short. No reheating leads from one order to another; every other
-reheated round therefore shakes the order first.
+In problems without phases, hot rounds look for an order first, or not, whichever has led further. A second thread
+does the same with another seed. An order that saves bytes is found quickly but may prevent the best drops, most of
+all where the problem is nearly a training step. Choosing which tensors to drop takes slow cooling: hot rounds grow
+slowly, so that there are several, and the rounds between them are short. Reheating does not lead from one order to
+another, so every other reheated round shakes the order first.
 """
 
 from __future__ import annotations
@@ -47,64 +47,80 @@ SLICE = 0.2  # seconds between two looks at the clock
 MOVES_IN_SLICE = 4000  # at first, and always where moves are counted instead of seconds
 COLD = 0.001  # percent of the base cost
 REHEAT = 0.2  # of a hot round's temperature
-SUGGESTED = 0.3  # of a hot round's temperature, for what is suggested from elsewhere
-BEFORE = 0.25  # share of a reheated round that it gets first
+SUGGESTED = 0.3  # of a hot round's temperature, for suggested sequences
+BEFORE = 0.25  # share of a reheated round that is spent on the suggestion first
 
 
 class Ordering(NamedTuple):
-    """A stage that only reorders, in problems without phases. ``share``: of its round. ``heat``: temperatures, in
-    tensors of mean size that are over the budget at one run. The price stands still then: were it raised as long as
-    nothing fits, it would freeze the order."""
+    """A stage that only reorders, in problems without phases.
+
+    ``share``: its share of the round. ``heat``: first and last temperature, in tensors of mean size that are over
+    the budget at one run. The price is constant meanwhile: if it rose as long as nothing fits, it would freeze the
+    order.
+    """
 
     share: float
     heat: tuple[float, float]
 
 
 ORDERING = Ordering(0.4, (300.0, 1.0))
-"""Of hot rounds."""
+"""The ordering stage of hot rounds."""
 LOOSE = 1.15
-"""The share of the budget that every other pair of hot rounds looks for an order at: the order with the fewest bytes
-over the budget itself is nearly always the same, and need not be the one from which drops cost least."""
-OTHERWISE = 4  # which of so many hot rounds does the opposite of what has led further, an order first or none
+"""In every other pair of hot rounds, the order is sought for a budget this many times larger.
+
+The order with the fewest bytes over the budget itself is nearly always the same, and need not be the one from which
+dropping is cheapest.
+"""
+OTHERWISE = 4  # one of this many hot rounds uses the variant that has not led further
 SHAKE, TIGHT, SHAKEN = Ordering(0.3, (100.0, 1.0)), 0.85, 0.5
-"""Of every other reheated round, the share of the budget that it reorders at, and the first price after it: what fits
-is reordered as if it had to fit in less, and what has become needless is taken out."""
+"""Before every other reheated round the order is shaken: the stage, the share of the budget it reorders for, and
+the first price after it.
+
+What fits is reordered as if it had to fit into less, and what has become unnecessary is removed.
+"""
 PRICES, FREE = (0.1, 10.0), 0.9
-"""What a tensor of mean size over the budget at one run costs, in runs of mean cost: at the beginning of a stage
-without phases, and after the share of it from which on it rises as long as nothing fits. At low budgets nothing fits
-for long; a price that rises all the while freezes the drops that happen to be there."""
+"""The price of a tensor of mean size over the budget at one run, in runs of mean cost: at the beginning of a stage
+without phases, and after the share `FREE` of it.
+
+From then on the price rises as long as nothing fits. At small budgets nothing fits for long; a price that rose all
+the time would freeze the current drops.
+"""
 PLAIN_HEAT, PLAIN_COLD = (0.1, 30.0), 0.003
-"""Without phases: least temperature of a hot round, its product with the number of ops otherwise, and the last one."""
+"""Without phases: the least first temperature of a hot round; otherwise its product with the number of ops; and the
+last temperature."""
 
 
 SHORTEST = (75.0, 5000.0)
 PLAIN_SHORTEST = (150.0, 1000.0)  # without phases
-"""Moves an op in the shortest round, and the number of ops at which it is twice as many."""
+"""Moves per op in the shortest round, and the number of ops at which it is twice as many."""
 MOVES_A_SECOND = 300_000
-GENTLE = 4  # times as long as a steep round is a gentle one, in which the price rises slowly
+GENTLE = 4  # a gentle round, in which the price rises slowly, is this many times as long as a steep one
 RISING, RANGE = 0.3, 1e4
-"""Share of a gentle round in which the price may rise, and by how much it does in all of that. It begins far below what
-would make anything fit, by a factor of 50 to some thousands."""
+"""The share of a gentle round in which the price may rise, and by which factor it rises over all of that share. It
+starts 50 to some thousand times lower than what makes anything fit."""
 PLAIN_GROWTH, BETWEEN = 1.5, 0.33  # without phases: of hot rounds' length; length of what stands between them
 TWO = 40  # ops from which on two threads are worth it
 
 STALE, PLAIN_STALE = 62, 11
-"""Rounds without improvement after which a search ends, the second without phases: both take over 30 times the
+"""Rounds without improvement after which a search ends, with and without phases. Both take more than 30 times the
 shortest round."""
-STRIDE, LAST_STRIDE = 0.08, 2e-4  # shares of the peak by which a descent's steps try to lower it
+STRIDE, LAST_STRIDE = (
+    0.08,
+    2e-4,
+)  # a descent's steps aim at lowering the peak by this share; it ends when they get smaller than the second
 DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
 DESCENTS = 6
-"""Which of every eight rounds is followed by descents, if it is a hot one that found nothing better; without phases
-each is."""
+"""Of every eight rounds, the one that is followed by descents if it is hot and found nothing better. Without phases
+every hot round is."""
 CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is cheapened, and their temperature
 
 
 @dataclass
 class SearchBudget:
-    """What a search may spend: seconds, or moves if ``moves`` is not 0 (the result then is the same on every
-    machine).
+    """What a search may spend: seconds, or moves if ``moves`` is not 0. With moves, the result is the same on every
+    machine.
 
-    Everything is counted in the one unit or the other.
+    All amounts are in the one unit or the other.
     """
 
     seconds: float
@@ -115,46 +131,46 @@ class SearchBudget:
 
     @property
     def total(self) -> float:
-        """All that may be spent."""
+        """Everything that may be spent."""
         return float(self.moves) if self.moves else self.seconds
 
     def spent(self) -> float:
-        """What has been spent."""
+        """Return what has been spent."""
         return float(self.done) if self.moves else time.monotonic() - self.began
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
-        """What the shortest round may take: more moves an op the more ops there are."""
+        """Return the length of the shortest round; the more ops, the more moves per op."""
         moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
         return moves if self.moves else moves / MOVES_A_SECOND
 
     def stop(self) -> None:
-        """Have everything spent; may be called from another thread."""
+        """Mark everything as spent. May be called from another thread."""
         self.began = -math.inf
 
     @property
     def rate(self) -> float:
-        """Moves for one of what is counted, as far as is known."""
+        """The estimated number of moves per unit."""
         return 1.0 if self.moves else self.slice_ / SLICE
 
     def next_slice(self, left: float) -> int:
-        """The number of moves to make before looking again."""
+        """Return the number of moves to make before the clock is read again."""
         return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:
-        """Note moves made; where seconds count, the next slice is fitted to them."""
+        """Record moves that were made; if seconds count, adjust the next slice to their speed."""
         self.done += moves
         if not self.moves:
             self.slice_ = max(200, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))
 
 
 def _started() -> float:
-    """The time at which a search's clock starts: once its hot loops are compiled."""
+    """Return the time at which a search's clock starts: after its loops are compiled."""
     compile_annealer()
     return time.monotonic()
 
 
 def luby(k: int) -> int:
-    """The k-th term, from 0 on, of 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ..."""
+    """Return the k-th term, from 0 on, of 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ..."""
     term = k + 1
     while term & (term + 1):  # until it is 2^i - 1, the end of a repetition, which is followed by 2^(i-1)
         term -= (1 << term.bit_length() - 1) - 1
@@ -162,8 +178,11 @@ def luby(k: int) -> int:
 
 
 def _hot(ops: int) -> float:
-    """The temperature of a hot round, percent of the base cost: about an op's share in small problems, less
-    in large ones, which have no time to cool from there."""
+    """Return the first temperature of a hot round, in percent of the base cost.
+
+    In small problems it is about one op's share of the cost; in large ones it is less, because there is no time to
+    cool down.
+    """
     return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
 
 
@@ -171,9 +190,9 @@ def _hot(ops: int) -> float:
 class Search:
     """One search at one budget.
 
-    ``enough(overhead)``: whether a plan of that overhead needs no improvement (infinite: whether it is known that
-    there is no plan). ``report(fraction, overhead)``: called
-    between slices with the best overhead so far, or None.
+    ``enough(overhead)``: whether a plan of this overhead needs no improvement; for infinity, whether it is known
+    that there is no plan. ``report(fraction, overhead)``: called between slices with the best overhead so far, or
+    None.
     """
 
     graph: TrainingGraph
@@ -183,34 +202,36 @@ class Search:
     enough: Callable[[float], bool] = lambda _: False
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     suggest: Callable[[], Sequence[str]] = tuple
-    """A sequence to begin with that may be over the budget, or an empty one; asked before each round."""
+    """Returns a sequence to start from, perhaps over the budget, or an empty one; called before each round."""
     suggested_to: tuple[int, ...] = (1, 3)
-    """Which of every four rounds begin with it: the odd, reheated ones for a part of each, the others whole."""
+    """The rounds (k mod 4) that start from the suggestion. Odd rounds, which are reheated, use it for a first part;
+    the others entirely."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
     reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
-    """The least overhead at the end of a hot round that looked for an order first, and of one that did not."""
+    """The least overhead at the end of a hot round that looked for an order first (True), and of one that did not
+    (False)."""
     ended_early: bool = False
-    """Whether the search gave up improving before its time was spent."""
+    """Whether the search gave up before its time was spent."""
     interrupted: bool = False
     """Whether a `KeyboardInterrupt` ended the search, so that `run` returned the best plan so far."""
 
     @property
     def overhead(self) -> float:
-        """Of the best plan so far; infinite if there is none. May be asked from another thread."""
+        """The overhead of the best plan so far; infinite if there is none. May be read from another thread."""
         best = self.best
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
-        """The best plan within the budget that the effort finds, the starts included, or None.
+        """Return the best plan within the budget that is found, starts included, or None.
 
-        A `KeyboardInterrupt` ends the search; the best so far is returned all the same, and ``interrupted`` is set. It
-        is passed on where nothing fits yet.
+        A `KeyboardInterrupt` ends the search; the best plan so far is returned, and ``interrupted`` is set. It is
+        passed on if nothing fits yet.
         """
         self.prepare(starts)
-        begun = self.best  # tidy: to find that again takes seconds where each op runs many times
+        begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
         try:
             if self._wants_twin(effort):
                 self._rounds_in_two(starts, effort)
@@ -225,7 +246,7 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Price the base order and the starts; those that break the order that must be kept are left out."""
+        """Simulate the base order and the starts. Starts that break a required order are left out."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -239,7 +260,7 @@ class Search:
 
     @property
     def least(self) -> Plan:
-        """The plan of the smallest peak met so far, whatever the budget."""
+        """The plan of the smallest peak so far, for any budget."""
         assert self.smallest is not None
         return self.smallest
 
@@ -249,7 +270,7 @@ class Search:
 
     @property
     def _heat(self) -> tuple[float, float]:
-        """The first and the last temperature of a hot round, percent of the base cost."""
+        """The first and last temperature of a hot round, in percent of the base cost."""
         ops = len(self.base)
         if not self._reorders:
             return _hot(ops), COLD
@@ -257,11 +278,12 @@ class Search:
         return max(least, product / max(ops, 1)), PLAIN_COLD
 
     def _wants_twin(self, effort: SearchBudget) -> bool:
-        """Not where moves are counted: the result would not be the same on a machine of one core."""
+        """Whether to use a second thread; not if moves are counted, because the result would depend on the number
+        of cores."""
         return self._reorders and not effort.moves and len(self.base) >= TWO and (os.cpu_count() or 1) > 1
 
     def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-        """Search here and, from another seed, in a second thread; what that finds is taken over."""
+        """Search in this thread and, with another seed, in a second one, and take over its plans."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
         beside = SearchBudget(effort.total - effort.spent())
 
@@ -295,18 +317,18 @@ class Search:
         self.ended_early = stale >= most
 
     def _length(self, k: int) -> float:
-        """Of a round, in shortest rounds."""
+        """Return the length of a round, in shortest rounds."""
         if not self._reorders:
             return GENTLE * luby(k // 4) if self._is_gentle(k) else luby(k // 2)
         return PLAIN_GROWTH ** (k // 2) * (BETWEEN if k % 2 and self.best is not None else 1.0)
 
     def _is_gentle(self, k: int) -> bool:
-        """Whether a round is one of the gentle pairs, of which every other pair is once something fits."""
+        """Whether a round belongs to a gentle pair; every other pair does, once something fits."""
         return not self._reorders and k % 4 >= 2 and self.best is not None
 
     def _round(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
-        """Hot and reheated rounds in turn; without a feasible plan, hot ones from the base order and the
-        starts."""
+        """Run a round: hot and reheated alternately. Without a feasible plan, hot rounds from the base order and
+        the starts."""
         annealer, before = self.annealer, self.best
         if near := self._suggested(k):
             share = BEFORE if k % 2 else 1.0
@@ -326,12 +348,14 @@ class Search:
             self.descend(effort, min(effort.total, effort.spent() + length))
         elif self.best is before and not self.base_fits and self._descends(k):
             until = min(effort.total, effort.spent() + (BETWEEN * length if self._reorders else length))
-            while effort.spent() < until and not self._satisfied():  # each ends in a valley of its own
+            while effort.spent() < until and not self._satisfied():  # each ends in another local minimum
                 self.descend(effort, until, anew=True)
 
     def _anew(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
-        """Cool what is loaded from a hot round's temperature, its order sought first or its price raised slowly where
-        the round is one for that."""
+        """Cool the loaded sequence from a hot round's temperature.
+
+        Depending on the round, its order is improved first, or the price rises slowly first.
+        """
         orders = self._orders(k)
         if orders:
             self._reorder(ORDERING, LOOSE if k // 2 % 4 >= 2 else 1.0, length, effort)
@@ -343,7 +367,7 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _warm(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
-        """Cool the best sequence so far, which is loaded: reheated, or after its order was shaken."""
+        """Cool the best sequence so far, which is loaded: reheated, or after shaking its order."""
         shaken = self._reorders and k % 4 == 1
         if shaken:
             self._reorder(SHAKE, TIGHT, length, effort)
@@ -353,16 +377,19 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _orders(self, k: int) -> bool:
-        """Whether a hot round looks for an order first: in turn, until one that does has ended in something that fits;
-        then as has led further by now, but for each fourth."""
+        """Whether a hot round looks for an order first.
+
+        Rounds alternate until one that did has ended in something that fits. Then the variant that has led further
+        is used, except in every fourth round.
+        """
         turn = k // 2
         if not self._reorders or turn < 2 or self.reached[True] == math.inf:
             return self._reorders and turn % 2 == 0
         return (self.reached[True] <= self.reached[False]) != (turn % OTHERWISE == OTHERWISE - 1)
 
     def _press(self, hot: float, length: float, effort: SearchBudget) -> float:
-        """Let the penalty's price rise slowly, at a round's first temperature, until something fits or a share of the
-        round is over. Returns what that took."""
+        """Raise the price slowly, at a round's first temperature, until something fits or a share of the round is
+        over. Returns what it took."""
         annealer = self.annealer
         began = effort.spent()
         until = began + RISING * length
@@ -378,16 +405,16 @@ class Search:
         return effort.spent() - began
 
     def _descends(self, k: int) -> bool:
-        """Whether a round is one that descents follow where it found nothing better."""
+        """Whether descents follow a round that found nothing better."""
         return k % 2 == 0 if self._reorders else k % 8 == DESCENTS
 
     def _suggested(self, k: int) -> Sequence[str]:
-        """What is suggested now, if a round can make use of it."""
+        """Return the current suggestion, if the round can use it; else an empty sequence."""
         near = () if self._reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, ordering: Ordering, share: float, length: float, effort: SearchBudget) -> None:
-        """Look for an order of the present runs with few bytes over a share of the budget."""
+        """Look for an order of the current runs with few bytes over a share of the budget."""
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
         annealer.load(annealer.current(), int(share * self.budget), price)
         moves = ordering.share * length
@@ -402,8 +429,10 @@ class Search:
         effort: SearchBudget,
         set_price: Callable[[float], None],
     ) -> None:
-        """Cool the present sequence down from one temperature to another with moves of one kind. ``set_price``: called
-        before each slice with the share of the stage that is done."""
+        """Cool the current sequence from one temperature to another with moves of one kind.
+
+        ``set_price``: called before each slice with the share of the stage that is done.
+        """
         began = effort.spent()
         hot, cold = heat
         while (spent := effort.spent() - began) < length and not self._satisfied():
@@ -418,7 +447,7 @@ class Search:
             self._report(effort)
 
     def _set_price(self, share: float, low: float = PRICES[0]) -> None:
-        """Set the price of a byte over the budget in a stage of all moves, a share of it done. ``low``: the first
+        """Set the price of a byte over the budget, when a share of a stage of all moves is done. ``low``: the first
         price without phases."""
         if not self._reorders or share >= FREE:
             self.annealer.limit_price(math.inf)
@@ -427,14 +456,16 @@ class Search:
         self.annealer.set_price(unit * low * math.pow(PRICES[1] / low, share / FREE))
 
     def descend(self, effort: SearchBudget, until: float, anew: bool = False) -> None:
-        """Lower the smallest peak, or with ``anew`` the base order's, step by step,
-        down to the budget or until ``until`` is spent.
+        """Lower the smallest peak step by step, down to the budget or until ``until`` is spent. With ``anew``,
+        start from the base order.
 
-        Each step asks for a peak a little below the smallest, cools at one temperature until a sequence has it,
-        and then lowers its cost, without which runs of no use would pile up; a step that fails halves the next.
+        Each step aims at a peak a little below the smallest, cools at one temperature until a sequence has it, and
+        then lowers its cost; otherwise useless runs would accumulate. A step that fails halves the next one.
         """
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
-        price = 0.0  # kept from step to step: at a low price a start falls apart before it is dear enough
+        price = (
+            0.0  # kept between steps: at a low price a start would be lost before the price is high enough
+        )
         at = self._offer(self.base) if anew else self.least
         while at.estimate.peak > self.budget and stride > LAST_STRIDE and effort.spent() < until:
             peak = at.estimate.peak
@@ -463,7 +494,7 @@ class Search:
     def _cool(
         self, effort: SearchBudget, most: int, until: float, heat: tuple[float, float], mode: int
     ) -> int:
-        """One slice of a descent; returns the moves made."""
+        """Run one slice of a descent. Returns the moves made."""
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.monotonic()
         made = self.annealer.cool(min(moves, most), *heat, mode)
@@ -478,8 +509,7 @@ class Search:
             self._offer(annealer.best())
 
     def _offer(self, runs: Sequence[str]) -> Plan:
-        """Price a sequence with the simulator; keep it if it is the best plan, or the one of the smallest
-        peak. Returns its plan."""
+        """Simulate a sequence, and keep it if it is the best plan or has the smallest peak. Returns its plan."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan

@@ -1,16 +1,14 @@
-"""The state of the sequence annealer, and who serves whom in it.
+"""The state of the annealer, and which run serves which read in it.
 
-The sequence of runs, repeats included, is the whole plan: a read is served by the latest run before it that
-makes the tensor, and a copy lives from its run to its last read before the next run that makes it
-(`schedule.with_frees` has the same rule, and no other choice of frees has a lower peak). A tensor's makers are
-the op that writes it and the inverses that bring it back; ops and inverses are alike here, and both are called
-ops. A virtual last op reads all outputs.
+The sequence of runs, repeats included, is the whole plan. A read is served by the latest earlier run that writes
+the tensor, and a copy lives from its run to its last read before the tensor is written again (`schedule.with_frees`
+uses the same rule; no other choice of frees has a lower peak). A tensor's makers are the op and the inverses that
+write it. Ops and inverses are treated alike here, and both are called ops. A virtual last op reads all outputs.
 
-Runs are nodes with fixed numbers; nodes stand in slots, about half of which are empty, so that an insertion
-moves few of them. ``mem[slot]`` is the bytes of the copies alive there, exact for empty slots too;
-``cap[slot]`` is what may be alive there (budget − workspace, or `NO_CAP` where the slot is empty). The
-penalty is Σ max(0, mem − cap). Sizes are float64 holding integers below 2^53, so sums are exact and the loops
-vectorise.
+Runs are nodes with fixed numbers. Nodes are in slots, of which about half are empty, so that an insertion moves few
+of them. ``mem[slot]`` is the bytes live there, exact for empty slots too. ``cap[slot]`` is what may be live there
+(budget − workspace, or `NO_CAP` if the slot is empty). The penalty is Σ max(0, mem − cap). Sizes are float64 with
+integer values below 2^53, so sums are exact and the loops vectorise.
 """
 
 from __future__ import annotations
@@ -43,20 +41,20 @@ INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """As `inner`, with sums that may be reordered (they are exact in any order).
+    """Like `inner`, with sums that may be reordered, because they are exact in any order.
 
-    No kernel of the annealer may call itself: reloading such a one from the disk cache crashes.
+    No kernel of the annealer may call itself: reloading such a kernel from the disk cache crashes.
     """
     return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def free_kernel(function: F) -> F:
-    """As `kernel`, and other Python threads run meanwhile."""
+    """Like `kernel`; other Python threads can run during a call."""
     return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
-    """Who reads and who makes each tensor. ``producer``: its only maker, or -1 if it has several."""
+    """Which ops read and write each tensor. ``producer``: its only maker, or -1 if it has several."""
 
     readers_at: Ints
     readers: Ints
@@ -66,13 +64,13 @@ class Flow(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The problem as arrays. Tensors that are inputs are left out; op ``n - 1`` is the virtual end.
+    """The problem as arrays. Inputs are left out; op ``n - 1`` is the virtual end.
 
-    ``x_at[i]:x_at[i + 1]`` are the places of row i in ``x``. ``cost`` is in percent of the base cost.
-    ``plain``: whether there is no backward half, where chains of recomputation would otherwise grow without end.
-    ``several``: whether any tensor has several makers. ``least``: the runs that an op must keep, 1 or, where
-    others can make what it makes, 0. ``once``: 1 for ops that may not run again. ``before`` and ``after``: the
-    neighbours of an op among those whose first runs must keep their order, or -1.
+    ``x_at[i]:x_at[i + 1]`` is the range of row i in ``x``. ``cost``: percent of the base cost. ``plain``: whether
+    there is no backward half; chains of recomputation would grow without limit there. ``several``: whether any
+    tensor has several makers. ``least``: the number of runs that an op must keep: 1, or 0 if others can write what
+    it writes. ``once``: 1 for ops that may run only once. ``before`` and ``after``: an op's neighbours among the
+    ops whose first runs keep their order, or -1.
     """
 
     reads_at: Ints
@@ -93,10 +91,11 @@ class Problem(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Where the runs of each op stand. Indexed by node: its ``slot``, -1 when not in the sequence, the ``prev``
-    and ``next`` run of the same op; by op: its ``first`` and ``last`` run.
+    """The positions of each op's runs.
 
-    Apart from the rest of the state because a call that passes few arrays is quick.
+    By node: its ``slot``, -1 if it is not in the sequence, and the ``prev`` and ``next`` run of the same op. By op:
+    its ``first`` and ``last`` run. It is separate from the rest of the state because calls with fewer arrays are
+    faster.
     """
 
     slot: Ints
@@ -107,7 +106,7 @@ class Links(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sequence. Indexed by node: ``op``; by op: ``runs place stamp``; by slot: ``at mem cap``."""
+    """The sequence. By node: ``op``. By op: ``runs place stamp``. By slot: ``at mem cap``."""
 
     links: Links
     op: Ints
@@ -130,9 +129,9 @@ class State(NamedTuple):
 
 @vector_kernel
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add bytes to the slots low..high; returns the change of the penalty."""
+    """Add bytes to the slots low..high. Returns the change of the penalty."""
     change = 0.0
-    # Slices, to count from 0 on: a loop whose indices may be negative is not vectorised.
+    # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     held, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(held.size):
         over = held[s] - most[s]
@@ -144,7 +143,7 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 
 @vector_kernel
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """What `spread` would return, without doing it."""
+    """Return what `spread` would return, without changing anything."""
     change = 0.0
     held, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(held.size):
@@ -156,7 +155,7 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
 
 @vector_kernel
 def first_over(mem: Floats, cap: Floats, start: int) -> int:
-    """The first slot from a slot on whose cap is exceeded, or -1."""
+    """Return the first slot, from ``start`` on, whose cap is exceeded, or -1."""
     for low in range(start, mem.size, BLOCK):
         held, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
         found = 0
@@ -172,7 +171,7 @@ def first_over(mem: Floats, cap: Floats, start: int) -> int:
 
 @inner
 def run_before(L: Links, op: int, slot: int) -> int:
-    """The latest run of an op that stands before a slot, or -1."""
+    """Return the latest run of an op before a slot, or -1."""
     node = L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
@@ -181,7 +180,7 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
-    """The run that serves a read of the tensor at a slot: the latest before it that makes it, or -1."""
+    """Return the run that serves a read of the tensor at a slot: the latest earlier run of a maker, or -1."""
     latest, place = -1, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = L.last[F.makers[k]]
@@ -194,7 +193,7 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
 
 @inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
-    """The slot of the next run after ``node`` that makes the tensor; beyond all slots if there is none."""
+    """Return the slot of the next run after ``node`` that writes the tensor; beyond all slots if there is none."""
     if F.producer[tensor] >= 0:
         later = L.next[node]
         return int(L.slot[later]) if later >= 0 else NO_SLOT
@@ -209,8 +208,8 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """The slot of the last read of a tensor in (start, stop), the node ``skip`` apart; ``start`` if there is
-    none."""
+    """Return the slot of the last read of a tensor in (start, stop), ignoring the node ``skip``; ``start`` if there
+    is none."""
     latest = start
     for k in range(F.readers_at[tensor], F.readers_at[tensor + 1]):
         node = L.last[F.readers[k]]
@@ -227,8 +226,8 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """The slot at which the copy that ``node`` writes is last needed, the node ``skip`` apart (its own slot if
-    nothing reads it)."""
+    """Return the slot of the last read of the copy that ``node`` writes, ignoring the node ``skip``; its own slot
+    if there is none."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 
@@ -244,7 +243,7 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def node_after(at: Ints, slot: int) -> int:
-    """The first node that stands beyond a slot."""
+    """Return the first node behind a slot."""
     s = slot + 1
     while at[s] < 0:
         s += 1

@@ -89,8 +89,10 @@ def _counted(
     steps: int,
     runs: Mapping[tuple[int, int], cp_model.IntVar],
 ) -> dict[int, cp_model.IntVar]:
-    """How often each recipe runs, but for the one run of those that must: a schedule without recomputation is seen to
-    be optimal by its objective of 0."""
+    """Return, for each recipe that may run, how often it runs beyond what every schedule needs.
+
+    So a schedule without recomputation has the objective 0, and the solver sees at once that it is optimal.
+    """
     must, counts = must_run(graph), {}
     for v, op in enumerate(recipes):
         counts[v] = model.new_int_var(0, steps, "")
@@ -104,7 +106,7 @@ Row = list[cp_model.IntVar]
 def _variables(
     model: cp_model.CpModel, graph: TrainingGraph, steps: int
 ) -> tuple[list[Op], dict[str, Row], dict[tuple[int, int], cp_model.IntVar]]:
-    """The recipes that may run, and the variables A by tensor and R by recipe and step."""
+    """Return the recipes that may run, and the variables A by tensor and R by recipe and step."""
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     recipes = [op for op in (*graph.ops, *graph.inverses) if inputs.isdisjoint(op.writes)]
     tensors = {t.name: [model.new_bool_var("") for _ in range(steps + 1)] for t in graph.tensors}
