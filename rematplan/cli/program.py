@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "keep, recompute or invert: peak, time and gradient error",
     "profile": "measure a training step's ops, for plans made elsewhere",
     "pipeline": "plan a model over several ranks, each within a memory budget",
+    "kfac": "model time and memory of SGD and K-FAC on many devices",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
     "devices": "list the device models that --device-model names",

@@ -1,0 +1,155 @@
+"""``rematplan kfac``: time and memory of SGD and K-FAC on many devices, by a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rematplan.cli.arguments import check_outputs, positive
+from rematplan.cli.output import Output
+from rematplan.cli.source import add_model, load_model
+from rematplan.planner.strategies.store_all import no_recompute
+
+if TYPE_CHECKING:
+    from rematplan.optim.iteration_model import Iteration, IterationModel
+
+LABEL = "model, not measured"
+DEFAULT_RANKS, DEFAULT_LINK, DEFAULT_DEVICE = "1..2048", "25GB/s,5us", "v100"
+MOST_RANKS = 2**20
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Model, devices, network, intervals, picture."""
+    add_model(parser, problem_file=False)
+    parser.add_argument(
+        "--ranks",
+        metavar="N..M",
+        type=ranks,
+        default=DEFAULT_RANKS,
+        help=f"numbers of devices, doubled from N to M, or N,M,…; each has --batch samples; default {DEFAULT_RANKS}",
+    )
+    parser.add_argument(
+        "--device-model", metavar="NAME", default=DEFAULT_DEVICE, help=f"the device; default {DEFAULT_DEVICE}"
+    )
+    parser.add_argument(
+        "--link",
+        metavar="SPEED,DELAY",
+        type=link,
+        default=DEFAULT_LINK,
+        help=f"bandwidth and latency of a message; default {DEFAULT_LINK}",
+    )
+    parser.add_argument(
+        "--every", type=positive, default=1, metavar="N", help="iterations between statistics; default 1"
+    )
+    parser.add_argument(
+        "--inverse-every",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="iterations between two inverses of a factor; default 1",
+    )
+    parser.add_argument(
+        "--approx",
+        choices=("expand", "reduce"),
+        default="expand",
+        help="the form of the factors; default expand",
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times, SGD beside K-FAC")
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Numbers of processes: ``1..2048``, ``8`` or ``1,8,64``."""
+    first, dots, last = text.partition("..")
+    found = [positive(part) for part in ([first, last] if dots else text.split(","))]
+    if max(found) > MOST_RANKS or (dots and found[0] > found[1]):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form 1..2048, up to {MOST_RANKS}")
+    return tuple(_doubled(*found)) if dots else tuple(dict.fromkeys(found))
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    """``first``, its doubles up to ``last``, and ``last``."""
+    while first < last:
+        yield first
+        first *= 2
+    yield last
+
+
+def link(text: str) -> tuple[float, float]:
+    """Bandwidth in 10⁹ bytes a second and latency in microseconds."""
+    number = r"(\d+(?:\.\d+)?)"
+    found = re.fullmatch(number + "GB/s," + number + "us", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form {DEFAULT_LINK}")
+    return float(found[1]), float(found[2])
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Model the times, show them, draw them."""
+    check_outputs(args.png)
+    model, peaks = modelled(args, out)
+    pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
+    from rematplan.report.kfac_tables import breakdown_table, memory_table
+
+    title = f"{model.plain.name} on {args.device_model} ({LABEL})"
+    out.show(breakdown_table(title, pairs), memory_table(f"memory a device ({LABEL})", pairs, peaks))
+    if args.png:
+        from rematplan.report.plot_breakdown import save_breakdown  # matplotlib is slow to load
+
+        save_breakdown(args.png, title, pairs)
+    out.data(document(args, model, pairs, peaks))
+    return 0
+
+
+def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tuple[int, int]]:
+    """The model of an iteration, and the peaks of the step without and with statistics, without recomputation."""
+    loaded = load_model(args, out, weightless=True)
+    from rematplan import api
+    from rematplan.optim.iteration_model import IterationModel, Link
+    from rematplan.runtime.costs.device_models import device_model
+    from rematplan.runtime.statistics.insert import with_statistics
+    from rematplan.runtime.statistics.options import Kronecker
+    from rematplan.runtime.statistics.output_gradients import Draws
+    from rematplan.runtime.statistics.recorder import shapes
+
+    options = Kronecker(fisher="empirical", approx=args.approx)
+    counted = with_statistics(loaded.step, options, Draws(options.seed))
+    device = device_model(args.device_model)
+    model = IterationModel(
+        loaded.step, counted.step, shapes(counted), device, Link(*args.link), args.every, args.inverse_every
+    )
+    steps = (loaded, replace(loaded, step=counted.step))
+    graphs = [api.problem(one, "roofline", args.device_model) for one in steps]
+    plain, with_factors = (no_recompute(graph).estimate.peak for graph in graphs)
+    return model, (plain, with_factors)
+
+
+def document(
+    args: argparse.Namespace,
+    model: IterationModel,
+    pairs: Sequence[tuple[Iteration, Iteration]],
+    peaks: tuple[int, int],
+) -> dict[str, Any]:
+    """The JSON output."""
+    return {
+        "model": model.plain.name,
+        "kind": LABEL,
+        "device_model": args.device_model,
+        "link": dict(zip(("gigabytes_a_second", "microseconds"), args.link, strict=True)),
+        "layers": len(model.forms),
+        "iterations": [
+            {
+                "ranks": one.ranks,
+                "optimizer": name,
+                "microseconds": one.total,
+                "parts": dict(one.times),
+                "state_bytes": one.state,
+                "peak": peak,
+            }
+            for pair in pairs
+            for name, one, peak in zip(("sgd", "kfac"), pair, peaks, strict=True)
+        ],
+    }
