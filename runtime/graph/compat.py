@@ -70,7 +70,7 @@ try:
     from torch._C._profiler import ProfilerConfig, ProfilerState
     from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
     from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
     from torch._subclasses.fake_tensor import (
@@ -92,6 +92,7 @@ except (ImportError, AttributeError) as error:
 if TYPE_CHECKING:
     from torch._C import _cuda_clearCublasWorkspaces as clear_cublas_workspaces
     from torch._dynamo import OptimizedModule
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._dynamo.exc import TorchDynamoException
@@ -116,6 +117,7 @@ LATER = {
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # not in a build for CPUs
     "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
     "device_mode": ("torch.utils._device", ""),
+    "dynamo_config": ("torch._dynamo.config", ""),
     "functorch_config": ("torch._functorch.config", ""),
     "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
     "inductor_config": ("torch._inductor.config", ""),
@@ -176,6 +178,7 @@ __all__ = [
     "COMPILING_FLAG",
     "TESTED",
     "AutoDispatchBelowAutograd",
+    "CompileContext",
     "CustomPartitionerFn",
     "DataDependentOutputException",
     "DelayedError",
@@ -206,6 +209,7 @@ __all__ = [
     "disable_current_modes",
     "disable_dynamo",
     "disable_profiler_legacy",
+    "dynamo_config",
     "enable_profiler_legacy",
     "forward_mode_level",
     "from_functional_tensor",

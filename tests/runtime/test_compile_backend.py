@@ -1,6 +1,7 @@
 """Laws of the backend of torch.compile: the same bits as eager mode, the plan's own graphs, errors that say what."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch._inductor import config
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import Plan
 from rematplan.runtime.costs.measure import peak_above_entry
 
 
@@ -176,3 +179,61 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(Exception, match="smallest peak") as caught:
         compiled(torch.randn(8, 64))
     assert isinstance(caught.value.inner_exception, InfeasibleBudget)
+
+
+def several_sizes(sizes: range, **options: Any) -> Any:
+    """The backend of a network that was called with these numbers of rows."""
+    compiled, _, backend, _ = compiled_and_plain(**options)
+    for n in sizes:
+        loss_of(compiled(torch.randn(8 * n, 64))).backward()
+    return backend
+
+
+def test_where_the_compiler_would_drop_plans_a_warning_names_the_setting() -> None:
+    with torch._dynamo.config.patch(recompile_limit=3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            few = several_sizes(range(1, 3), budget="1GiB")
+        assert not [one for one in said if "recompile_limit" in str(one.message)]
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match="rematplan: .*WITHOUT A PLAN") as told:
+            many = several_sizes(range(1, 6), budget="1GiB")
+    (limit,) = [str(one.message) for one in told if "WITHOUT A PLAN" in str(one.message)]
+    assert "torch._dynamo.config.recompile_limit, 3" in limit
+    assert (len(few.plans), len(many.plans)) == (2, 3)  # the compiler has dropped two
+
+
+def test_a_plan_for_another_size_begins_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    met, search = [], Auto.plan
+
+    def seen(self: Auto, graph: TrainingGraph, budget: int, progress: Any, starts: Any) -> Plan:
+        met.append((self.time_limit, [p.estimate.peak <= budget for p in starts]))
+        return search(self, graph, budget, progress, starts)
+
+    monkeypatch.setattr(Auto, "plan", seen)
+    several_sizes(range(8, 10), strategy="auto", time_limit=1.0, options={"reuse": False})
+    assert met == [(1.0, []), (0.25, [True])]
+
+
+def test_a_larger_size_that_fits_no_plan_goes_on_with_the_leanest() -> None:
+    first = several_sizes(range(64, 65)).plans[0].budget
+    torch._dynamo.reset()
+    compiled, model, backend, plain = compiled_and_plain(budget=first)
+    for n in (512, 6400):
+        x = torch.randn(n, 64)
+        for one, called in ((model, compiled), (plain, plain)):
+            torch.manual_seed(0)
+            one.zero_grad()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                loss_of(called(x)).backward()
+            told = [str(w.message) for w in said if "leanest plan" in str(w.message)]
+            assert len(told) == (n == 6400 and called is compiled)
+        for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, eager.grad)
+    assert backend.plans[0].peak <= first < backend.plans[1].peak
+
+
+def test_what_others_hold_counts_for_compiled_graphs_too() -> None:
+    alone, more = (several_sizes(range(8, 9), budget="100%", reserved=r) for r in ([], ["1MiB"]))
+    assert more.plans[0].peak == alone.plans[0].peak + 2**20
