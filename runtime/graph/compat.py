@@ -55,6 +55,7 @@ try:
     from torch._C import _get_overrideable_sdp_enabled as get_overrideable_sdp_enabled
     from torch._C import _get_sdp_priority_order as get_sdp_priority_order
     from torch._C import _get_tracing_state as get_tracing_state
+    from torch._C import _len_torch_dispatch_stack as dispatch_stack_depth
     from torch._C import _set_cudnn_enabled as set_cudnn_enabled
     from torch._C import _TorchDispatchModeKey as TorchDispatchModeKey
     from torch._C._autograd import _disable_profiler_legacy as disable_profiler_legacy
@@ -72,6 +73,7 @@ try:
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
     from torch._ops import HigherOrderOperator, OpOverload
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch as pre_dispatch_stack_depth
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -168,6 +170,11 @@ def forward_mode_level() -> int:
     return forward_ad._current_level
 
 
+def any_mode() -> bool:
+    """Whether calls go through a dispatch mode of this thread. Asking costs less than disabling none."""
+    return bool(dispatch_stack_depth() or pre_dispatch_stack_depth())
+
+
 def parametrizations_are_cached() -> bool:
     """Whether the caller is in a block of `torch.nn.utils.parametrize.cached`."""
     return bool(parametrize._cache_enabled)
@@ -199,6 +206,7 @@ __all__ = [
     "TorchDispatchModeKey",
     "TorchDynamoException",
     "TracingContext",
+    "any_mode",
     "aot_autograd",
     "aot_export_joint_with_descriptors",
     "boxed_nop",

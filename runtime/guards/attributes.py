@@ -83,7 +83,7 @@ class Reads:
         elif id(value) in self.things:
             if is_record(value):
                 self._note_record(value, self._owner(value), (owner[0], (*owner[1], name)))
-        elif type(value) in PLAIN or name not in BOOKKEEPING:
+        elif (type(value) in PLAIN and (name != "training" or owner[1])) or name not in BOOKKEEPING:
             self.holders[owner] = holder
             first = self.found.setdefault((owner, name), kept(value))
             if not same(value, first):
@@ -190,7 +190,7 @@ def _is_at(owner: Owner, record: Any, attributes: Attributes) -> bool:
 
 
 BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
-"""What every module keeps of its parts, hooks and tensors; others see to these."""
+"""What every module keeps of its parts, hooks, tensors and mode; the key of its state has these."""
 
 
 @contextmanager

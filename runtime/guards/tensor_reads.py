@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from rematplan.runtime.graph.compat import (
     DataDependentOutputException,
     DisableAutocast,
+    any_mode,
     disable_current_modes,
 )
 
@@ -66,5 +67,5 @@ def undecided() -> Iterator[None]:
 @contextmanager
 def plainly() -> Iterator[None]:
     """A block in which calls are made on real tensors as they are."""
-    with disable_current_modes(), torch.no_grad(), DisableAutocast():
+    with disable_current_modes() if any_mode() else nullcontext(), torch.no_grad(), DisableAutocast():
         yield

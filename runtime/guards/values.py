@@ -92,9 +92,11 @@ def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator
 
 def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
     """An argument with tensors in the places of theirs."""
-    if isinstance(arg, (list, tuple, dict)):
-        return pytree.tree_map_only(_At, lambda at: known[at.place], arg)
-    return known[arg.place] if isinstance(arg, _At) else arg
+    if type(arg) is _At:
+        return known[arg.place]
+    if not isinstance(arg, (list, tuple, dict)):
+        return arg
+    return pytree.tree_map_only(_At, lambda at: known[at.place], arg)
 
 
 def _taken(of: Source | torch.Tensor, pools: _Pools, copied: bool) -> torch.Tensor:

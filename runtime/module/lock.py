@@ -21,7 +21,8 @@ class CaptureLock:
         """A block in which no other thread captures."""
         me = get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: self._alone in (None, me))
+            if self._alone not in (None, me):  # asked before, for this block is in every call
+                self._changed.wait_for(lambda: self._alone in (None, me))
             self._sharing[me] = self._sharing.get(me, 0) + 1
         try:
             yield
