@@ -28,7 +28,7 @@ from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.capture.patches.tensor_data import written_data
 from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
-from rematplan.runtime.capture.restore_state import untouched
+from rematplan.runtime.capture.restore_state import same_attributes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     COMPILING_FLAG,
@@ -90,7 +90,7 @@ def capture(
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     root = module if root is None else root  # which may be empty, and false
     try:
-        with untouched(root, name), no_host_draws(name):
+        with same_attributes(root, name), no_host_draws(name):
             return _traced(module, batch, name, root, decisions)
     except ModelError:
         raise

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from rematplan.runtime.capture.own_outputs import is_whole, with_own_outputs
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    Ref,
+    Value,
+    refs,
+    single_call,
+    substitute,
+)
 from rematplan.runtime.graph.own_losses import in_own_losses
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.zero_tangents import zeros_without
@@ -98,7 +106,7 @@ class _Reduced:
         self.possible &= like.is_contiguous()
         self.values[name] = Value(name, name, name, like.new_zeros(like.shape))
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        return Call(name, ZEROS, (list(like.shape),), options, (name,), True, False, False, True)
+        return single_call(name, ZEROS, (list(like.shape),), options, backward=True)
 
     def _finished(
         self, missing: Set[str], left_out: frozenset[str], calls: list[Call]

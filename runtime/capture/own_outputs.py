@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, single_call
 from rematplan.runtime.graph.compat import disable_current_modes
 
 CLONE = torch.ops.aten.clone.default
@@ -101,7 +101,7 @@ def _copy(
     def then(result: str, target: Any, fake: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         last, view = made[-1], target is PERMUTE
         calls.append(
-            Call(result, target, (Ref(last.name), *args), kwargs, (result,), True, view, False, backward)
+            single_call(result, target, (Ref(last.name), *args), kwargs, is_view=view, backward=backward)
         )
         made.append(Value(result, last.storage if view else result, result, fake))
 

@@ -243,9 +243,7 @@ class _Reader:
             kwargs=kwargs,
             results=tuple(names),
             single=single,
-            is_view=False,
             seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
-            backward=False,
             module=_module_of(node),
         )
         if call.waits:

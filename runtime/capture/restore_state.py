@@ -1,13 +1,16 @@
-"""A module's own attributes as they were before its forward was traced: what a trace leaves there is no real tensor."""
+"""Blocks after which a module and the random numbers are as before: its attributes, where a trace leaves what is no
+real tensor, its buffers, its gradients, and the states of all generators."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +23,7 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 
 @contextmanager
-def untouched(module: nn.Module, name: str) -> Iterator[None]:
+def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
     """A block after which attributes of the module, its parts and records that they hold are as before it, as is what
     lists, dictionaries and sets among them hold, hooks among these. Warns of tensors and plain values that the block
     left in public ones, as a planned forward will not. ``name``: the module's."""
@@ -43,6 +46,43 @@ def untouched(module: nn.Module, name: str) -> Iterator[None]:
                 _refill(container, was)
     if left:
         warn(f"the forward of {name} sets {', '.join(left)}, which a planned one does not")
+
+
+@contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """A block after which the module's buffers hold what they held before it."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, was in before:
+                buffer.copy_(was)
+
+
+@contextmanager
+def same_gradients(module: nn.Module) -> Iterator[None]:
+    """A block that begins without gradients, and after which the parameters have those that they had."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """A block after which PyTorch's, Python's and NumPy's random numbers go on as they would have before it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from torch import nn
 from rematplan.planner.core.inversion_error import gradient_error
 from rematplan.planner.core.lanes import Lanes
 from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.capture.restore_state import same_buffers, same_draws, same_gradients
 from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
 from rematplan.runtime.graph.captured_step import CapturedStep
 
@@ -170,22 +171,6 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A block that begins without gradients and after which buffers, gradients and random state are as
-    before."""
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    for p in module.parameters():
-        p.grad = None
-    try:
+    """A block that begins without gradients, and after which buffers, gradients and random states are as before."""
+    with same_buffers(module), same_gradients(module), same_draws():
         yield
-    finally:
-        with torch.no_grad():
-            for name, b in module.named_buffers():
-                b.copy_(buffers[name])
-        for name, p in module.named_parameters():
-            p.grad = gradients[name]
-        torch.set_rng_state(state)
-        for index, cuda_state in enumerate(cuda_states):
-            torch.cuda.set_rng_state(cuda_state, index)

@@ -61,10 +61,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[str | None, ...]
-    single: bool
-    is_view: bool
-    seeded: bool
-    backward: bool
+    single: bool = True
+    is_view: bool = False
+    seeded: bool = False
+    backward: bool = False
     module: str = ""
     gain: float = 1.0
     noise: float | None = None
@@ -86,6 +86,22 @@ class Call:
     def ordered(self) -> bool:
         """Whether its first run must keep its place among others of which this holds."""
         return self.seeded or self.collective
+
+
+def single_call(
+    name: str,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    result: str | None = None,
+    **further: Any,
+) -> Call:
+    """A call that a pass adds to a step, with one result. That has the call's name, unless ``result`` is another.
+
+    ``further``: fields of `Call`.
+    """
+    return Call(name, target, args, kwargs or {}, (result or name,), **further)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.ir.recoverable import recoveries
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
 from rematplan.runtime.inversion.facts import Facts, Refused, Undone
@@ -201,16 +201,5 @@ def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int
     name = f"invert_{base}" + (f"_way{index + 1}" if index else "")
     while name in step.call or name in step.values:
         name += "_"
-    return Call(
-        name=name,
-        target=inverse,
-        args=tuple(Ref(r) for w in ways for r in w.reads),
-        kwargs={},
-        results=(base,),
-        single=True,
-        is_view=False,
-        seeded=False,
-        backward=False,
-        gain=inverse.gain,
-        noise=inverse.noise,
-    )
+    reads = tuple(Ref(r) for w in ways for r in w.reads)
+    return single_call(name, inverse, reads, result=base, gain=inverse.gain, noise=inverse.noise)

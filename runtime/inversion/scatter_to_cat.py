@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
@@ -92,7 +92,7 @@ class _Rewriter:
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
-        call = _call(self._free(name), target, args, is_view=True)
+        call = single_call(self._free(name), target, args, is_view=True)
         call = replace(call, results=(result or call.name,))
         self.values[result or call.name] = Value(result or call.name, source.storage, call.name, fake)
         self.append(call)
@@ -153,7 +153,7 @@ class _Rewriter:
         if straight and target is aten.cat.default:
             self.append(replace(call, target=target, args=(laid, at), kwargs={}))
             return True
-        whole = replace(_call(self._free(f"{call.name}_whole"), target, (laid, at)), module=call.module)
+        whole = replace(single_call(self._free(f"{call.name}_whole"), target, (laid, at)), module=call.module)
         self.storage[self.values[name].storage] = whole.name
         self.values[whole.name] = Value(whole.name, whole.name, whole.name, fake)
         self.append(whole)
@@ -270,17 +270,3 @@ def _kind(fake: torch.Tensor) -> tuple[object, ...]:
 
 def _described(fake: torch.Tensor) -> tuple[object, ...]:
     return *_kind(fake), fake.stride()
-
-
-def _call(name: str, target: Any, args: tuple[Any, ...], is_view: bool = False) -> Call:
-    return Call(
-        name=name,
-        target=target,
-        args=args,
-        kwargs={},
-        results=(name,),
-        single=True,
-        is_view=is_view,
-        seeded=False,
-        backward=False,
-    )

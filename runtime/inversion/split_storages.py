@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    Ref,
+    Value,
+    refs,
+    single_call,
+    substitute,
+)
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, lies_so, within
 
@@ -160,8 +168,10 @@ class _Parter:
         view = base.fake.as_strided(size, stride, one.start)
         strip = f"{name}_strip"
         apart.copies += [
-            _call(strip, aten.as_strided.default, (Ref(base.name), size, stride, one.start), True),
-            _call(name, aten.clone.default, (Ref(strip),), False),
+            single_call(
+                strip, aten.as_strided.default, (Ref(base.name), size, stride, one.start), is_view=True
+            ),
+            single_call(name, aten.clone.default, (Ref(strip),)),
         ]
         apart.values[strip] = Value(strip, base.storage, strip, view)
         with torch.no_grad():
@@ -184,7 +194,9 @@ class _Parter:
             while name in self.step.call or name in self.values:
                 name += "_"
             maker = self.step.call[old.call or ""]
-            view = _call(name, aten.as_strided.default, (Ref(source.name), size, stride, offset), True)
+            view = single_call(
+                name, aten.as_strided.default, (Ref(source.name), size, stride, offset), is_view=True
+            )
             view = replace(view, results=(value,), backward=maker.backward)
             # A call that gives several views keeps those that stay.
             left = apart.views.setdefault(maker.name, list(self.views.get(maker.name, [maker])))
@@ -240,17 +252,3 @@ def _same_strides(fake: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int
 
 def _without(results: tuple[str | None, ...], value: str) -> tuple[str | None, ...]:
     return tuple(None if r == value else r for r in results)
-
-
-def _call(name: str, target: object, args: tuple[object, ...], is_view: bool) -> Call:
-    return Call(
-        name=name,
-        target=target,  # type: ignore[arg-type]
-        args=args,
-        kwargs={},
-        results=(name,),
-        single=True,
-        is_view=is_view,
-        seeded=False,
-        backward=False,
-    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.restore_state import same_draws
 from rematplan.runtime.graph.compat import TESTED, is_tested, pytree
 from rematplan.runtime.graph.warn import warn
 
@@ -57,7 +57,7 @@ def check_first_plan(
 def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The outputs and gradients by name of one forward and backward. It runs on copies; the random state stays."""
     model, args, kwargs = copy.deepcopy((model, args, dict(kwargs)))
-    with _random_state_kept(), torch.enable_grad():
+    with same_draws(), torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(o, torch.Tensor)]
         trained = [o for o in outputs if o.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(o) for o in trained])
@@ -68,14 +68,6 @@ def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         **{f"the gradient of input {at}": i.grad for at, i in enumerate(inputs) if i.grad is not None},
         **{f"buffer {name}": buffer for name, buffer in model.named_buffers()},
     }
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """A block that begins with the caller's random state and leaves it as it was."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _different(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rematplan.runtime.capture.restore_state import untouched
+from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 
@@ -49,9 +47,9 @@ def _raised(
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
     with (
         warnings.catch_warnings(),
-        _same_buffers(model),
-        _same_draws(),
-        untouched(model, ""),
+        same_buffers(model),
+        same_draws(),
+        same_attributes(model, ""),
         torch.enable_grad(),
         keeping,
     ):
@@ -65,25 +63,3 @@ def _raised(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, was in before:
-                buffer.copy_(was)
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    Ref,
+    Value,
+    refs,
+    single_call,
+    substitute,
+)
 
 aten = torch.ops.aten
 
@@ -113,7 +121,7 @@ def call_of(
     name: str, target: Any, args: tuple[Any, ...], result: str, kwargs: Mapping[str, Any] | None = None
 ) -> Call:
     """A call of the backward half with one result, that may run although it reads no tangent."""
-    return Call(name, target, args, kwargs or {}, (result,), True, False, False, True, late=True)
+    return single_call(name, target, args, kwargs, result=result, backward=True, late=True)
 
 
 def with_calls(
