@@ -1,1 +1,1 @@
-"""ONNX files: reading them, and normalising their graphs to a training form."""
+"""Reading ONNX files, and normalising their graphs to a training form."""

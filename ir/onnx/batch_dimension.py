@@ -1,4 +1,4 @@
-"""Which of the inputs' dimensions is the batch, and for which size the file's constants were made."""
+"""Find the batch dimension of a file's inputs, and the batch size for which the file's constants were made."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from rematplan.ir.onnx.draft import Declared
 from rematplan.ir.onnx.graph import Batch
 
-NAME = "batch"  # of the dimension, where the file has no name for it
+NAME = "batch"  # the dimension's name, if the file has none
 
 
 def with_batch(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
-    """The inputs with their batch symbolic, the sizes to bind, and the batch, if it changes its size.
+    """Return the inputs with a symbolic batch, the sizes to bind, and the batch if its size changes.
 
-    A file whose inputs are all of fixed shape has a batch too: the first dimension of its first input, and of those
-    inputs that have the same one. ``--dim batch=8`` binds it to another size.
+    A file whose inputs all have fixed shapes has a batch too: the first dimension of its first input, and of every
+    input with the same first dimension. ``--dim batch=8`` gives it another size.
     """
     first = next((d for d in inputs if d.shape), None)
     if first is None or not first.shape:

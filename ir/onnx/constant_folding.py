@@ -1,7 +1,8 @@
-"""Constant folding: nodes whose inputs are all known are computed at load, as far as the results stay small.
+"""Constant folding: compute, when a file is loaded, the nodes whose inputs are known, as long as the results are
+small.
 
-Whatever is not folded here (an op without a row, a large result) stays in the graph and is computed when
-it runs, so folding never has to be complete; it has to be right and cheap.
+A node that is not folded (an op without a rule, a large result) stays in the graph and is computed in each step. So
+folding need not be complete; it must be right and cheap.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _broadcast(arrays: Arrays) -> int:
 
 
 def _shape_operand(at: int) -> SizeRule:
-    """The result's shape is the operand at this place (broadcast against the first, for Expand)."""
+    """The rule that the operand at this place is the result's shape (broadcast with the first operand, for Expand)."""
 
     def size(arrays: Arrays) -> int:
         shape = arrays[at]
@@ -132,7 +133,7 @@ SIZE_RULES: dict[str, SizeRule] = {
 
 
 def constant_value(node: Node) -> np.ndarray | None:
-    """What a ``Constant`` node states, or None for a form that is not dense numbers or strings."""
+    """Return the value of a ``Constant`` node; None if it is neither dense numbers nor strings."""
     forms: dict[str, Callable[[Attribute], np.ndarray]] = {
         "value": np.asarray,
         "value_float": lambda v: np.asarray(v, np.float32),
@@ -146,9 +147,9 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """The node's outputs, or None if an input is unknown, a result might be large, or the op is not folded.
+    """Return the node's outputs; None if an input is unknown, a result may be large, or the op is not folded.
 
-    ``known``: the constant values by name, none of more than ``MAX_ELEMENTS`` elements.
+    ``known``: constant values by name, each of at most ``MAX_ELEMENTS`` elements.
     """
     if node.domain or node.op not in SIZE_RULES or any(n and n not in known for n in node.inputs):
         return None
@@ -158,12 +159,12 @@ def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] 
             return None
         with np.errstate(all="ignore"):
             return _evaluate(node, arrays)
-    except Exception:  # broken operands: running the node says what is wrong, with the node's name
+    except Exception:  # invalid operands: running the node reports them, with the node's name
         return None
 
 
 def _evaluate(node: Node, arrays: Arrays) -> tuple[np.ndarray, ...]:
-    """One node by ONNX's own reference evaluator."""
+    """Evaluate one node with ONNX's reference evaluator."""
     inputs = [f"i{k}" if a is not None else "" for k, a in enumerate(arrays)]
     outputs = [f"o{k}" for k in range(len(node.outputs))]
     attributes: dict[str, Any] = {

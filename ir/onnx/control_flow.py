@@ -1,8 +1,8 @@
-"""Control flow that is no decision: an If of known condition, a Loop or Scan of known length, become plain nodes.
+"""Replace control flow that does not depend on data: an If with a known condition, a Loop or Scan of known length.
 
-What a condition or trip count is made of has to be known at load: constants, the shapes of graph inputs, the
-shapes that the file states, and arithmetic on them. A Loop's body is repeated, its weights being the same ones in
-each turn; what a turn gives out for every turn is stacked. A subgraph that depends on data is refused by name.
+Conditions and trip counts must be known when the file is loaded: they are computed from constants, shapes of graph
+inputs, shapes stated in the file, and arithmetic on these. A Loop's body is repeated with the same weights in each
+iteration, and outputs of all iterations are stacked. A subgraph that depends on data is refused, by name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rematplan.ir.onnx.graph import Node, Value
 
 MAX_TURNS = 10_000  # of one loop
 MAX_NODES = 200_000  # of the graph, loops unrolled
-PLAIN = 13  # the opset of the nodes that are put in for stacking and picking
+PLAIN = 13  # the opset of the nodes inserted for stacking and indexing
 
 
 def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, ...]:
-    """The values around a node that its subgraphs read."""
+    """Return the outer values that a node's subgraphs read."""
     found: dict[str, None] = {}
     for body in bodies.get(name, {}).values():
         own = {*body.inputs, *body.initialisers, *(o for n in body.nodes for o in n.outputs)}
@@ -38,10 +38,12 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """The draft with every subgraph inlined or unrolled, and how many; ``draft.nodes`` in topological order.
+    """Return the draft with every subgraph inlined or unrolled, and a note that says how many.
+
+    ``draft.nodes`` must be in topological order.
 
     Raises:
-        ModelError: a condition or length is not known, or the result is absurdly large.
+        ModelError: a condition or length is unknown, or the result would be too large.
     """
     if not draft.bodies:
         return draft, ()
@@ -66,7 +68,7 @@ def without_subgraphs(
 
 @dataclass
 class _Unrolling:
-    """The nodes so far, and what is known of their values. Names are those of the result."""
+    """The nodes so far, and what is known about their values. Names are those of the result."""
 
     draft: Draft
     initialisers: dict[str, Array]
@@ -77,12 +79,13 @@ class _Unrolling:
     fresh: int = 0
 
     def learn(self, array: Array) -> None:
-        """Take note of a small constant's value: of integers, or a real number such as a counter is compared with."""
+        """Remember the value of a small integer constant, or of a single real number, such as a counter is compared
+        with."""
         if math.prod(array.shape) <= (1 if array.dtype in roles.FLOATS else MAX_ELEMENTS):
             self.known[array.name] = array.load()
 
     def walk(self, nodes: Iterable[Node], names: Mapping[str, str]) -> None:
-        """Append nodes, their values renamed."""
+        """Append nodes, with their values renamed."""
         for node in nodes:
             inputs = tuple(names.get(i, i) for i in node.inputs)
             outputs = tuple(names.get(o, o) for o in node.outputs)
@@ -96,7 +99,7 @@ class _Unrolling:
             EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
 
     def append(self, node: Node) -> None:
-        """One node, and its value if it is a constant."""
+        """Append one node, and remember its value if it is constant."""
         if len(self.nodes) >= MAX_NODES:
             raise ModelError(f"node {node.name!r}: unrolled, its loops make more than {MAX_NODES} nodes")
         self.nodes.append(replace(node, name=f"{node.name}.{len(self.nodes)}") if self.count else node)
@@ -126,9 +129,9 @@ class _Unrolling:
     # -------------------------------------------------------------- pieces that the expansions are made of
 
     def inline(self, node: Node, body: Body, given: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
-        """A body's nodes once, its inputs being values that are given; the names of its outputs.
+        """Append a body's nodes once, with values for its inputs. Returns the names of its outputs.
 
-        Its initialisers get one name for all turns, so that a weight stays one weight.
+        Its initialisers have the same names in all iterations, so that a weight remains a single weight.
         """
         self.fresh += 1
         inner = {**names, **given}
@@ -161,7 +164,7 @@ class _Unrolling:
         return self.known[name]
 
     def scalar(self, node: Node, name: str, what: str) -> int:
-        """A known value that is one number or truth."""
+        """Return a known value that must be a single integer or truth value."""
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
@@ -170,13 +173,13 @@ class _Unrolling:
         return int(value.ravel()[0])
 
     def stacked(self, node: Node, parts: Sequence[str], axis: int, output: str) -> None:
-        """One tensor of the values of all turns, along a new axis."""
+        """Stack the values of all iterations along a new axis."""
         axes = self.constant(f"{output}.axes", np.asarray([axis], np.int64))
         rows = [self.emit(node, "Unsqueeze", (p, axes), f"{output}.{k}") for k, p in enumerate(parts)]
         self.emit(node, "Concat", rows, output, axis=axis)
 
     def check(self) -> None:
-        """Every value that is read is written."""
+        """Check that every value that is read is written."""
         written = {o for n in self.nodes for o in n.outputs} | self.initialisers.keys()
         written |= {v.name for v in self.draft.inputs} | {""}
         for node in self.nodes:
@@ -197,7 +200,7 @@ def _if(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping
 
 
 def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, outputs: int) -> Body:
-    """The subgraph of that name, if it has as many inputs and outputs as the node needs."""
+    """Return a node's subgraph, after a check of the number of its inputs and outputs."""
     body = bodies.get(name)
     if body is None:
         raise ModelError(f"node {node.name!r} ({node.op}) has no {name}")
@@ -213,7 +216,7 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
     turns = MAX_TURNS + 1 if not count else work.scalar(node, count, "trip count")
     go = not condition or bool(work.scalar(node, condition, "condition"))
-    counts = bool(count and not condition)  # and so ignores what its body says of a condition
+    counts = bool(count and not condition)  # in which case the body's condition is ignored
     kept: list[list[str]] = []
     turn = 0
     begun = work.constant(f"{node.name}.{work.fresh}.go", np.asarray(True))

@@ -1,4 +1,4 @@
-"""What a file says, as plain data, before any analysis: the types that the loader's steps pass on."""
+"""The content of a file as plain data, before any analysis: the types that the loader's steps exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Dim = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A graph input or output as declared; a dimension is an int, a symbol or None. No rank: no ``shape``."""
+    """A graph input or output as declared. A dimension is an int, a symbol or None; ``shape`` is None if the rank
+    is unknown."""
 
     name: str
     dtype: str
@@ -24,7 +25,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor with its data behind a reader."""
+    """A tensor whose data are read when ``load`` is called."""
 
     name: str
     dtype: str
@@ -34,7 +35,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the exporter says of an initialiser: torch.export's kind of input, or what it was folded from."""
+    """What the exporter recorded about an initialiser: torch.export's kind of input, and what it was folded from."""
 
     kind: str = ""
     folded_from: tuple[str, ...] = ()
@@ -42,7 +43,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What the exporter says of a node: the path of the module that ran it, and the operator it stands for."""
+    """What the exporter recorded about a node: the path of the module that ran it, and the operator it stands for."""
 
     module: str = ""
     operator: str = ""
@@ -50,7 +51,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class Body:
-    """A subgraph: a branch of an If, the body of a Loop or Scan. It also reads the values around it."""
+    """A subgraph: a branch of an If, or the body of a Loop or Scan. It can also read values of the surrounding
+    graph."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -60,11 +62,11 @@ class Body:
 
 @dataclass(frozen=True)
 class Draft:
-    """The file's main graph, functions inlined, before any analysis.
+    """The file's main graph, with functions inlined, before any analysis.
 
-    ``origins`` by initialiser and ``scopes`` by node: what the exporter noted in the file's metadata.
-    ``bodies``: the subgraphs by node and attribute; node names are unique over all of them.
-    ``stated``: the shapes of values within the graph, where the file states them.
+    ``origins`` by initialiser and ``scopes`` by node: what the exporter wrote into the file's metadata. ``bodies``:
+    subgraphs by node and attribute; node names are unique across all of them. ``stated``: shapes of inner values,
+    where the file states them.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Draft:
 
 @dataclass
 class Edit:
-    """A draft while it is changed."""
+    """A draft under modification."""
 
     initialisers: dict[str, Array]
     origins: dict[str, Origin]
@@ -94,7 +96,7 @@ class Edit:
         self.taken.update(i for n in self.nodes for i in n.inputs)
 
     def fresh(self, name: str) -> str:
-        """The name, or one like it that is free."""
+        """Return the name, or a similar one that is not in use."""
         k, free = 2, name
         while free in self.taken:
             free, k = f"{name}_{k}", k + 1
@@ -102,6 +104,6 @@ class Edit:
         return free
 
     def float_weight(self, name: str) -> Array | None:
-        """The initialiser of that name if it is of reals."""
+        """Return the initialiser of that name if its elements are real numbers."""
         array = self.initialisers.get(name)
         return array if array is not None and array.dtype in roles.FLOATS else None

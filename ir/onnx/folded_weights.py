@@ -1,10 +1,11 @@
-"""Gather what an exporter spread: a weight that it folded together with the constants around it.
+"""Restore weights that an exporter folded with constants into a larger tensor that repeats their elements.
 
-A class token repeated over the batch, an embedding looked up at constant places, a table of relative positions
-with a mask added: constant folding leaves one large tensor in which a weight's elements stand many times. Trained
-as it is, each copy would go its own way. Here the copies become one weight again, with the nodes that spread it;
-the tensor that these make is bit-equal to the file's. Elements are one if their values are. Where all values of a
-tensor are the same (a table that starts at zero), nothing tells them apart, and only an expand is undone.
+Examples: a class token repeated over the batch, an embedding looked up at constant positions, a table of relative
+positions with a mask added. Constant folding leaves one large tensor in which each of the weight's elements occurs
+many times. If it were trained as it is, the copies would diverge. Here the copies become one weight again, followed
+by nodes that repeat it; their result is bit-equal to the file's tensor. Equal values count as copies of one
+element. If all values of a tensor are equal (a table that starts at zero), copies cannot be told apart, and only an
+expand is undone.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from rematplan.ir.onnx.draft import Array, Edit, Origin
 from rematplan.ir.onnx.graph import Attribute, Node
 from rematplan.ir.onnx.weight_origins import BUFFER, GENERATED, LARGE, Evidence
 
-MAX_ELEMENTS = 1 << 22  # of a tensor that is looked into
-FORBIDDING = -50.0  # what a mask adds at most where it forbids
-EXPANDED = re.compile(r"expand(_\d+)?$")  # what dynamo calls the result of an expand
+MAX_ELEMENTS = 1 << 22  # larger tensors are not analysed
+FORBIDDING = -50.0  # a mask adds at most this to forbidden scores
+EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an expand
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor is made of a weight.
+    """How a tensor is computed from a weight.
 
-    ``rows``: for each place of the tensor without its axis ``axis``, the row of ``weight`` that stands there, along
-    that axis; None: ``weight`` is broadcast to ``shape``. ``mask``: what is added then, or None.
+    ``rows``: for each position of the tensor without its axis ``axis``, the row of ``weight`` that is there along
+    that axis. None: ``weight`` is broadcast to ``shape``. ``mask``: what is added afterwards, or None.
     """
 
     weight: np.ndarray
@@ -41,7 +42,8 @@ class Spread:
 
 
 def gather_spread(edit: Edit, evidence: Evidence) -> int:
-    """Put a weight, and the nodes that spread it, where a file has the spread tensor; how many."""
+    """Replace each tensor that repeats a weight by the weight and nodes that repeat it. Returns the number of
+    tensors."""
     made: dict[str, list[Node]] = {}
     for name in tuple(edit.initialisers):
         array = edit.float_weight(name)
@@ -69,7 +71,7 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
 
 
 def _looks_spread(array: Array, evidence: Evidence) -> bool:
-    """Whether the exporter made the tensor, of weights, and not as a layer's weight of another layout."""
+    """Whether the exporter computed the tensor from weights, and it is not just a layer's weight in another layout."""
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
     made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
@@ -77,7 +79,8 @@ def _looks_spread(array: Array, evidence: Evidence) -> bool:
 
 
 def _repeated(edit: Edit, array: Array) -> str:
-    """A weight of which the tensor is copies only (a first step's linear layer of zeros leaves its bias), or ''."""
+    """Return the weight of which the tensor consists of copies only, or ''. (A linear layer of a zero state leaves
+    its bias.)"""
     for name in edit.origins.get(array.name, Origin()).folded_from:
         weight = edit.float_weight(name)
         if weight is None or edit.origins.get(name, Origin()).kind != "PARAMETER":
@@ -94,7 +97,7 @@ def _repeated(edit: Edit, array: Array) -> str:
 
 
 def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
-    """How the tensor is made of a smaller weight, or None if its values do not say that it is.
+    """Return how the tensor is computed from a smaller weight, or None if its values do not show that it is.
 
     ``expanded``: its first axis is known to be repeated.
     """
@@ -115,7 +118,7 @@ def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tensor before a mask was added, if one can be told from it, and the mask."""
+    """Return the tensor before a mask was added, and the mask, if they can be told apart."""
     large = np.abs(wide) >= LARGE
     zero = np.zeros_like(values)
     if large.any():
@@ -131,14 +134,14 @@ def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """The tensor as rows of a table along the axis that makes the table smallest: table, places, axis."""
+    """Return the tensor as rows of a table, along the axis that makes the table smallest: table, positions, axis."""
     best = None
     for axis, length in enumerate(values.shape):
         flat = np.moveaxis(values, axis, -1).reshape(-1, length)
         table, first, places = np.unique(flat, axis=0, return_index=True, return_inverse=True)
         smaller = best is None or (table.size, len(table)) < (best[0].size, len(best[0]))
         if len(table) < len(flat) and smaller:
-            order = np.argsort(first)  # in the order of their first places
+            order = np.argsort(first)  # in the order of their first positions
             rank = np.empty_like(order)
             rank[order] = np.arange(len(order))
             shape = values.shape[:axis] + values.shape[axis + 1 :]
@@ -150,7 +153,7 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 
 
 def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]:
-    """The nodes that make the tensor. The weight has its source's name if it is as the module had it."""
+    """Return the nodes that compute the tensor. The weight gets its original name if it has the module's shape."""
     del edit.initialisers[array.name]
     told = edit.origins.get(array.name, Origin()).folded_from
     sources = [s for s in told if "." in s and not BUFFER.match(s.rpartition(".")[2])]
@@ -179,14 +182,14 @@ def _store(edit: Edit, name: str, values: np.ndarray) -> str:
 
 
 class _Chain:
-    """Nodes one behind the other."""
+    """Nodes, each of which reads the previous one's result."""
 
     def __init__(self, edit: Edit, name: str, version: int, start: str) -> None:
         self.edit, self.name, self.version, self.last = edit, name, version, start
         self.nodes: list[Node] = []
 
     def add(self, op: str, operand: np.ndarray | None = None, **attributes: Attribute) -> None:
-        """One node that reads the last one's result and perhaps a constant."""
+        """Append a node that reads the last result and optionally a constant."""
         out = self.edit.fresh(f"{self.name}.{op}")
         inputs: tuple[str, ...] = (self.last,)
         if operand is not None:
@@ -197,7 +200,7 @@ class _Chain:
         self.last = out
 
     def named(self, name: str) -> list[Node]:
-        """The nodes, the last one's result under that name."""
+        """Return the nodes, with the last result renamed."""
         end = self.nodes[-1]
         self.nodes[-1] = Node(end.name, end.op, "", end.version, end.inputs, (name,), end.attributes)
         return self.nodes

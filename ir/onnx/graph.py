@@ -1,4 +1,4 @@
-"""The forward graph as ONNX states it: frozen, in topological order, weights behind lazy readers."""
+"""The forward graph of an ONNX file: frozen, in topological order, with weights that are read on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["parameter", "buffer", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A graph input or output. ``dtype`` is numpy's name; ``shape`` is fully bound for inputs, None where unknown."""
+    """A graph input or output. ``dtype``: numpy's name. ``shape``: fully bound for inputs, None if unknown."""
 
     name: str
     dtype: str
@@ -27,9 +27,9 @@ class Value:
 class Weight:
     """An initialiser or folded constant.
 
-    ``role``: ``parameter`` (trained), ``buffer`` (batch norm statistics, updated by the step) or ``constant``.
-    ``load`` reads its array when called; external data stays on disk until then.
-    ``generated``: the file states no data for it (``ConstantOfShape``), so that training wants a random start.
+    ``role``: ``parameter`` (trained), ``buffer`` (batch norm statistics, which the step updates) or ``constant``.
+    ``load`` reads its array when called; external data stay on disk until then. ``generated``: the file contains no
+    data for it (``ConstantOfShape``), so training starts from random values.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One ONNX node. ``version`` is its domain's opset; an absent optional input or output is ``""``."""
+    """One ONNX node. ``version``: its domain's opset. An absent optional input or output is ``""``."""
 
     name: str
     op: str
@@ -55,10 +55,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The size that a graph's batch is bound to, where its constants may be made for another.
+    """The size to which a graph's batch is bound, if its constants may have been made for another size.
 
-    ``places``: the inputs' axes that it is, by name. ``traced``: the size that the file was made with, as far as it
-    says: its own fixed one, or one, which exporters take most. ``fixed``: whether the file says so.
+    ``places``: the inputs' axes that are the batch, by name. ``traced``: the size the file was made with: its own
+    fixed size, or 1, which exporters use most. ``fixed``: whether the file states that size.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A forward graph. ``nodes`` stand in topological order; every name is written once."""
+    """A forward graph. ``nodes`` are in topological order; every name is written once."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -77,6 +77,6 @@ class Graph:
     weights: tuple[Weight, ...]
     nodes: tuple[Node, ...]
     notes: tuple[str, ...] = ()
-    """What the loader did or noticed that a person should know («looks like a folded inference export»)."""
+    """What the loader changed or noticed that a user should know («looks like a folded inference export»)."""
     batch: Batch | None = None
-    """The batch, if it is bound to another size than constants may be made for."""
+    """The batch, if it is bound to another size than the constants may have been made for."""

@@ -1,4 +1,4 @@
-"""What an ONNX file must not say, checked on the protobuf message before anything allocates by it."""
+"""Checks on the protobuf message of an ONNX file, before anything is allocated from its contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise gro
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Refuse tensors whose data do not fit their shape, before anything allocates by that shape."""
+    """Refuse tensors whose data do not match their shape, before anything allocates that shape."""
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
     graphs = [proto.graph]
@@ -64,7 +64,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Every input and output that states a type is a dense tensor."""
+    """Check that every input and output that states a type is a dense tensor."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             stated = value.type.WhichOneof("value") or "tensor_type"
@@ -74,7 +74,7 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Every value is stated once and every read one is stated."""
+    """Check that every value is written once and that every value read is written."""
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
@@ -105,7 +105,7 @@ def _label(node: onnx.NodeProto) -> str:
 
 
 def check_expansion(proto: onnx.ModelProto) -> None:
-    """Refuse local functions that call themselves, or that expand to an absurd number of nodes."""
+    """Refuse local functions that call themselves or expand to too many nodes."""
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}
 

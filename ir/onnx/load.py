@@ -1,8 +1,9 @@
-"""From an ONNX file to :class:`rematplan.ir.onnx.graph.Graph`: the steps, in order.
+"""Load an ONNX file as a :class:`rematplan.ir.onnx.graph.Graph`.
 
-Read, bind symbolic dimensions, sort, part weights that an exporter merged, drop aliases, fold constants,
-assign roles, drop what nothing reads, say what was noticed. Reading is in ``onnx_reader``, merged weights in
-``onnx_ties``, folding in ``folding``, roles in ``onnx_roles`` and ``onnx_origins``.
+The steps, in order: read (`protobuf`), bind symbolic dimensions (`batch_dimension`), sort, unroll control flow
+(`control_flow`), restore weights (`tied_weights`, `folded_weights`), set batch norm and dropout (`training_form`),
+remove aliases, fold constants (`constant_folding`), assign roles (`weight_roles`, `weight_origins`), remove what
+nothing reads, collect notes.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from rematplan.ir.onnx.tied_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_origins import Evidence
 
-MOST_ELEMENTS = 1 << 48  # of any one tensor: a thousand times what any machine holds
+MOST_ELEMENTS = 1 << 48  # of one tensor: a thousand times more than any machine has memory for
 AS_IS = Forms()
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
 
 
 def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
-    """Load the forward graph that an ONNX file states.
+    """Load the forward graph of an ONNX file.
 
     Args:
-        path: the file; external data are looked for beside it and read when a weight is loaded.
-        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any that is not fixed. Where no dimension
-            is symbolic, ``batch`` is the first one of the inputs, which the file fixes.
-        forms: batch norm and dropout in training or inference form, where not as the file has them.
+        path: the file. External data are expected next to it, and read when a weight is loaded.
+        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any dimension that is not fixed. If
+            none is symbolic, ``batch`` is the first dimension of the inputs, which the file fixes.
+        forms: whether batch norm and dropout are put into training or inference form.
 
     Raises:
-        ModelError: the file is no valid ONNX model, or an input dimension stays unbound.
-        UsageError: ``dims`` names no dimension of the model, or a size is not positive.
+        ModelError: the file is not a valid ONNX model, or an input dimension is not bound.
+        UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
     """
     path = Path(path)
     draft = read_onnx(path)
@@ -57,10 +58,10 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
 
 def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int] | None = None) -> Graph:
-    """The graph of a model that is already in memory as an ``onnx.ModelProto``.
+    """Load the graph of a model in memory, an ``onnx.ModelProto``.
 
     Raises:
-        ModelError: as :func:`load_onnx`; ``name`` is what the message calls the model.
+        ModelError: as :func:`load_onnx`; ``name`` is how the message calls the model.
         UsageError: as :func:`load_onnx`.
     """
     draft = read_proto(proto, Path(name))
@@ -98,7 +99,7 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
 
 
 def _bind(inputs: Sequence[Declared], dims: Mapping[str, int]) -> tuple[tuple[Value, ...], dict[str, int]]:
-    """The inputs with every dimension a number, and the numbers by symbol."""
+    """Return the inputs with all dimensions as numbers, and the number of each symbol."""
     for name, size in dims.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
@@ -147,7 +148,7 @@ def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]
 
 
 def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
-    """An output's shape, if every dimension is fixed or a symbol of an input."""
+    """Return an output's shape if every dimension is fixed or a symbol of an input."""
     if declared.shape is None:
         return None
     sizes = [bound.get(d) if isinstance(d, str) else d for d in declared.shape]
@@ -159,7 +160,7 @@ def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...
 
 
 def _sorted(draft: Draft) -> tuple[Node, ...]:
-    """The nodes in topological order: the file's own as far as it is one (Kahn, smallest index first)."""
+    """Return the nodes in topological order, as close to the file's as possible (Kahn, smallest index first)."""
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
     reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
     waits = [len({writer[n] for n in names if n in writer}) for names in reads]
@@ -184,7 +185,7 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
 
 
 def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Drop Identity nodes, so that weights tied through them are one weight. Outputs keep their names."""
+    """Remove Identity nodes, so that weights tied through them are one weight. Outputs keep their names."""
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
     kept = []
@@ -199,7 +200,7 @@ def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, .
 
 
 def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """The nodes that some output needs."""
+    """Return the nodes that some output depends on."""
     needed = set(outputs)
     kept = []
     for node in reversed(nodes):
@@ -210,7 +211,7 @@ def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """Name an output that nothing reads ``""``, so that nobody computes it."""
+    """Rename outputs that nothing reads to ``""``, so that they are not computed."""
     read = {name for node in nodes for name in roles.reads(node)} | set(outputs)
     return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
 
@@ -220,7 +221,7 @@ def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]
 
 @dataclass
 class _Work:
-    """Constants as they become known, and the tensors that the file generates instead of stating them."""
+    """Constants as they become known, and tensors that the file generates instead of containing them."""
 
     initialisers: Mapping[str, Array]
     used: roles.Uses
@@ -228,7 +229,7 @@ class _Work:
     generated: dict[str, Array] = field(default_factory=dict)
 
     def fold(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Compute what can be computed now; the nodes that are left. Float initialisers are never folded."""
+        """Fold what can be folded, and return the remaining nodes. Float initialisers are never folded."""
         known = {
             name: array.load()
             for name, array in self.initialisers.items()
@@ -249,7 +250,7 @@ class _Work:
         return tuple(left)
 
     def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
-        """Whether the node fills a tensor that stands for a weight; if so it becomes one."""
+        """Whether the node fills a tensor that stands for a weight; if so, the tensor becomes a weight."""
         if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
             return False
         fill = np.asarray(node.attributes.get("value", np.zeros(1, np.float32))).ravel()
@@ -271,7 +272,7 @@ class _Work:
         return True
 
     def source(self, name: str) -> Array | None:
-        """The stated, folded or generated tensor of that name."""
+        """Return the stored, folded or generated tensor of that name."""
         return self.initialisers.get(name) or self.constants.get(name) or self.generated.get(name)
 
 
@@ -299,7 +300,7 @@ def _in_memory(name: str, array: np.ndarray) -> Array:
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
-    """Every tensor that is still read, with its role: the file's initialisers first, then the others."""
+    """Return every tensor that is still read, with its role: first the file's initialisers, then the others."""
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)
     read = used.readers.keys() | set(outputs)
@@ -328,7 +329,8 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
 
 
 def _promoted(weight: Weight, used: roles.Uses) -> Weight:
-    """In a file without float initialisers, Constant nodes hold the weights; those of layers are trained."""
+    """Return the weight as a parameter if a layer reads it as its weight. For files that keep weights in Constant
+    nodes."""
     layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
     return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
 

@@ -1,8 +1,8 @@
-"""The protobuf wall: an ONNX file becomes plain data here, and no protobuf object goes further.
+"""Read an ONNX file into plain data. No protobuf object leaves this module.
 
-Everything that a file can get wrong before its meaning matters is refused here in one line: not readable,
-not ONNX, truncated, tensors whose data do not fit their shape, external data outside the model's folder,
-missing opsets.
+Everything that can be wrong with a file regardless of its meaning is refused here, in one line: not readable, not
+ONNX, truncated, tensors whose data do not match their shape, external data outside of the model's folder, missing
+opsets.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rematplan.ir.onnx.subgraph_shapes import inferred_shapes
 MAX_METADATA = 1 << 16  # characters of one entry
 MAX_DEPTH = 50  # of subgraphs in subgraphs
 
-logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of, we refuse in our own words
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # we refuse what it warns of, with messages of our own
 
 
 def read_onnx(path: Path) -> Draft:
     """Read an ONNX file.
 
     Raises:
-        ModelError: the file cannot be read, is not ONNX, or breaks a rule of the format.
+        ModelError: the file cannot be read, is not ONNX, or violates the format.
     """
     return read_proto(_parse(path), path)
 
 
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
-    """The same for a model in memory; ``path`` is where its external data would lie beside, and its name.
+    """Like :func:`read_onnx`, for a model in memory. ``path``: its name; external data are expected next to it.
 
     Raises:
         ModelError: as :func:`read_onnx`.
@@ -70,7 +70,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """The file as a protobuf message that at least looks like a model."""
+    """Return the file as a protobuf message that at least resembles a model."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -88,7 +88,7 @@ def _parse(path: Path) -> onnx.ModelProto:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first cause's message as one short line."""
+    """Return the first cause's message as one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -99,9 +99,9 @@ def _innermost(error: BaseException) -> str:
 
 
 def _pin_function_opsets(model: Any) -> None:
-    """Write each function's own opsets onto its nodes, so that inlining keeps them.
+    """Write each function's opsets onto its nodes, so that inlining preserves them.
 
-    The functions then state none: the inliner refuses those that differ from the model's.
+    The functions then state none, because the inliner refuses functions whose opsets differ from the model's.
     """
     for function in model.functions.values():
         for node in function.graph.all_nodes():
@@ -143,7 +143,7 @@ SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarch
 
 
 def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
-    """What is said of each initialiser, beside its own data or beside its type."""
+    """Return what the metadata says about each initialiser, in its own entry or in that of its type."""
     said: dict[str, dict[str, str]] = {t.name: {} for t in proto.graph.initializer}
     for entry in (*proto.graph.value_info, *proto.graph.initializer):
         if entry.name in said and entry.metadata_props:
@@ -162,7 +162,7 @@ def _scope(node: Any) -> Scope | None:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """A Python list of strings as the exporter writes it; anything else says nothing."""
+    """Parse a Python list of strings as the exporter writes it; anything else gives an empty tuple."""
     if not text.startswith("[") or len(text) > MAX_METADATA:
         return ()
     try:
@@ -193,7 +193,7 @@ def _dtype(kind: Any, what: str) -> str:
 
 @dataclass
 class _Reading:
-    """Nodes as they are read, subgraphs put aside."""
+    """Nodes being read, with their subgraphs collected separately."""
 
     opsets: Mapping[str, int]
     path: Path
@@ -237,9 +237,9 @@ class _Reading:
 
 
 def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
-    """Refuse a node that its op's schema does not allow: too few inputs, attributes of another kind.
+    """Refuse a node that violates its op's schema: too few inputs, attributes of another kind.
 
-    An op without a schema is none of ONNX's; whoever runs the graph knows it or refuses it.
+    An op without a schema is not one of ONNX's; whoever runs the graph knows it or refuses it.
     """
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
@@ -270,7 +270,7 @@ def _attributes(node: Any, name: str, path: Path) -> dict[str, Attribute]:
     found: dict[str, Attribute] = {}
     for key, attribute in node.attributes.items():
         kind = attribute.type.name
-        if kind == "GRAPH":  # read apart
+        if kind == "GRAPH":  # read separately
             continue
         if kind == "GRAPHS":
             raise ModelError(f"node {name!r}: {node.op_type} holds a subgraph, which is not supported")
@@ -291,7 +291,7 @@ def _attributes(node: Any, name: str, path: Path) -> dict[str, Attribute]:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """The array in the machine's byte order."""
+    """Return the array in the machine's byte order."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -311,9 +311,9 @@ def _array(name: str, tensor: Any, path: Path) -> Array:
 
 
 def _external(name: str, tensor: Any, path: Path) -> Any:
-    """The external tensor, once its place is known to lie in the model's folder and to be large enough.
+    """Return the external tensor, after a check that it is in the model's folder and large enough.
 
-    A model that is a link into a cache of files has two folders: the link's and its target's.
+    A model that is a link into a cache of files has two folders: that of the link and that of its target.
     """
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))

@@ -1,7 +1,7 @@
-"""Shapes within a graph that holds subgraphs: their conditions and lengths are often made of them.
+"""Infer shapes in a graph with subgraphs, because conditions and lengths are often computed from shapes.
 
-ONNX's own inference, helped by what can be folded beforehand: exporters compute even a constant padding node by node,
-where the inference gives up.
+ONNX's own inference is used after folding: exporters compute even a constant padding node by node, which stops the
+inference.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.onnx.draft import Dim, Draft
 
-MAX_BYTES = 1 << 28  # of a file whose shapes are inferred: its weights are copied thereby
+MAX_BYTES = 1 << 28  # no inference for larger files, because it copies the weights
 
 
 def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim, ...]]:
-    """The shapes of the main graph's values by name, a dimension being a number, a symbol or None; at least the stated
-    ones."""
+    """Return the shapes of the main graph's values by name; a dimension is a number, a symbol or None.
+
+    The result contains at least the shapes that the file states.
+    """
     if not draft.bodies or proto.ByteSize() > MAX_BYTES:
         return dict(draft.stated)
     try:
         values = onnx.shape_inference.infer_shapes(_folded(proto, draft), data_prop=True).graph.value_info
-    except Exception:  # it is strict where running is not; the shapes are only a help
+    except Exception:  # it is stricter than running; shapes are optional
         return dict(draft.stated)
     shapes: dict[str, tuple[Dim, ...]] = {
         v.name: tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim)
@@ -36,7 +38,7 @@ def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim
 
 
 def _folded(proto: onnx.ModelProto, draft: Draft) -> onnx.ModelProto:
-    """A copy of the model with values in place of the nodes that make constants."""
+    """Return a copy of the model in which nodes that compute constants are replaced by their values."""
     known = {
         name: array.load()
         for name, array in draft.initialisers.items()

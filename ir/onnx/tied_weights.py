@@ -1,14 +1,15 @@
-"""Undo what exporters do to weights: merging equal ones, transposing and thereby untying a tied one.
+"""Undo what exporters do to weights: merge equal ones, and transpose tied ones, which unties them.
 
-*Merged.* Torch's exporters keep one of several weights that have equal values (TorchScript for inference: an
-Identity named as the other weight; dynamo: one initialiser that several modules read). Trained as one, they would
-get each other's gradients. Two weights are tied in truth if they play different roles (an embedding and a head);
-they are taken apart if their values are all the same number (fresh scales and shifts), or if their names differ
-in layer numbers only (layers made by copying). TorchScript exports in training form merge only what is tied.
+*Merged.* Torch's exporters keep one of several weights with equal values (TorchScript for inference: an Identity
+named like the other weight; dynamo: one initialiser that several modules read). Trained as one, they would receive
+each other's gradients. Two weights are really tied if they play different roles (an embedding and a head). They are
+separated if all their values are the same number (initial scales and shifts), or if their names differ only in
+layer numbers (layers made by copying). TorchScript exports in training form merge only tied weights.
 
-*Transposed.* A linear layer's weight is stored transposed, as MatMul wants it; a group norm's scale reshaped, as
-Mul wants it. Where dynamo says from which weight, or where a TorchScript head is the transposed table of an
-embedding, the weight gets its own name and shape back and a view of it, so that a tie with an embedding holds.
+*Transposed.* A linear layer's weight is stored transposed, as MatMul needs it; a group norm's scale is stored
+reshaped, as Mul needs it. Where dynamo records the original weight, or where a TorchScript head is the transposed
+table of an embedding, the weight gets its original name and shape, and the layer reads a view of it, so that a tie
+with an embedding is kept.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from rematplan.ir.onnx.folded_weights import gather_spread
 from rematplan.ir.onnx.graph import Node
 from rematplan.ir.onnx.weight_origins import GENERATED, Evidence
 
-MAX_UNIFORM = 1 << 22  # elements of a weight that is looked at to see whether it is one number throughout
-SAMPLE = 64  # rows and columns compared of two weights that may be each other's transpose
+MAX_UNIFORM = 1 << 22  # larger weights are not checked for being a single repeated number
+SAMPLE = 64  # rows and columns compared to recognise a transpose
 
 
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """The draft with its weights as the module had them, and what a person should know of it.
+    """Return the draft with its weights as the module had them, and notes for the user.
 
-    ``draft.nodes`` stand in topological order.
+    ``draft.nodes`` must be in topological order.
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
@@ -57,7 +58,7 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 
 
 def _restore_folded(edit: Edit, draft: Draft) -> int:
-    """Put a view of the weight where a layer reads a copy that was folded from it; how many."""
+    """Replace copies of a weight that layers read by views of the weight. Returns their number."""
     tables = _tables(edit)
     found: dict[str, tuple[str, _View]] = {}
     for node in draft.nodes:
@@ -76,7 +77,8 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """How a layer's copy of a weight differs from the weight. ``shape``: the weight's, from the copy's."""
+    """How a layer's copy of a weight differs from the weight. ``shape``: computes the weight's shape from the
+    copy's."""
 
     op: str
     reader: Callable[[str, int, str], bool]
@@ -104,7 +106,7 @@ VIEWS = (TRANSPOSED, BROADCAST)
 
 
 def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
-    """Embedding tables by shape."""
+    """Return the names of embedding tables, by shape."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for node in edit.nodes:
         if node.op == "Gather" and (array := edit.float_weight(node.inputs[0])) and len(array.shape) == 2:
@@ -115,7 +117,7 @@ def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
 def _source(
     edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
 ) -> str:
-    """The name of the weight of which an operand is a view's copy, or ''."""
+    """Return the name of the weight that an operand is a transposed or reshaped copy of, or ''."""
     shape = view.shape(copy.shape)
     if shape is None:
         return ""
@@ -131,7 +133,7 @@ def _source(
 
 
 def _is_transposed(stated: Array, copy: Array) -> bool:
-    """Whether a sample of one is the same in the other's transpose (random values are never equal by chance)."""
+    """Whether a sample of one equals the other's transpose (random values are never equal by chance)."""
     if stated.shape != copy.shape[::-1] or stated.dtype != copy.dtype or 0 in stated.shape:
         return False
     a, b = stated.load(), copy.load()
@@ -147,7 +149,7 @@ def _view_back(edit: Edit, copy: str, name: str, view: _View) -> None:
         shape = view.shape(stored.shape) or stored.shape
         edit.initialisers[name] = Array(name, stored.dtype, shape, lambda: view.array(stored.load()))
         edit.origins[name] = Origin("PARAMETER")
-    readers: dict[str, list[int]] = defaultdict(list)  # by module: each looks at the weight by itself
+    readers: dict[str, list[int]] = defaultdict(list)  # by module, because each gets its own view
     for at, node in enumerate(edit.nodes):
         if copy in node.inputs:
             readers[edit.scopes.get(node.name, Scope()).module].append(at)
@@ -180,7 +182,7 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _part_aliases(edit: Edit) -> int:
-    """Give an Identity of a merged weight a weight of its own; how many."""
+    """Give each Identity of a merged weight a weight of its own. Returns their number."""
     if any(_trains(node) for node in edit.nodes):
         return 0
     kept, parted = [], 0
@@ -196,17 +198,21 @@ def _part_aliases(edit: Edit) -> int:
 
 
 def _trains(node: Node) -> bool:
-    """Whether the node is in training form."""
+    """Whether the node is a batch norm in training form."""
     return node.op == "BatchNormalization" and roles.trains_statistics(node)
 
 
 def _merged(array: Array, other: str) -> bool:
-    """Whether a weight of that other name is equal to this one without being tied to it."""
+    """Whether two equal weights are equal only by coincidence and must be separated: `array`, and one named
+    `other`.
+
+    The caller knows that they are equal.
+    """
     return _is_uniform(array) or (array.name != other and _layer(array.name) == _layer(other))
 
 
 def _layer(name: str) -> str:
-    """A name without its layer numbers."""
+    """Return a name with its layer numbers replaced."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -218,7 +224,7 @@ def _is_uniform(array: Array) -> bool:
 
 
 def _part_shared(edit: Edit) -> int:
-    """Give each module that reads another module's weight one of its own, if the two were merged; how many."""
+    """Give each module that reads another module's merged weight a weight of its own. Returns their number."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):

@@ -1,12 +1,12 @@
-"""Training form or inference form: batch norm and dropout as the file has them, or as training wants them.
+"""Put batch norm and dropout into training or inference form, or leave them as the file has them.
 
-``bn``: ``as-is``; ``train``: every batch norm normalises by the batch and updates its running statistics once a
-step; ``frozen``: every batch norm uses the statistics it has. Scale and shift are trained in every form.
+``bn``: ``as-is``; ``train``: every batch norm normalises by the batch and updates its running statistics once per
+step; ``frozen``: every batch norm uses the statistics it has. Scale and shift are trained in all forms.
 ``dropout``: ``as-is``, ``on`` or ``off``.
 
-A batch norm that an exporter folded into the convolution before it cannot be unfolded, for its scale is part of
-the kernel now. Under ``train`` a new one is put behind that convolution: scale one, the folded bias as its shift,
-statistics of zero and one. In inference form it would change nothing.
+A batch norm that an exporter folded into the preceding convolution cannot be recovered, because its scale is part
+of the kernel. With ``train``, a new one is inserted behind that convolution: scale one, the folded bias as shift,
+statistics zero and one. In inference form it would change nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDED_BY_SCRIPT = re.compile(r"onnx::Conv_\d+$")  # the name TorchScript gives 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms that are asked for.
+    """The requested forms.
 
     Raises:
         UsageError: an unknown form.
@@ -47,7 +47,7 @@ class Forms:
 
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
-    """The draft in the forms asked for, and what was changed."""
+    """Return the draft in the requested forms, and notes about what was changed."""
     said: list[str] = []
     for changed, text in (
         _each(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
@@ -69,7 +69,7 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
 
 @dataclass
 class _Additions:
-    """Initialisers and nodes that a changed node needs."""
+    """Initialisers and nodes that changed nodes need."""
 
     draft: Draft
     initialisers: dict[str, Array]
@@ -85,7 +85,7 @@ Change = Callable[[Node, _Additions], Node | None]
 
 
 def _each(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
-    """Every node of the op changed, or None if none had to be."""
+    """Return the draft with every node of the op changed, and a note; None if nothing had to be changed."""
     if change is None:
         return None, ""
     read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
@@ -120,7 +120,7 @@ def _trained(node: Node, more: _Additions) -> Node | None:
 
 
 def _own_statistics(node: Node, more: _Additions) -> Node:
-    """Statistics that several nodes read become each node's own: each will move them its own way."""
+    """Give each node its own copy of statistics that several nodes read, because each will update them differently."""
     inputs = list(node.inputs)
     shared = Counter(i for n in more.draft.nodes for i in n.inputs)
     for at in sorted(roles.STATISTICS):
@@ -149,7 +149,8 @@ BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
 def _put_back(draft: Draft) -> tuple[Draft | None, str]:
-    """A new batch norm behind every convolution that one was folded into, or None if there is none."""
+    """Insert a new batch norm behind every convolution into which one was folded; None if there is no such
+    convolution."""
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
     count = 0
@@ -194,7 +195,7 @@ def _put_back(draft: Draft) -> tuple[Draft | None, str]:
 
 
 def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
-    """Whether the exporter folded a batch norm into the node, by what it noted or how it named the result."""
+    """Whether the exporter folded a batch norm into the node, according to its metadata or its names."""
     if node.op not in ("Conv", "ConvTranspose") or node.domain or len(node.inputs) < 3:
         return False
     if node.inputs[2] not in draft.initialisers:

@@ -1,8 +1,8 @@
-"""Which float initialisers an exporter meant as weights, and which as numbers that the graph computes with.
+"""Decide which float initialisers are weights, and which are numbers that the graph only computes with.
 
-Torch's dynamo exporter says so in the file's metadata: each input's kind (parameter, buffer, constant), and for
-what it folded, from what. Where a file says nothing, names do: a tensor that the exporter made up itself
-(``val_71``, ``onnx::Mul_12``) is a weight only where its value can be one.
+Torch's dynamo exporter records in the file's metadata each input's kind (parameter, buffer, constant) and what
+folded tensors were computed from. Without metadata, names decide: a tensor whose name the exporter generated
+(``val_71``, ``onnx::Mul_12``) is a weight only if its values allow it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Origin
 
-MAX_MASK = 1 << 24  # elements of a tensor that is looked at to see whether it is a mask
-LARGE = 1e4  # no weight: what a mask adds to the scores that it forbids
+MAX_MASK = 1 << 24  # larger tensors are not checked for being a mask
+LARGE = 1e4  # no weight is this large; masks add it to forbidden scores
 # Names that torch's exporters give to what they make themselves.
 GENERATED = re.compile(
     r"(val|onnx::\w+|_val|ortshared\w*|const\w*|.*_cast|scalar_tensor\w*)(_\d+)*$", re.ASCII
@@ -33,7 +33,7 @@ SURELY_BUFFER = re.compile(r"(inv_freq|(cos|sin)(_cached)?|running_\w+|\w*relati
 
 
 class Evidence:
-    """What a file says of its float initialisers."""
+    """What a file says about its float initialisers."""
 
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
@@ -41,11 +41,11 @@ class Evidence:
         self.tells = any(o.kind for o in draft.origins.values())
 
     def is_weight(self, array: Array) -> bool:
-        """Whether a float initialiser may be trained, as far as its origin decides."""
+        """Whether a float initialiser may be trained, as far as its origin decides this."""
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"
-        if self.tells and FACTORY.match(array.name):  # its weights have a kind
+        if self.tells and FACTORY.match(array.name):  # in such files weights have a kind
             return False
         if origin.folded_from:
             return self._folded_from_weight(origin)
@@ -59,9 +59,11 @@ class Evidence:
         return math.prod(array.shape) > 1 and not _is_mask(array)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
-        """Whether a weight is among what the exporter folded the tensor from.
+        """Whether a weight is among the tensors from which the exporter folded this one.
 
-        Qualified names (``layer.0.weight``) are the module's own; of the others, calls' results are no weights.
+        Qualified names (``layer.0.weight``) are weights unless they look like a buffer's. Without qualified names,
+        a source recorded as a parameter decides; a source of another recorded kind, or one made by a call such as
+        ``arange``, means no weight; otherwise any source that no node writes counts as a weight.
         """
         sources = [s for s in origin.folded_from if not GENERATED.match(s)]
         qualified = [s for s in sources if "." in s]
@@ -83,13 +85,13 @@ def _is_mask(array: Array) -> bool:
 
 
 def _is_sinusoidal(array: Array) -> bool:
-    """Whether the tensor is a table of positions as sines beside cosines, side by side or half beside half."""
+    """Whether the tensor is a table of sinusoidal positions, sines and cosines interleaved or in halves."""
     width = array.shape[-1] if array.shape else 0
     rows = math.prod(array.shape[:-1])
     if width < 4 or width % 2 or rows < 2 or rows * width > MAX_MASK:
         return False
     first = np.asarray(array.load().reshape(rows, width)[:2], np.float64)
-    if not _on_circle(first):  # what nearly all weights end at
+    if not _on_circle(first):  # nearly all weights fail here
         return False
     return _on_circle(np.asarray(array.load().reshape(rows, width), np.float64))
 

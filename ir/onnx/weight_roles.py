@@ -1,8 +1,7 @@
-"""What each initialiser is: a trained parameter, a batch norm statistic, or a constant.
+"""Decide the role of each initialiser: a trained parameter, a batch norm statistic, or a constant.
 
-A float initialiser is a parameter if a gradient reaches it: there is a path from it to an output through
-inputs that ops are differentiable in. Batch norm's mean and variance are buffers. Everything else is a
-constant.
+A float initialiser is a parameter if a gradient reaches it: a path leads from it to an output through inputs in
+which the ops are differentiable. Batch norm's mean and variance are buffers. Everything else is constant.
 """
 
 from __future__ import annotations
@@ -129,12 +128,12 @@ STATISTICS = frozenset({3, 4})  # batch norm's mean and variance
 
 @dataclass(frozen=True)
 class Uses:
-    """Who reads each value: pairs (node, input position)."""
+    """The readers of each value, as pairs (node, input position)."""
 
     readers: Mapping[str, tuple[tuple[Node, int], ...]]
 
     def through_views(self, name: str) -> Iterable[tuple[Node, int]]:
-        """The readers of a value, looking through nodes that only re-arrange it."""
+        """Yield the readers of a value, looking through nodes that only rearrange it."""
         waiting = [name]
         while waiting:
             for node, at in self.readers.get(waiting.pop(), ()):
@@ -145,7 +144,7 @@ class Uses:
 
 
 def uses(nodes: Iterable[Node]) -> Uses:
-    """The readers of every value."""
+    """Collect the readers of every value."""
     readers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
     for node in nodes:
         for at, name in enumerate(node.inputs):
@@ -160,15 +159,15 @@ def is_statistic(name: str, used: Uses) -> bool:
 
 
 def in_weight_input(name: str, used: Uses) -> bool:
-    """Whether a layer reads the value where it keeps its weights."""
+    """Whether a layer reads the value in an input for weights."""
     return any(at in WEIGHT_INPUTS.get(node.op, ()) for node, at in used.through_views(name))
 
 
 def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
     """Whether a tensor that the file fills with one value stands for a trained weight.
 
-    In a layer's weight input it does. As an operand of plain arithmetic it does too, unless the value is one
-    that programs compute with (0, ±1, not finite): that is a mask or an initial state.
+    It does if a layer reads it in an input for weights. It also does as an operand of plain arithmetic, unless the
+    value is one that programs compute with (0, ±1, not finite): then it is a mask or an initial state.
     """
     if in_weight_input(name, used) or is_statistic(name, used):
         return True
@@ -178,7 +177,8 @@ def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
 
 
 def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> frozenset[str]:
-    """The values from which a differentiable path leads to an output. ``nodes`` in topological order."""
+    """Return the values from which a differentiable path leads to an output. ``nodes`` must be in topological
+    order."""
     reached = set(outputs)
     for node in reversed(tuple(nodes)):
         if not any(o in reached for o in node.outputs if o):
@@ -190,7 +190,7 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """What a Gradient node states: ``y`` as a function of ``xs`` and ``zs``, differentiated by ``xs``."""
+    """A Gradient node's meaning: ``y`` as a function of ``xs`` and ``zs``, differentiated with respect to ``xs``."""
 
     xs: tuple[str, ...]
     zs: tuple[str, ...]
@@ -198,10 +198,10 @@ class Differentiated:
 
 
 def differentiated(node: Node) -> Differentiated:
-    """The values that a Gradient node names.
+    """Return the values that a Gradient node names.
 
     Raises:
-        ModelError: it does not name as many as it has inputs.
+        ModelError: their number differs from that of its inputs.
     """
     stated: Any = node.attributes
     found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
@@ -214,7 +214,7 @@ def differentiated(node: Node) -> Differentiated:
 
 
 def reads(node: Node) -> tuple[str, ...]:
-    """The values that a node needs: its inputs, and what a Gradient differentiates."""
+    """Return the values that a node needs: its inputs, and what a Gradient differentiates."""
     named = (differentiated(node).y,) if node.op == "Gradient" and node.domain else ()
     return (*filter(None, node.inputs), *named)
 
@@ -222,7 +222,7 @@ def reads(node: Node) -> tuple[str, ...]:
 def trains_statistics(node: Node) -> bool:
     """Whether a batch norm node normalises by the batch and updates its statistics.
 
-    ONNX has said it in three ways: ``training_mode`` since opset 14, more than one output since 7,
+    ONNX has expressed this in three forms: ``training_mode`` since opset 14, more than one output since opset 7,
     ``is_test`` of zero before.
     """
     if node.version >= 14:
