@@ -1,4 +1,4 @@
-"""What a schedule holds at its peak, by kind."""
+"""Explain a plan's peak: what is held at it, by kind, and what limits it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 
 
 def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """Bytes at the peak by kind; they sum to the peak.
+    """Return the bytes held at the peak by kind; they sum to the peak.
 
-    The problem's own split of its inputs (parameters, buffers, batch, ...), or one entry for all of them;
-    activations (what forward ops wrote), gradients (what backward ops wrote), and the workspace of the op
+    The kinds are the problem's own division of its inputs (parameters, buffers, batch, ...), or one entry for all
+    of them; activations (written by forward ops), gradients (written by backward ops), and the workspace of the op
     that runs there.
     """
     at = simulate(graph, schedule).peak_at
@@ -40,7 +40,8 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Transients:
-    """Bytes that an op needs while it runs, the problem's inputs apart: what it reads and writes, its workspace."""
+    """The bytes that an op needs while it runs, without the problem's inputs: its reads, its writes and its
+    workspace."""
 
     op: str
     reads: int
@@ -49,7 +50,7 @@ class Transients:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """The sum of the three."""
         return self.reads + self.writes + self.workspace
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ class Transients:
 
 
 def transients(graph: TrainingGraph, op: str) -> Transients:
-    """Those of the op or inverse of that name."""
+    """Return the transients of the op or inverse of that name."""
     row, inputs = graph.op[op], set(graph.inputs)
     reads = set(row.reads) - inputs
     return Transients(
@@ -72,9 +73,10 @@ def transients(graph: TrainingGraph, op: str) -> Transients:
 
 @dataclass(frozen=True, slots=True)
 class PeakCause:
-    """Why a plan's peak is as high as it is: ``inputs`` + ``at``'s transients + ``others``, held across that op.
+    """Why a plan's peak is as high as it is: ``inputs`` + the transients of ``at`` + ``others``, which are held
+    during that op.
 
-    ``at``: None for a plan that runs nothing. ``floor``: no schedule at all has a peak below ``floor.bytes``.
+    ``at``: None for a plan that runs nothing. ``floor``: no schedule has a peak below ``floor.bytes``.
     """
 
     inputs: int
@@ -84,7 +86,7 @@ class PeakCause:
     floor_at: Transients | None
 
     def rows(self) -> dict[str, str]:
-        """Names and values for a person."""
+        """Return names and values for a reader."""
         stands = "the inputs" if self.at is None else str(self.at)
         return {
             "the peak stands at": stands,
@@ -94,7 +96,7 @@ class PeakCause:
         }
 
     def document(self) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the same as JSON data."""
         return {
             "inputs": self.inputs,
             "at": None if self.at is None else asdict(self.at),
@@ -105,7 +107,7 @@ class PeakCause:
 
 
 def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
-    """What makes up the plan's peak, and the proven floor below it."""
+    """Return what makes up the plan's peak, and the proven floor below it."""
     name, floor = peak_op(plan), min_peak_bound(graph)
     at = None if name is None else transients(graph, name)
     others = plan.estimate.peak - graph.input_bytes - (at.total if at else 0)
@@ -115,7 +117,7 @@ def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
 
 
 def floor_text(graph: TrainingGraph) -> str:
-    """What no schedule's peak can be below, and which op's transients prove it, in part of a line."""
+    """Return, as part of a message, the proven floor of the peak and the op that is the reason."""
     floor = min_peak_bound(graph)
     return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
 

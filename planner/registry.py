@@ -25,15 +25,15 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, NestedDP, Anneal, ILP, Reversible)
 }
 LIMIT = "time_limit"
-"""An option that every strategy takes; those that do not search need no limit and ignore it."""
+"""An option that every strategy accepts; strategies that do not search ignore it."""
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """The strategy of that name with these options; texts are read as the option's type, for the command
+    """Return the strategy of that name with these options. Text is converted to the option's type, for the command
     line.
 
     Raises:
-        UsageError: an unknown name or option (lists the known ones), or a value that does not fit.
+        UsageError: an unknown name or option (the message lists the known ones), or an invalid value.
     """
     kind = STRATEGIES.get(name)
     if kind is None:

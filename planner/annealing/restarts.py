@@ -98,7 +98,10 @@ GENTLE = 4  # a gentle round, in which the price rises slowly, is this many time
 RISING, RANGE = 0.3, 1e4
 """The share of a gentle round in which the price may rise, and by which factor it rises over all of that share. It
 starts 50 to some thousand times lower than what makes anything fit."""
-PLAIN_GROWTH, BETWEEN = 1.5, 0.33  # without phases: of hot rounds' length; length of what stands between them
+PLAIN_GROWTH, BETWEEN = (
+    1.5,
+    0.33,
+)  # without phases: growth of hot rounds' length; length of the reheated rounds between them
 TWO = 40  # ops from which on two threads are worth it
 
 STALE, PLAIN_STALE = 62, 11
@@ -108,7 +111,7 @@ STRIDE, LAST_STRIDE = (
     0.08,
     2e-4,
 )  # a descent's steps aim at lowering the peak by this share; it ends when they get smaller than the second
-DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation is no object
+DESCENT = 1.0  # temperature of a descent, percent of the base cost: recomputation hardly counts
 DESCENTS = 6
 """Of every eight rounds, the one that is followed by descents if it is hot and found nothing better. Without phases
 every hot round is."""

@@ -143,7 +143,7 @@ def prepare(
         node_time=np.array(fine, dtype=np.int64),
         copies=2 if gradients else 1,
     )
-    # Rounding each block up may pass the total; what lies far beyond it is of no use.
+    # Rounding each block up may exceed the total; times far beyond it are useless.
     width = count + 1 if unit == 1 else count + count // 4 + 2
     return LowerSetDP(tuple(masks), family, unit, width, charge_last)
 
@@ -270,7 +270,7 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0
-    first = np.full(count, width)  # a row's entries lie at first <= t < end
+    first = np.full(count, width)  # a row has entries for first <= t < end
     end = np.zeros(count, np.int64)
     first[0], end[0] = 0, 1
     for j in range(1, count):

@@ -1,0 +1,101 @@
+"""Words that only insiders understand are absent from the docstrings, comments and names of the rooms listed here.
+
+A room is added to `ROOMS` when its text has been rewritten. docs/glossary.md has the terms to use instead.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = (
+    "ir",
+    "ir/onnx",
+    "planner",
+    "planner/annealing",
+    "planner/arrays",
+    "planner/blocks",
+    "planner/bounds",
+    "planner/caches",
+    "planner/core",
+    "planner/ilp",
+    "planner/overlap",
+    "planner/strategies",
+    "rematplan/report",
+)
+ABOLISHED = {
+    r"(the|a|each|next|last) turns?": "loss boundary, iteration, round",
+    r"partings?": "split of storages",
+    r"presumptions?": "speculated assertions",
+    r"unscattered": "scatter to cat",
+    r"(the|its|an) outside(?! of)": "globals",
+    r"beside": "next to, in addition to, concurrently with",
+    r"(br(ing|ings|ought)|comes?|came|gives?|gave|had) back": "recover, rematerialise, return",
+    r"ways? back": "recovery",
+    r"lies?": "is, is stored",
+    r"stands?(?! (for|out))": "is",
+    r"but for": "except",
+    r"lets? (it |them )?go": "free",
+    r"(comes?|came) anew": "again",
+}
+"""Word → what to say instead. Matched without regard to case, at word boundaries."""
+ABOLISHED_NAMES = ("presumption", "parting", "unscattered", "members_plans", "carried_over", "outside")
+"""Parts of names of modules, classes and functions."""
+
+
+def files(room: str) -> list[Path]:
+    return sorted((ROOT / room).glob("*.py"))
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Every docstring and comment with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_finished_room_uses_no_abolished_word(room: str) -> None:
+    assert files(room), room
+    found = []
+    for file in files(room):
+        for line, text in texts(file.read_text(encoding="utf-8")):
+            for word, instead in ABOLISHED.items():
+                for match in re.finditer(rf"\b({word})\b", " ".join(text.split()), re.IGNORECASE):
+                    found.append(f"{file.relative_to(ROOT)}:{line}: {match[0]!r}; say {instead}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_finished_room_has_no_abolished_name(room: str) -> None:
+    for file in files(room):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        names = [file.stem, *(node.name for node in ast.walk(tree) if isinstance(node, kinds))]
+        for name in names:
+            assert not any(word in name.lower() for word in ABOLISHED_NAMES), (
+                f"{file.relative_to(ROOT)}: {name}"
+            )
+
+
+def test_an_abolished_word_is_found() -> None:
+    source = '"""What the plan brings\nback, beside the rest."""\nx = 1  # where it lies\n'
+    found = [
+        match[0]
+        for _, text in texts(source)
+        for word in ABOLISHED
+        for match in re.finditer(rf"\b({word})\b", " ".join(text.split()), re.IGNORECASE)
+    ]
+    assert sorted(found) == ["beside", "brings back", "lies"]
