@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.own_outputs import with_own_outputs, without_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
@@ -51,7 +52,8 @@ def read_joint_graph(
         ModelError: no output depends on what is trained, or the model changes an input in place.
     """
     step = _on_one_device(_Reader(module, _OfModule(names, outputs)).read(name))
-    return without_dead_calls(with_phases(with_own_outputs(without_copies(step))))
+    step = with_losses_in_place(with_own_outputs(without_copies(step)))
+    return without_dead_calls(with_phases(step))
 
 
 def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
