@@ -10,13 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.planner.arrays.csr import Ints, traffic_of
+from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.blocks.block_chain import BlockChain, block_chain, narrow_places
 from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.interval_dp import Intervals, Table, in_units, intervals, solve
-from rematplan.planner.blocks.lowering import kept_always
-from rematplan.planner.blocks.useful_runs import useful_runs
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.schedule import without_idle
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy
 
@@ -99,4 +98,11 @@ class NestedDP(CandidateStrategy):
 def _runs(graph: TrainingGraph, chain: BlockChain, steps: Ints) -> Ints:
     groups = [np.array(ops, dtype=np.int64) for ops in (*chain.forward, *reversed(chain.backward))]
     runs = np.concatenate([groups[step] for step in steps])  # stage k is -1 - k, from the end
-    return useful_runs(traffic_of(graph), runs, kept_always(graph))
+    names, stays, seen, once = list[str](), list[bool](), set[str](), set(graph.never_rerun)
+    for name in (graph.ops[at].name for at in runs):
+        if name not in seen or name not in once:
+            names.append(name)
+            stays.append(name not in seen)
+            seen.add(name)
+    position = {op.name: at for at, op in enumerate(graph.ops)}
+    return np.array([position[name] for name in without_idle(graph, names, stays)], dtype=np.int64)
