@@ -196,6 +196,7 @@ def backend(
     """
     asked = PlanOptions(
         budget=budget,
+        refine=False,
         strategy=strategy,
         time_limit=time_limit,
         options=options or {},

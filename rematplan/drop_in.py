@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,10 @@ def plan_module(
     statistics: Kronecker | None = None,
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
+    refine: bool = True,
+    gap: float = 0.001,
+    deterministic: bool = False,
+    verbose: bool = False,
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -116,6 +121,15 @@ def plan_module(
     training step; `planning` gives it (``planning(planned).statistics()``). A step with statistics has a plan of its
     own, which is made here, too.
 
+    ``refine``: training begins with a plan that is found in about two seconds, and another process, which runs at low
+    priority, searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
+    after an optimizer's step, when no backward is to come. Gradients are equal to the bit under any of these plans. It
+    is off with inverses, a saved plan, a second lane, the budget ``min`` and strategies other than ``auto``. ``gap``: a
+    plan whose overhead is proven to be within this of the least there is (a share of the step's time) ends a search.
+    ``deterministic``: the same plans at the same steps in each process, where ``costs`` are the same: the search counts
+    moves instead of seconds, and nothing is refined. ``verbose``: the logger ``rematplan``, which tells of each plan,
+    also prints.
+
     Raises:
         InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
         UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap,
@@ -146,7 +160,12 @@ def plan_module(
         accumulate=accumulate,
         reserved=Reserved.of(reserved),
         on_infeasible=on_infeasible,
+        refine=refine,
+        gap=gap,
+        deterministic=deterministic,
     )
+    if verbose:
+        print_log()
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan is of a step without statistics; state a budget for one with them")
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
@@ -154,6 +173,14 @@ def plan_module(
     Planning(planned).prepare(*args, **(kwargs or {}))
     check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
     return planned  # type: ignore[return-value]
+
+
+def print_log() -> None:
+    """Have the logger ``rematplan`` print what it tells, unless it has a handler already."""
+    log = logging.getLogger("rematplan")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def planning(planned: nn.Module) -> Planning:

@@ -50,7 +50,7 @@ LAYERS = {
         "bounds",
         "strategies",
         "auto",
-        "registry peak_report",
+        "registry peak_report worker background",
         "pipeline",
     ),
     "runtime": (

@@ -16,18 +16,19 @@ LAST_WORDS = 0.5
 class Proof:
     """A `BoundSearch` in a thread of its own, for as long as the context lasts.
 
-    ``overhead``: of the best plan so far, for it to know when its bound will do. What it raises is raised at the end.
+    ``overhead``: of the best plan so far. The search ends when its bound is within ``gap`` of that. What it raises is
+    raised at the end.
     """
 
-    def __init__(self, bound: BoundSearch, seconds: float) -> None:
-        self.bound, self.seconds = bound, seconds
+    def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
+        self.bound, self.seconds, self.gap = bound, seconds, max(gap, CLOSED)
         self.overhead = math.inf
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         try:
-            self.bound.run(self.seconds, lambda floor: self.overhead <= floor + CLOSED)
+            self.bound.run(self.seconds, lambda floor: self.overhead <= floor + self.gap)
         except Exception as error:
             self._fault = error
 

@@ -68,7 +68,9 @@ class Auto(Strategy):
     all that the members find), which the rest improves.
 
     With ``reuse``, whoever holds a `PlanStore` gives it the plans that earlier processes found as starts, and keeps
-    what is found on disk: a plan for a smaller budget serves a larger one. Other options as for `Anneal`;
+    what is found on disk: a plan for a smaller budget serves a larger one. ``gap``: the search ends once the plan's
+    overhead is proven to be within this of the optimum's (0.001: a tenth of a percent of the step's time). Other
+    options as for `Anneal`;
     ``time_limit`` counts from the start of planning, members included.
     """
 
@@ -76,6 +78,7 @@ class Auto(Strategy):
     seed: int = 0
     keep_order: bool = False
     reuse: bool = True
+    gap: float = 0.0
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
@@ -152,7 +155,7 @@ class _Session:
         self.interrupted = False  # whether Ctrl-C ended an annealing, which returned all the same
         cores = (os.cpu_count() or 1) >= CORES
         self.two = graph.has_phases and cores  # without phases one search has two threads
-        self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit)
+        self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit, auto.gap)
         self.take((*starts, *known))
 
     def plan(self) -> Plan:
@@ -180,7 +183,7 @@ class _Session:
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
-        self.proof.overhead = math.inf if self.best is None else self.best.estimate.overhead
+        self.proof.overhead = self.best_overhead
 
     @property
     def best(self) -> Plan | None:
@@ -196,7 +199,16 @@ class _Session:
     @property
     def finished(self) -> bool:
         """Whether the search is over: the gap is closed, or Ctrl-C ended an annealing."""
-        return self.interrupted or self.bound.closed(self.best)
+        return self.interrupted or self.good_enough(self.best_overhead)
+
+    @property
+    def best_overhead(self) -> float:
+        """The overhead of the best plan so far; infinite if there is none."""
+        return math.inf if self.best is None else self.best.estimate.overhead
+
+    def good_enough(self, overhead: float) -> bool:
+        """Whether no search for less is wanted, or no plan can exist."""
+        return overhead <= self.bound.best.overhead + max(CLOSED, self.auto.gap)
 
     @property
     def left(self) -> float:
@@ -290,11 +302,11 @@ class _Session:
             self.report(_text(overhead, self.bound.best.overhead))
 
         seed = self.auto.seed + (2 if alone else 0)
-        search = Search(graph, self.budget, seed, self.auto.keep_order, self.bound.reached, report)
+        search = Search(graph, self.budget, seed, self.auto.keep_order, self.good_enough, report)
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
         usable = [runs for runs in starts if inverses.isdisjoint(runs)]
-        other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.bound.reached)
+        other = Search(graph, self.budget, self.auto.seed + 1, self.auto.keep_order, self.good_enough)
         search.suggest = other.suggest = lambda: self.bound.nearest
         other.suggested_to = (0,)
         try:

@@ -20,7 +20,6 @@ from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.rounding import rounded_runs
 from rematplan.planner.caches.graph_cache import cached_on
-from rematplan.planner.core.plan import Plan
 from rematplan.planner.ilp.solver import Solver
 
 MARGIN = 0.01
@@ -109,10 +108,6 @@ class CutBounds:
     def reached(self, overhead: float) -> bool:
         """Whether an overhead equals the bound, within `CLOSED`."""
         return overhead <= self.best.overhead + CLOSED
-
-    def closed(self, plan: Plan | None) -> bool:
-        """Whether the plan is proven optimal. Without a plan: whether it is proven that there is none."""
-        return self.reached(math.inf if plan is None else plan.estimate.overhead)
 
     def stop(self) -> None:
         """End the search at once. What the current program would have proven is lost."""

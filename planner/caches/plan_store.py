@@ -1,16 +1,17 @@
 """Store plans: those made in this process in memory, those that searches found on disk.
 
-Files hold only sequences of runs, which are starts for later searches; they are simulated again when read. A file
-is named by a hash of the whole problem, sizes and costs included. So a plan for a smaller budget can serve a larger
-one in a later process, and an old or damaged file costs nothing except the start. The folder is ``plans`` in
-`ir.cache_folder`.
+A file holds sequences of runs, which are simulated again when read, and what searches proved: the floor of the overhead
+at a budget, and the seconds that the search took. A file is named by a hash of the whole problem, sizes and costs
+included. So a plan for a smaller budget can serve a larger one in a later process, and no search is made twice. An old
+or damaged file costs a search, nothing else. The folder is ``plans`` in `ir.cache_folder`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ IN_MEMORY = 256
 """The number of plans that a store holds in memory: the latest."""
 NEAREST = 4
 """The number of earlier problems whose plans serve as starts for another problem."""
+SEARCHES_KEPT = 64
+"""The number of searches of one problem that a file notes: the latest."""
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -74,10 +77,18 @@ class PlanStore:
         estimate = simulate(problem, plan.schedule)
         return replace(plan, estimate=estimate, lower_bound=None, status="feasible")
 
-    def put(self, problem: TrainingGraph, budget: int | None, plan: Plan, *, lasting: bool = False) -> None:
+    def put(
+        self,
+        problem: TrainingGraph,
+        budget: int | None,
+        plan: Plan,
+        *,
+        lasting: bool = False,
+        seconds: float = 0.0,
+    ) -> None:
         """Store a plan of a problem for a budget in bytes; None stands for the smallest peak.
 
-        ``lasting``: also keep it on disk, as a start for later processes.
+        ``lasting``: also keep it on disk, for later processes. ``seconds``: how long the search took.
         """
         key = _key(problem, budget)
         self._made.pop(key, None)
@@ -86,7 +97,7 @@ class PlanStore:
             del self._made[next(iter(self._made))]
         self._latest = [*self._latest, (frozenset(problem.op), plan)][-NEAREST:]
         if lasting:
-            self.keep(problem, plan)
+            self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget) -> None:
         """Remember that no plan was found for a problem within the error's budget."""
@@ -118,21 +129,53 @@ class PlanStore:
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return the plans on disk of a problem, and of the same problem without inverses; the latest first."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
-        return tuple(plan for one in (problem, *plain) for plan in _read(problem, _file(one)))
+        return tuple(plan for one in (problem, *plain) for plan in _plans(problem, _read(_file(one))))
 
-    def keep(self, problem: TrainingGraph, plan: Plan) -> None:
-        """Add a plan to the file of its problem, and remove the plans that others dominate."""
+    def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
+        """The plan on disk that needs no further search, if there is one: it fits, and its overhead is proven to be
+        within ``gap`` of the optimum's, or was searched for as long as ``seconds``.
+
+        A floor that is proven for some budget holds for all smaller ones, whose plans are among those for it.
+
+        Args:
+            budget: bytes.
+        """
+        content = _read(_file(problem))
+        fitting = [plan for plan in _plans(problem, content) if plan.estimate.peak <= budget]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda plan: (plan.estimate.cost, plan.estimate.peak))
+        searches = _searches(content)
+        floor = max((floor for at, floor, _ in searches if at >= budget), default=-math.inf)
+        overhead = best.estimate.overhead
+        done = overhead <= floor + gap or any(at == budget and spent >= seconds for at, _, spent in searches)
+        if not done:
+            return None
+        bound = min(floor, overhead) if math.isfinite(floor) else None
+        return replace(best, budget=budget, lower_bound=bound)
+
+    def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
+        """Keep a plan on disk with the others of its problem, without those that are no better in any way than
+        another; and what its search proved.
+
+        ``seconds``: that were spent on it.
+        """
         file = _file(problem)
-        found = tuple(dict.fromkeys((plan, *_read(problem, file))))
+        content = _read(file)
+        found = tuple(dict.fromkeys((plan, *_plans(problem, content))))
         front = pareto(found)
         number = {name: k for k, name in enumerate(_names(problem))}
         rows = [[p.strategy, [number[name] for name in runs_of(p.schedule)]] for p in found if p in front]
         rows = rows[:PLANS_KEPT]
         while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
             rows.pop()
-        with suppress(OSError, ProblemError):  # a read-only home directory only costs later processes a start
+        searches = _searches(content)
+        if plan.budget is not None:
+            floor = -1.0 if plan.lower_bound is None else plan.lower_bound
+            searches = [(plan.budget, floor, seconds), *searches][:SEARCHES_KEPT]
+        with suppress(OSError, ProblemError):  # a read-only home costs a later run its start, nothing else
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(rows, separators=(",", ":")))
+            write_whole(file, json.dumps({"plans": rows, "searches": searches}, separators=(",", ":")))
             for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[:-PROBLEMS_KEPT]:
                 old.unlink()
 
@@ -152,14 +195,30 @@ def _names(problem: TrainingGraph) -> list[str]:
     return [op.name for op in (*problem.ops, *problem.inverses)]
 
 
-def _read(problem: TrainingGraph, file: Path) -> tuple[Plan, ...]:
-    """Return the plans in a file; none if there is no such file or it has another content."""
+def _read(file: Path) -> Mapping[str, Any]:
+    """What a file says; nothing where there is none, or one of another form."""
+    try:
+        content = read_json(file)
+    except ProblemError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _plans(problem: TrainingGraph, content: Mapping[str, Any]) -> tuple[Plan, ...]:
     names = _names(problem)
     try:
-        rows: Any = read_json(file)
+        rows = content.get("plans", ())
         return tuple(plan_from_runs(problem, [names[k] for k in runs], str(found)) for found, runs in rows)
     except (ProblemError, TypeError, ValueError, LookupError):
         return ()
+
+
+def _searches(content: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+    """Budgets in bytes, floors of the overhead proven at them, and seconds spent."""
+    try:
+        return [(int(at), float(floor), float(spent)) for at, floor, spent in content.get("searches", ())]
+    except (TypeError, ValueError):
+        return []
 
 
 def _file(problem: TrainingGraph) -> Path:

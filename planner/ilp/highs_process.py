@@ -8,12 +8,17 @@ redirected. Only OR-tools is imported, so the process starts in a fraction of a 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import struct
 import sys
+from contextlib import suppress
 from typing import IO
 
 LENGTH = struct.Struct("<Q")
+PR_SET_PDEATHSIG = 1
+"""Linux's number of that request (prctl(2))."""
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
@@ -59,8 +64,15 @@ def respond(request: bytes) -> bytes:
     return bytes(response.SerializeToString())
 
 
+def end_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends: while HiGHS solves, nothing else is heard."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Answer requests until there are no more."""
+    end_with_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         while (request := read_message(sys.stdin.buffer)) is not None:

@@ -100,6 +100,7 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "seed": ("N", "of the search's random numbers"),
     "keep_order": ("", "keep the first runs of all ops in the order of the model"),
     "reuse": ("", "begin with plans that earlier runs have kept, and keep those found (rematplan cache)"),
+    "gap": ("SHARE", "end once the overhead is proven to be within this of the least there is (0.001: .1 %)"),
     "grid": ("N", "how many thresholds of bytes are tried"),
     "objective": ("", "which chains of a table are taken: from its least time up, or from its least memory"),
     "ticks": ("N", "steps that recomputation time is rounded to; more are finer and slower"),

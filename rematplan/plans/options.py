@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematplan.ir import UsageError
+from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, strategy
+from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
-from rematplan.plans.overlapping import check_mode
+from rematplan.plans.overlapping import OFF, check_mode
 from rematplan.plans.pricing import check_costs
 from rematplan.plans.reserved import Reserved
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)
 """What may happen where no plan keeps the budget: an error, the leanest plan known, or one that recomputes nothing."""
+QUICK = 1.5
+"""Seconds of the search before the first step, where a better plan is searched for while training runs."""
+DETERMINISTIC_MOVES = 100_000
+"""The annealer's moves that count as a second: fewer than it makes in one on most machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,9 @@ class PlanOptions:
     accumulate: bool = False
     reserved: Reserved = field(default_factory=Reserved)
     on_infeasible: str | None = None
+    refine: bool = True
+    gap: float = 0.001
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:
@@ -62,8 +71,31 @@ class PlanOptions:
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
 
     def chosen(self) -> Strategy:
-        """The strategy with its options."""
-        return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
+        """The strategy with its options. One that is deterministic counts moves instead of seconds."""
+        if self.strategy != Auto.name:
+            return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
+        if self.deterministic:
+            moves = round(self.time_limit * DETERMINISTIC_MOVES)
+            return strategy(Anneal.name, **{"moves": moves, **self.options})
+        return strategy(self.strategy, **{LIMIT: self.time_limit, "gap": self.gap, **self.options})
+
+    @property
+    def refines(self) -> bool:
+        """Whether a plan that is quickly found is used at once, and improved in another process while training runs.
+
+        Not where what is computed may depend on the plan (inverses that round), where the least peak is asked for, or
+        where recomputation on a second lane is timed for the plan.
+        """
+        return (
+            self.refine
+            and not self.deterministic
+            and self.plan is None
+            and self.strategy == Auto.name
+            and not self.inverting
+            and self.overlap in (None, OFF)
+            and self.stated_budget().kind != "min"
+            and self.time_limit > QUICK
+        )
 
     def stated_budget(self) -> Budget:
         """The budget as it is stated."""

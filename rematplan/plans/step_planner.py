@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -17,12 +18,16 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.registry import LIMIT
+from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.inverting import better_of, plan_either
-from rematplan.plans.options import LEAST, RAISE, PlanOptions
+from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
 from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
+from rematplan.plans.refining import Refining, Wanted, mapped
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
@@ -37,6 +42,8 @@ from rematplan.runtime.problem.accumulation import (
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, with_loss_boundary
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
+
+LOG = logging.getLogger("rematplan")
 
 FURTHER = 0.25
 """Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
@@ -121,7 +128,9 @@ class StepPlanner:
         except InfeasibleBudget as error:
             opened = self.opened(step)
             found = StepPlan(opened, charged.instead(opened, error, first))
-        return replace(found, gradients=held)
+        counted = mapped(found, lambda one: replace(one, gradients=held))
+        assert counted is not None
+        return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
         """The plan that a step gets where none keeps the budget; a warning says what it needs.
@@ -150,8 +159,25 @@ class StepPlanner:
     def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
             return self._either(with_exact_inverses(step), self.opened(step))
-        step = self.opened(step)
-        return StepPlan(step, self.planned(step))
+        step, began = self.opened(step), time.monotonic()
+        graph = self.problem(step)
+        profiled = time.monotonic()
+        plan = self._planned(step, graph)
+        LOG.info("%s; costs %.1f s, search %.1f s", plan, profiled - began, time.monotonic() - profiled)
+        return StepPlan(step, plan, refinement=self._refinement(step, graph, plan))
+
+    def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
+        """The search for a better plan, where there may be one worth the while."""
+        asked = self.options
+        if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
+            return None
+        if self.store.solved(graph, plan.budget, asked.gap, asked.time_limit) is not None:
+            return None
+        search = {LIMIT: asked.time_limit, "gap": asked.gap, **asked.options}
+        wanted = Wanted(graph, plan.budget, plan, asked.strategy, search, asked.gap)
+        return Refining(
+            wanted, lambda better: StepPlan(step, replace(better, fingerprint=graph.fingerprint)), self.store
+        )
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
         """The plan where new gradients are added to earlier ones and leave; None if it keeps its budget only where they
@@ -163,8 +189,13 @@ class StepPlanner:
         except ProblemError:  # a saved plan that charges them to the end
             return None
         budget = found.plan.peak if found.plan.budget is None else found.plan.budget
-        spare = spare_bytes(found.step, self.problem(found.step), found.plan.schedule, budget, self.added)
-        return None if spare is None else replace(found, spare=spare)
+        graph = self.problem(found.step)
+
+        def with_spare(one: StepPlan) -> StepPlan | None:
+            spare = spare_bytes(one.step, graph, one.plan.schedule, budget, self.added)
+            return None if spare is None else replace(one, spare=spare)
+
+        return mapped(found, with_spare)
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
         """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
@@ -253,15 +284,35 @@ class StepPlanner:
         return replace(found, fingerprint=graph.fingerprint)
 
     def _searched(self, graph: TrainingGraph, budget: Budget) -> Plan:
-        chosen, amount = self.options.chosen(), _amount(budget)
+        asked, amount = self.options, _amount(budget)
+        chosen = asked.chosen()
         if amount is None:
             plan = least_plan(chosen, graph)
             self.store.put(graph, None, plan)
             return plan
-        if isinstance(chosen, Auto) and self.store.serves(graph, amount):
-            chosen = replace(chosen, time_limit=FURTHER * chosen.time_limit)
+        known = self.store.solved(graph, amount, asked.gap, asked.time_limit) if chosen.lasting else None
+        if known is not None:
+            self.store.put(graph, amount, known)
+            return known
+        starts = ApproxDP().around(graph, amount) if asked.deterministic else ()
         with self._explaining_refusals(graph):
-            return plan_within(chosen, graph, amount, store=self.store)
+            for part in self._in_parts(chosen, graph, amount):
+                try:
+                    return plan_within(part, graph, amount, store=self.store, starts=starts)
+                except InfeasibleBudget as error:
+                    if error.known == "proven" or part is chosen:
+                        raise
+        raise AssertionError("the last part is the whole search")
+
+    def _in_parts(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Iterator[Strategy]:
+        """The searches that are made before the first step, one after the other until one finds a plan: a short one
+        first, where a better plan is searched for later. A tight budget is never refused for being late."""
+        if isinstance(chosen, Auto):
+            if self.options.refines:
+                yield replace(chosen, time_limit=QUICK)
+            elif self.store.serves(graph, budget):
+                yield replace(chosen, time_limit=FURTHER * chosen.time_limit)
+        yield chosen
 
     @contextmanager
     def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:

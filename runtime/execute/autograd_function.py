@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 
@@ -57,6 +58,12 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
+        self.calls: WeakSet[_Call] = WeakSet()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward may still come: of a forward without one yet, or again where the graph was retained."""
+        return any(call.start is not None or call.held is not None for call in list(self.calls))
 
     def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
         """The way of a backward that is given these tangents."""
@@ -106,6 +113,7 @@ class CompiledPlan:
         pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs, with_tangents, statistics)
+        self.calls.add(call)
         link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
@@ -144,7 +152,7 @@ def _own_name(target: str) -> str:
     return target.removeprefix("model.")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One call of a compiled plan, on its way from segment to segment.
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -109,6 +111,22 @@ class _Forward:
         planned._rematplan_replaced = None
 
 
+@dataclass(frozen=True)
+class PlanningStats:
+    """What the planning of a module has come to.
+
+    ``plans``: how many are in use. ``gaps``: of each the overhead beyond its proven floor, a share of the step's time;
+    None without a floor. ``searching``: for how many of them a better one is searched for. ``seconds``: that these
+    searches have taken in the background. ``swaps``: how often a better plan has taken a plan's place.
+    """
+
+    plans: int
+    gaps: tuple[float | None, ...]
+    searching: int
+    seconds: float
+    swaps: int
+
+
 class Planning:
     """What a planned module is planned to do.
 
@@ -131,15 +149,33 @@ class Planning:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans made so far."""
-        plain = [way for ways in self._planned._rematplan.ways.values() for way in ways]
-        alone = [*plain, *(other for way in plain for other in way.measured)]
-        beside = [other for way in alone for other in way.beside.values() if other is not way]
-        return tuple(way.plan for way in (*alone, *beside))
+        return tuple(entry.plan for entry in self._planned._rematplan.entries())
 
     @property
     def source(self) -> str:
         """The generated source of `plan`."""
         return self._planned._rematplan.last.compiled.halves.source
+
+    def wait(self, seconds: float | None = None) -> Planning:
+        """Wait until no better plan is searched for any more, so many seconds at most; the last plans found take effect
+        at the next step. Returns itself."""
+        end = None if seconds is None else time.monotonic() + seconds
+        for entry in self._planned._rematplan.entries():
+            if entry.running.refinement is not None:
+                entry.running.refinement.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self
+
+    def stats(self) -> PlanningStats:
+        """What planning has come to so far."""
+        entries = self._planned._rematplan.entries()
+        later = [r for entry in entries if (r := entry.running.refinement) is not None]
+        return PlanningStats(
+            plans=len(entries),
+            gaps=tuple(entry.plan.gap for entry in entries),
+            searching=sum(r.working for r in later),
+            seconds=sum(r.seconds for r in later),
+            swaps=sum(entry.running.swaps for entry in entries),
+        )
 
     def statistics(self) -> Statistics:
         """The statistics of the present training step: of its backwards so far, until the next step's first forward;

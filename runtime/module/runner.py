@@ -48,6 +48,7 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.counters import check_counters
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.model_errors import own_error
+from rematplan.runtime.module.running import Running
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
 from rematplan.runtime.statistics.options import Kronecker
@@ -93,8 +94,7 @@ class Planned(Protocol):
 class CacheEntry:
     """One way that the module is called, compiled."""
 
-    plan: Plan
-    compiled: CompiledPlan
+    running: Running
     outputs: pytree.TreeSpec
     """Of what the forward returns, of the attributes that it gives (a dictionary by module, of dictionaries), and of
     the arguments if it changes lists or dictionaries among them."""
@@ -113,6 +113,16 @@ class CacheEntry:
     """The entry for the same forward that takes statistics, once there is one."""
     beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
     """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that calls follow now."""
+        return self.running.plan
+
+    @property
+    def compiled(self) -> CompiledPlan:
+        """The same, compiled."""
+        return self.running.compiled
 
     @cached_property
     def targets(self) -> dict[str, str]:
@@ -168,6 +178,8 @@ class Runner:
         self.brought: frozenset[str] = frozenset()
         """The positions of outputs whose tangents came though their step left them out."""
         self.walk: guards.ModuleTree | None = None
+        self.version: tuple[str, int | None] = ("", None)
+        """A trained parameter's name, and its version at the last call, which an optimizer's step changes."""
 
     def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
         """For a copy of the planned module, with the same plans, or those given."""
@@ -197,6 +209,8 @@ class Runner:
         if self.recorder and self._takes_statistics(self.recorder, way, state):
             way = self._measured(way, self.recorder)
         way = self._beside_gradients(way, state, tensors)
+        if way.running.refinement is not None:
+            self._exchange(way, state)
         sink = self.recorder.sink(way.statistics) if self.recorder else None
         flat = way.compiled(
             state.named, tensors, lambda brought: self._with_tangents(way, brought).compiled, sink
@@ -209,6 +223,29 @@ class Runner:
         if left is not None:
             refill((args, kwargs), left)
         return results
+
+    def _exchange(self, way: CacheEntry, state: guards.ModuleState) -> None:
+        """Let the better plan that has been found take effect, where a step begins: no backward of this module is to
+        come, none may be repeated, and a step of the optimizer, or gradients of None, ended the step before."""
+        name = next(iter(way.targets), "")
+        trained, (known, version) = state.named.get(name), self.version
+        new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
+        self.version = name, None if trained is None else trained._version
+        if not (new_step and way.running.improved) or any(w.compiled.pending for w in self.entries()):
+            return
+        with LOCK.alone():
+            if way.running.improved:
+                found = way.running.swap()
+                # That the plan before served beside earlier gradients says nothing of this one.
+                alone = [key for key, w in way.beside.items() if w is way and key[1] > found.gradients]
+                for key in alone:
+                    del way.beside[key]
+
+    def entries(self) -> list[CacheEntry]:
+        """All entries, each once."""
+        plain = [way for ways in self.ways.values() for way in ways]
+        every = [w for way in plain for w in (way, *way.measured)]
+        return list({id(w): w for way in every for w in (way, *way.beside.values())}.values())
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments."""
@@ -230,7 +267,7 @@ class Runner:
                     found = with_statistics(way.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.brought)
                     made = self.planner(captured)
-                    entry = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
+                    entry = replace(way, running=Running.of(made), captured=captured)
                     entry = replace(entry, statistics=found, beside={}, measured=[])
                     names = next((names for names, _ in way.beside), frozenset[str]())
                     way.measured.append(entry.counting(made.gradients, names))
@@ -307,7 +344,7 @@ class Runner:
     def _planned_beside(self, way: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
         targets = {target for name, target in way.targets.items() if name in names}
         found = self.planner.beside(way.captured, way.plan, held, targets)
-        return way if found is None else replace(way, plan=found.plan, compiled=_compiled(found))
+        return way if found is None else replace(way, running=Running.of(found), beside={})
 
     def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
         """The way, planned with these tangents and those that came before; calls like it take that plan from now on.
@@ -326,7 +363,7 @@ class Runner:
                     return known
             captured = with_expected_tangents(way.whole, self.brought)
             made = self.planner(captured)
-            found = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
+            found = replace(way, running=Running.of(made), captured=captured)
             found = replace(found, beside={}, measured=[])
             found.counting(made.gradients, next((names for names, _ in way.beside), frozenset()))
             for ways in self.ways.values():
@@ -397,8 +434,8 @@ class Runner:
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(flat.count)):
             raise ModelError(f"{step.name}: an output could not be captured")
-        plan, compiled = found.plan, _compiled(found)
-        entry = CacheEntry(plan, compiled, flat.outputs, constants, record.guard(self.name), captured, whole)
+        guard = record.guard(self.name)
+        entry = CacheEntry(Running.of(found), flat.outputs, constants, guard, captured, whole)
         wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, wanting)
 
@@ -408,10 +445,6 @@ class Runner:
                 f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
                 f"step is planned; what they compute is part of the plan, what else they do is done only then"
             )
-
-
-def _compiled(found: StepPlan) -> CompiledPlan:
-    return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:

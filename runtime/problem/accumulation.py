@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -23,18 +24,44 @@ EARLIER = "earlier_gradients"
 """The input that stands for gradients of earlier steps, where a problem counts them."""
 
 
+class Refinement(Protocol):
+    """The search for a better plan of a step, which goes on while the step is run."""
+
+    def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
+        """Begin the search. Each better plan is ``compiled`` before it counts as found, in another thread."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a better plan has been found since the last was taken."""
+
+    def take(self) -> tuple[StepPlan, Any]:
+        """The better plan, and what ``compiled`` made of it."""
+
+    @property
+    def working(self) -> bool:
+        """Whether the search goes on."""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the search has ended, so many seconds at most; whether it has."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the search had taken when it was last heard of."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A plan and the step that it is of, which may have inverses that the captured one has not.
 
     ``spare``: see `spare_bytes`; empty where new gradients are charged to the end. ``gradients``: bytes of gradients of
-    earlier steps that the plan's problem counts.
+    earlier steps that the plan's problem counts. ``refinement``: the search for a better plan, not begun yet.
     """
 
     step: CapturedStep
     plan: Plan
     spare: tuple[int, ...] = ()
     gradients: int = 0
+    refinement: Refinement | None = None
 
 
 def earlier_gradients(

@@ -4,6 +4,7 @@ costs no more than that."""
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 
@@ -76,10 +77,10 @@ def test_other_sizes_or_costs_are_another_problem(problems):
 def test_without_reuse_nothing_is_read_or_written(problems, folder):
     graph = problems.chain(8)
     PlanStore().keep(graph, base(graph))
-    (file,) = folder.iterdir()
-    written = file.read_text()
     budget = base(graph).estimate.peak
     assert within(Auto(), again(graph), budget).strategy == "base"
+    (file,) = folder.iterdir()
+    written = file.read_text()
     assert within(Auto(reuse=False), again(graph), budget).strategy != "base"
     with pytest.raises(InfeasibleBudget):
         within(Auto(time_limit=0.1, reuse=False), again(graph), graph.input_bytes + 1)
@@ -95,7 +96,20 @@ def test_what_does_not_fit_is_kept_too(problems):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "3", "[[1]]", '[["a", [99999]]]', '[["a", [0, "x"]]]', '[["a", [3]]]', "\0"],
+    [
+        *(
+            "",
+            "{",
+            "[]",
+            "null",
+            "3",
+            "[[1]]",
+            "\0",
+            '{"plans": 3, "searches": 3}',
+            '{"plans": [[1]], "searches": [[1]]}',
+        ),
+        *('{"plans": [["a", [99999]]]}', '{"plans": [["a", [0, "x"]]]}', '{"plans": [["a", [3]]]}'),
+    ],
 )
 def test_a_damaged_file_counts_as_none(problems, folder, text):
     graph = problems.chain(4)
@@ -103,8 +117,31 @@ def test_a_damaged_file_counts_as_none(problems, folder, text):
     (file,) = folder.iterdir()
     file.write_text(text)
     assert PlanStore().kept(again(graph)) == ()
+    assert PlanStore().solved(again(graph), 2**40, math.inf, 0.0) is None
     PlanStore().keep(graph, base(graph))
     assert PlanStore().kept(again(graph)) == (base(graph),)
+
+
+def test_a_plan_of_a_known_gap_needs_no_search_at_its_budget_and_at_smaller_ones_that_it_fits(problems):
+    graph, store = problems.chain(8), PlanStore()
+    peak, runs = base(graph).estimate.peak, [op.name for op in graph.ops]
+    dear = replace(plan_from_runs(graph, [*runs[:2], runs[0], *runs[2:]], "dear"), budget=peak + 9)
+    overhead = dear.estimate.overhead
+    store.keep(graph, replace(dear, lower_bound=overhead - 0.01))
+    for budget, gap, known in ((peak + 9, 0.011, True), (peak + 9, 0.009, False), (peak + 10, 0.011, False)):
+        found = PlanStore().solved(again(graph), budget, gap, seconds=1.0)
+        assert (found is not None) is known
+    assert PlanStore().solved(again(graph), dear.estimate.peak, 0.011, 1.0).lower_bound == overhead - 0.01
+    assert PlanStore().solved(again(graph), dear.estimate.peak - 1, 0.011, 1.0) is None
+
+
+def test_a_search_that_took_its_time_is_not_made_again(problems):
+    graph, store = problems.chain(8), PlanStore()
+    plan = replace(base(graph), budget=base(graph).estimate.peak)
+    store.keep(graph, plan, seconds=5.0)
+    assert store.solved(again(graph), plan.budget, 0.0, 5.0) is not None
+    assert store.solved(again(graph), plan.budget, 0.0, 5.1) is None
+    assert store.solved(again(graph), plan.budget + 1, 0.0, 5.0) is None
 
 
 def test_plans_worse_in_every_way_are_dropped_and_the_latest_come_first(problems):

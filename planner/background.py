@@ -1,0 +1,171 @@
+"""The parent's side of `worker`: searches that go on in another process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.ir.problem_json import problem_to_json
+from rematplan.planner import worker
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+
+Heard: TypeAlias = Callable[[Plan | None, bool], None]
+"""Called in the background thread with each better plan, and whether the search has ended."""
+
+LOG = logging.getLogger("rematplan")
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search under way: what it is of, and who hears of it."""
+
+    process: subprocess.Popen[bytes]
+    problem: TrainingGraph
+    budget: int
+    heard: Heard
+
+
+class BackgroundSearch:
+    """Searches in a process that is started at the first one and serves all later ones, one after the other.
+
+    The process can crash or be killed at any time: searches under way then end without a plan, and the next request
+    starts another process. Usable from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._waiting: dict[int, _Search] = {}
+        self._count = 0
+
+    def submit(
+        self,
+        problem: TrainingGraph,
+        budget: int,
+        strategy: str,
+        options: Mapping[str, object],
+        starts: Sequence[Plan],
+        gap: float,
+        heard: Heard,
+    ) -> bool:
+        """Have a problem searched for ``budget`` bytes; whether a process could be started.
+
+        Args:
+            strategy, options: as for `registry.strategy`.
+            starts: known plans of the problem.
+            gap: a plan within this of a proven floor of the overhead ends the search.
+            heard: see `Heard`; its last call says that the search has ended, whatever happened.
+        """
+        number = {name: k for k, name in enumerate(worker.names_of(problem))}
+        with self._lock:
+            process = self._begun()
+            if process is None or process.stdin is None:
+                return False
+            self._count += 1
+            message = {
+                "id": self._count,
+                "problem": problem_to_json(problem),
+                "budget": budget,
+                "strategy": strategy,
+                "options": dict(options),
+                "starts": [[number[name] for name in runs_of(plan.schedule)] for plan in starts],
+                "gap": gap,
+            }
+            self._waiting[self._count] = _Search(process, problem, budget, heard)
+            try:
+                process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+                process.stdin.flush()
+            except (OSError, ValueError):
+                del self._waiting[self._count]
+                return False
+            return True
+
+    def stop(self) -> None:
+        """End the process, and with it all searches under way."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+
+    @property
+    def pid(self) -> int | None:
+        """The process's number, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def _begun(self) -> subprocess.Popen[bytes] | None:
+        """The process, started where there is none that lives. After a fork the child starts one of its own."""
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        if self._owner != os.getpid():
+            self._waiting = {}
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rematplan.planner.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for the parent
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            )
+        except (OSError, ValueError) as error:
+            LOG.info("no process for planning could be started: %s", error)
+            self._process = None
+            return None
+        self._owner = os.getpid()
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        return self._process
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with suppress(ValueError, KeyError, TypeError):
+                self._hear(json.loads(line))
+        with self._lock:
+            lost = {at: search for at, search in self._waiting.items() if search.process is process}
+            for at in lost:
+                del self._waiting[at]
+        if lost:
+            LOG.info(
+                "the process that searches for better plans ended; training goes on with the plans it has"
+            )
+        for search in lost.values():
+            search.heard(None, True)
+
+    def _hear(self, answer: Mapping[str, Any]) -> None:
+        with self._lock:
+            search = self._waiting[answer["id"]]
+            if answer["done"]:
+                del self._waiting[answer["id"]]
+        if "error" in answer:
+            LOG.info("a plan could not be searched in the background: %s", answer["error"])
+        plan = None
+        if "runs" in answer:
+            with suppress(ProblemError, ValueError, LookupError, TypeError):
+                plan = worker.plan_of(search.problem, answer, search.budget)
+        if plan is not None and plan.peak > search.budget:
+            plan = None
+        search.heard(plan, bool(answer["done"]))
+
+
+_shared: list[BackgroundSearch] = []
+
+
+def shared() -> BackgroundSearch:
+    """The one of this process."""
+    if not _shared:
+        _shared.append(BackgroundSearch())
+    return _shared[0]

@@ -1,0 +1,366 @@
+"""Laws of plans that are exchanged while training runs: equal bits, within the budget, between two steps only."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.planner.background import BackgroundSearch
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.plans import refining
+from rematplan.runtime.costs.measure import peak_above_entry
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Network(nn.Module):
+    """Linear layers with dropout and batch norm, so that random numbers and buffers take part."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+        return self.norm(x).pow(2).mean()
+
+
+@dataclass
+class Elsewhere:
+    """Stands for the background process: it has the plans that a test gives, at the moments that a test says."""
+
+    searches: list[tuple[Any, int, Callable[[Plan | None, bool], None]]] = field(default_factory=list)
+
+    def submit(self, problem, budget, strategy, options, starts, gap, heard) -> bool:
+        """See `BackgroundSearch.submit`."""
+        del strategy, options, starts, gap
+        self.searches.append((problem, budget, heard))
+        return True
+
+    def find(self, at: int = -1, rank: int = 0) -> Plan:
+        """Have a search find the plan of that rank among those that fit, from the cheapest on."""
+        problem, budget, heard = self.searches[at]
+        fitting = [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]
+        plan = fitting[min(rank, len(fitting) - 1)]
+        heard(plan, False)
+        return plan
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
+    """The stand-in, and a quick search that gives a dear plan which leaves something to improve."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one = Elsewhere()
+    monkeypatch.setattr(refining, "shared", lambda: one)
+
+    def least(self, graph, budget, progress=None, starts=()):
+        del self, progress, starts
+        plan = min(ApproxDP().curve(graph, ()), key=lambda p: p.estimate.peak)
+        return Plan(**{**{f: getattr(plan, f) for f in plan.__slots__}, "budget": budget, "strategy": "auto"})
+
+    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", least)
+    return one
+
+
+def planned(model: nn.Module, budget: str = "100%", **options: Any) -> nn.Module:
+    return rematplan.plan_module(model, (X,), budget=budget, costs="roofline", loss_memory=0, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, seed: int, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    loss = model(X)
+    loss.backward(**options)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def swaps(model: nn.Module) -> int:
+    return rematplan.planning(model).stats().swaps
+
+
+def test_a_better_plan_is_taken_at_the_next_step_and_shown(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = model.plan
+    step(model, optimizer, 0)
+    better = elsewhere.find()
+    assert better.estimate.cost < first.estimate.cost
+    assert model.plan.estimate == first.estimate
+    step(model, optimizer, 1)
+    assert model.plan.estimate == better.estimate
+    assert swaps(model) == 1
+
+
+def test_no_worse_plan_is_taken(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elsewhere.find()
+    step(model, optimizer, 0)
+    elsewhere.find(rank=1)
+    step(model, optimizer, 1)
+    assert swaps(model) == 1
+
+
+def test_200_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(elsewhere: Elsewhere) -> None:
+    draws = torch.Generator().manual_seed(7)
+    model = planned(Network())
+    plain = Network()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    problem, budget, heard = elsewhere.searches[0]
+    plans = [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]
+    entry = model._rematplan.last
+    for k in range(200):
+        if torch.rand((), generator=draws) < 0.3:
+            entry.running.refinement._best = float("inf")  # so that any plan counts as better
+            heard(plans[int(torch.randint(len(plans), (), generator=draws))], False)
+        losses = [step(m, o, k) for m, o in zip((model, plain), optimizers, strict=True)]
+        assert torch.equal(*losses)
+    assert swaps(model) > 30
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+def test_a_plan_waits_for_the_backward(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    pending = model(X)
+    elsewhere.find()
+    model(X).backward()
+    assert swaps(model) == 0
+    pending.backward()
+    optimizer.zero_grad()
+    model(X).backward()
+    assert swaps(model) == 1
+
+
+def test_a_plan_waits_while_a_graph_is_retained(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    loss = step(model, None, 0, retain_graph=True)
+    elsewhere.find()
+    model.zero_grad()
+    step(model, None, 1)
+    assert swaps(model) == 0
+    del loss
+    model.zero_grad()
+    step(model, None, 2)
+    assert swaps(model) == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_plan_waits_for_the_last_micro_batch(elsewhere: Elsewhere, set_to_none: bool) -> None:
+    model = planned(Network(), accumulate=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k in range(6):
+        step(model, None, k)
+        if k == 1:
+            elsewhere.find()
+        if k % 3 == 2:
+            assert swaps(model) == (k > 3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert swaps(model) == 1
+
+
+def test_a_plan_that_served_beside_gradients_is_looked_at_anew_after_an_exchange(
+    elsewhere: Elsewhere,
+) -> None:
+    """The first plan leaves room for gradients of earlier steps, the better one does not."""
+    x = X.repeat(16, 1)
+    model = rematplan.plan_module(Network(), (x,), budget="100%", costs="roofline", loss_memory=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = model.plan.budget
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+
+    def accumulated() -> int:
+        model(x).backward()
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        peak, _ = peak_above_entry(lambda: model(x).backward(), torch.device("cpu"))
+        optimizer.step()
+        optimizer.zero_grad()
+        return held + gradients + peak
+
+    assert accumulated() <= budget
+    better = elsewhere.find()
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert better.estimate.peak <= budget < better.estimate.peak + gradients
+    assert accumulated() <= budget
+    assert swaps(model) == 1
+
+
+def test_copies_go_on_with_the_plan_that_they_are_copied_with(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    twin = copy.deepcopy(model)
+    elsewhere.find()
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        step(one, optimizer, 0)
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"refine": False},
+        {"deterministic": True, "time_limit": 2.0},
+        {"strategy": "approx_dp"},
+        {"budget": "min", "strategy": "auto", "time_limit": 1.6},
+        {"time_limit": 1.0},
+        {"inverses": True, "time_limit": 1.6},
+    ],
+    ids=str,
+)
+def test_where_nothing_is_searched_later(elsewhere: Elsewhere, options: dict[str, Any]) -> None:
+    planned(Network(2), **options)
+    assert not elsewhere.searches
+
+
+def test_deterministic_planning_makes_the_same_plan_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules = []
+    for k in range(2):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(k)))
+        model = planned(Network(), budget="80% of activations", deterministic=True, time_limit=0.5)
+        schedules.append(model.plan.schedule)
+    assert schedules[0] == schedules[1]
+
+
+def test_a_plan_of_another_process_is_used_without_a_search(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    first = planned(Network())
+    problem, budget, _ = elsewhere.searches[0]
+    best = elsewhere.find()
+    first._rematplan.planner.store.keep(problem, Plan(**{**fields(best), "budget": budget}), seconds=30.0)
+    later = planned(Network())
+    assert later.plan.estimate == best.estimate
+    assert len(elsewhere.searches) == 1
+
+
+def fields(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in plan.__slots__}
+
+
+# The process itself
+
+
+@pytest.fixture
+def search() -> Any:
+    """A background process of the test's own."""
+    one = BackgroundSearch()
+    yield one
+    one.stop()
+
+
+def searched(
+    one: BackgroundSearch, problem: Any, budget: int, seconds: float = 2.0
+) -> tuple[list[Plan], Any]:
+    found: list[Plan] = []
+    ended: list[bool] = []
+
+    def heard(plan: Plan | None, last: bool) -> None:
+        if plan is not None:
+            found.append(plan)
+        ended.extend([True] * last)
+
+    assert one.submit(problem, budget, "auto", {"time_limit": seconds}, (), 0.0, heard)
+    return found, ended
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def problem(elsewhere: Elsewhere) -> tuple[Any, int]:
+    planned(Network(), budget="90% of activations")
+    graph, budget, _ = elsewhere.searches[0]
+    return graph, budget
+
+
+def test_the_process_finds_plans_that_fit(search: BackgroundSearch, problem: tuple[Any, int]) -> None:
+    graph, budget = problem
+    found, ended = searched(search, graph, budget)
+    wait_for(lambda: ended)
+    assert found
+    assert all(plan.estimate.peak <= budget for plan in found)
+
+
+def test_a_process_that_is_killed_ends_its_searches_and_another_takes_over(
+    search: BackgroundSearch, problem: tuple[Any, int]
+) -> None:
+    graph, budget = problem
+    _, ended = searched(search, graph, budget, seconds=60.0)
+    assert search.pid
+    os.kill(search.pid, signal.SIGKILL)
+    wait_for(lambda: ended)
+    found, ended = searched(search, graph, budget)
+    wait_for(lambda: ended)
+    assert found
+
+
+SCRIPT = """
+import sys, torch, rematplan
+from torch import nn
+from rematplan.planner.background import shared
+x = torch.randn(512, 64)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
+planned = rematplan.plan_module(model, (x,), budget="60% of activations", costs="roofline", gap=-1.0)
+planned(x).sum().backward()
+print(shared().pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_process_ends_with_its_parent_and_needs_no_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert parent.stdout
+    child = int(parent.stdout.readline())
+    os.kill(child, 0)
+    parent.kill()
+    parent.communicate()
+
+    def gone() -> bool:
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state == "Z"
+
+    wait_for(gone, 5.0)
+
+
+def test_the_process_loads_no_torch() -> None:
+    program = "import sys, rematplan.planner.worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
