@@ -120,7 +120,7 @@ class Gram:
     @property
     def shape(self) -> tuple[int, int]:
         """The result's shape."""
-        return self.read.sizes[0], packed_size(self.size)
+        return self.read.sizes[0], packed_size(self.read.sizes[1], self.ones)
 
     @property
     def all_rows(self) -> int:
@@ -142,10 +142,12 @@ class Gram:
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
         """The packed sum."""
         dtype = sum_type(tensor.dtype)
-        out = tensor.new_zeros(self.shape, dtype=dtype) if previous is None else previous
+        out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
+        kept = previous is not None
         for start, count in self._chunks(tensor.dtype):
-            self._add(out, self._rows(tensor, start, count, dtype))
-        return out
+            self._add(out, self._rows(tensor, start, count, dtype), kept)
+            kept = True
+        return out if kept else out.zero_()
 
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
         """The rows of some samples, (groups, features, rows)."""
@@ -168,24 +170,22 @@ class Gram:
             found = found[tuple(where + taken)]
         return found.reshape(groups, features, -1).to(dtype)
 
-    def _add(self, out: Tensor, rows: Tensor) -> None:
-        d, features, scale = self.size, rows.shape[1], self.scale
-        sums = rows.sum(-1, keepdim=True) if self.ones else None
-        for start, end, offset in block_columns(d):
-            column = block_column(out, d, start, end, offset)
-            inner = min(end, features)
-            if inner > start:
-                left, right = rows[:, start:], rows[:, start:inner].mT
-                target = column[:, : features - start, : inner - start]
-                if len(rows) == 1:
-                    target[0].addmm_(left[0], right[0], alpha=scale)
-                else:
-                    target.baddbmm_(left, right, alpha=scale)
-            if sums is not None:
-                column[:, -1, : inner - start] += scale * sums[:, start:inner, 0]
-                if end == d:
-                    column[:, : features - start, -1] += scale * sums[:, start:, 0]
-                    column[:, -1, -1] += scale * rows.shape[-1]
+    def _add(self, out: Tensor, rows: Tensor, kept: bool) -> None:
+        """Add the sum over some rows to what is ``kept`` in ``out``, or put it there."""
+        features, beta = rows.shape[1], float(kept)
+        for start, end, offset in block_columns(features):
+            column = block_column(out, features, start, end, offset)
+            left, right = rows[:, start:], rows[:, start:end].mT
+            if len(rows) == 1:  # the kernel for one is quicker
+                column[0].addmm_(left[0], right[0], beta=beta, alpha=self.scale)
+            else:
+                column.baddbmm_(left, right, beta=beta, alpha=self.scale)
+        if self.ones:
+            border = out[:, -features - 1 :]
+            if not kept:
+                border.zero_()
+            border[:, :-1].add_(rows.sum(-1), alpha=self.scale)
+            border[:, -1] += self.scale * rows.shape[-1]
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Samples at a time: the first of them and how many."""

@@ -29,11 +29,13 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums of a block of a weight, by the targets of the step's outputs; as of `Block`."""
+    """The two sums of a block of a weight, by the targets of the step's outputs; as of `Block`. ``ones``:
+    whether a last input is one."""
 
     a: str
     g: str
     d_in: int
+    ones: bool
     d_out: int
     rows: int
     count: int
@@ -223,7 +225,7 @@ class _Pass:
         assert a_value is not None
         assert g_value is not None
         a, g = self._target(a_value, f"a of {weight.name}"), self._target(g_value, f"g of {weight.name}")
-        return Sums(a, g, a_gram.size, g_gram.size, rows, block.count)
+        return Sums(a, g, a_gram.read.sizes[1], a_gram.ones, g_gram.read.sizes[1], rows, block.count)
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
         """The sums of a use: of its inputs and of its gradients."""

@@ -1,7 +1,8 @@
 """Symmetric matrices packed: the lower triangle in columns of blocks, each block column a dense rectangle.
 
 A matrix of d × d is cut into block columns of width b. Block column j keeps the rows from its diagonal block down, so
-that sums are matrix products straight into the packed tensor, and (d² + d·b) / 2 numbers are kept of d².
+that sums are matrix products straight into the packed tensor, and (d² + d·b) / 2 numbers are kept of d². A matrix may
+have a border, a last row and column for inputs that are one; its d + 1 numbers come last.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-LEAST_WIDTH = 32
+LEAST_WIDTH = 64
 """Narrower block columns cost more time than they save bytes."""
 COLUMNS = 16
 """Block columns of a large matrix."""
@@ -27,9 +28,9 @@ def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
         offset += (d - start) * (end - start)
 
 
-def packed_size(d: int) -> int:
-    """The numbers that are kept of a symmetric matrix of d × d."""
-    return sum((d - start) * (end - start) for start, end, _ in block_columns(d))
+def packed_size(d: int, border: bool = False) -> int:
+    """The numbers that are kept of a symmetric matrix of d × d and its border."""
+    return sum((d - start) * (end - start) for start, end, _ in block_columns(d)) + border * (d + 1)
 
 
 def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
@@ -39,18 +40,21 @@ def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> T
     return column
 
 
-def unpack(packed: Tensor, d: int) -> Tensor:
-    """Packed symmetric matrices (..., `packed_size`) as dense ones (..., d, d)."""
-    dense = packed.new_empty((*packed.shape[:-1], d, d))
+def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
+    """Packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
+    whole = d + border
+    dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):
         column = block_column(packed, d, start, end, offset)
-        dense[..., start:, start:end] = column
-        dense[..., start:end, end:] = column[..., end - start :, :].mT
+        dense[..., start:d, start:end] = column
+        dense[..., start:end, end:d] = column[..., end - start :, :].mT
+    if border:
+        dense[..., d, :] = dense[..., :, d] = packed[..., -whole:]
     return dense
 
 
 def packed_trace(packed: Tensor, d: int) -> Tensor:
-    """The traces (...) of packed matrices (..., `packed_size`)."""
+    """The traces (...) of packed matrices without a border (..., `packed_size`)."""
     diagonals = (
         block_column(packed, d, *at)[..., : at[1] - at[0], :].diagonal(dim1=-2, dim2=-1).sum(-1)
         for at in block_columns(d)
@@ -59,7 +63,7 @@ def packed_trace(packed: Tensor, d: int) -> Tensor:
 
 
 def pack(dense: Tensor) -> Tensor:
-    """The inverse of `unpack`; only the lower triangle's block columns are read."""
+    """The inverse of `unpack` without a border; only the lower triangle's block columns are read."""
     d = dense.shape[-1]
     packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
     for start, end, offset in block_columns(d):

@@ -86,12 +86,12 @@ class PackedFactors(Mapping[str, Factors]):
         return whole if len(whole) > 1 else whole[0]
 
     def _inputs(self, sums: Sums, scale: float) -> Tensor:
-        dense = unpack(self._tensors[sums.a], sums.d_in)
+        dense = unpack(self._tensors[sums.a], sums.d_in, sums.ones)
         dense = dense if scale == 1 else dense * scale
         return dense if sums.count == 1 else dense.expand(sums.count, -1, -1)
 
     def _gradients(self, sums: Sums) -> Tensor:
-        dense = unpack(self._tensors[sums.g], sums.d_out)
+        dense = unpack(self._tensors[sums.g], sums.d_out, border=False)
         if sums.count == 1:
             return dense
         cut = dense[0].unflatten(0, (sums.count, -1)).unflatten(2, (sums.count, -1))

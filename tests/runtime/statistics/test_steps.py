@@ -250,7 +250,7 @@ def test_triangles_are_packed() -> None:
     own(torch.randn(8, 1023)).sum().backward()
     ((a, g),) = planning.statistics().factors.packed("weight")  # type: ignore[attr-defined]
     assert a.numel() <= 0.54 * 1024**2
-    assert g.numel() <= 0.54 * 512**2
+    assert g.numel() <= 0.57 * 512**2
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
