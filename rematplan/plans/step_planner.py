@@ -114,12 +114,14 @@ class StepPlanner:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
-    def __call__(self, step: CapturedStep) -> StepPlan:
+    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """The plan of a step, which has its inverses; beside gradients of earlier steps where they accumulate.
+
+        ``first``: whether it is the first of its kind, though others have a plan.
 
         Raises: see `planned`; where no plan keeps the budget, as far as the options say so.
         """
-        first = not self.store
+        first = first or not self.store
         names, held = earlier_gradients(step, self.named) if self.options.accumulate else (frozenset(), 0)
         charged = replace(self, held={**self.held, EARLIER: held})
         try:

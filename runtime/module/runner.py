@@ -64,8 +64,8 @@ LOCK = CaptureLock()
 class Planner(Protocol):
     """Makes plans of captured steps: schedules of their `loss_boundary.with_loss_boundary`."""
 
-    def __call__(self, step: CapturedStep) -> StepPlan:
-        """The plan of a step.
+    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+        """The plan of a step. ``first``: whether it is the first of its kind, though others have a plan.
 
         Raises:
             InfeasibleBudget: there is none within the budget, and no other is to be taken.
@@ -266,8 +266,14 @@ class Runner:
                 if not way.measured:
                     found = with_statistics(way.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.brought)
+<<<<<<< HEAD
                     made = self.planner(captured)
                     entry = replace(way, running=Running.of(made), captured=captured)
+=======
+                    first = not any(w.measured for ways in self.ways.values() for w in ways)
+                    made = self.planner(captured, first=first)
+                    entry = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
+>>>>>>> eed97cf (The first plan with statistics refuses a budget that it cannot keep; examples of Laplace and consolidation, a page, random networks)
                     entry = replace(entry, statistics=found, beside={}, measured=[])
                     names = next((names for names, _ in way.beside), frozenset[str]())
                     way.measured.append(entry.counting(made.gradients, names))
