@@ -135,6 +135,8 @@ def test_a_forward_that_runs_twice_is_summed_once(fisher: str) -> None:
     for twice in (False, True):
         recorder = Recorder(Kronecker(fisher=fisher))
         made = with_statistics(capture(plain, (x,), "net"), recorder.options, Draws(0))
+        sums = {c.name for c in made.step.calls if c.late}
+        assert sums <= set(ops_that_run_once(made.step))
         schedule = everything_twice(made.step)
         runs = [one.op for one in schedule if isinstance(one, Run)]
         assert max(map(runs.count, runs)) == 2
@@ -144,6 +146,7 @@ def test_a_forward_that_runs_twice_is_summed_once(fisher: str) -> None:
                 one for one in schedule if isinstance(one, Run) and not (one.op in seen or seen.add(one.op))
             )
         compiled = CompiledPlan(made.step, schedule)
+        assert "statistics" not in compiled.halves.source.split("def backward_0")[0]
         recorder.forward([], accumulating=False)
         (y,) = compiled(dict(model.named_parameters()), [x], statistics=recorder.sink(made))
         y.square().mean().backward()
