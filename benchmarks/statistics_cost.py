@@ -80,7 +80,9 @@ def step(model: nn.Module, x: torch.Tensor) -> float:
 def measure(name: str, args: argparse.Namespace) -> None:
     """One model's lines."""
     model, x = made(name, args)
-    plain = rematplan.plan_module(copy.deepcopy(model), (x,), budget=args.budget, time_limit=args.time_limit)
+    plain = rematplan.plan_module(
+        copy.deepcopy(model), (x,), budget=args.budget, time_limit=args.time_limit, costs=args.costs
+    )
     models: dict[str, nn.Module] = {"eager": copy.deepcopy(model), "plain plan": plain}
     for way, options in WAYS.items():
         statistics = rematplan.Kronecker(fisher=args.fisher, **options)
