@@ -36,8 +36,9 @@ class Factors:
 
     ``a``: (d_in, d_in), where a bias is the last row and column; Σ a aᵀ, not divided. Layers with the same input hold
     the same tensor: change it only in a copy. ``g``: (d_out, d_out), Σ g gᵀ. With ``groups`` > 1 both have a leading
-    dimension of that size, one block a group. ``rows``: the number of rows that ``a`` sums (where
-    parts of a weight have inputs of their own, the most of them; the sums of the others are scaled to that).
+    dimension of that size, one block a group. A factor with more rows than ``diagonal_above`` says is its diagonal, a
+    vector in place of a matrix. ``rows``: the number of rows that ``a`` sums (where parts of a weight have inputs of
+    their own, the most of them; the sums of the others are scaled to that).
     ``samples``: the number of terms of the loss. ``bias``: whether the last input is one, for the bias called
     ``bias_name``. ``split``, ``order``: how the weight becomes a matrix, see `matrix`.
     """

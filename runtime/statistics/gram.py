@@ -103,7 +103,8 @@ class Gram:
 
     ``places``: ``each`` place is a row, or a sample's row is the ``mean`` or the ``sum`` over its places. ``share``:
     of the rows that are taken. ``ones``: a further last number of each row is 1. ``scale``: multiplies the
-    sum. Calling it with a second tensor, which an earlier use of the same weight made, adds to that in place.
+    sum. ``diagonal``: only the diagonals are summed, (groups, `size`). Calling it with a second tensor, which an
+    earlier use of the same weight made, adds to that in place.
     """
 
     read: Reading
@@ -111,6 +112,7 @@ class Gram:
     share: float
     ones: bool
     scale: float
+    diagonal: bool = False
 
     @property
     def size(self) -> int:
@@ -120,7 +122,8 @@ class Gram:
     @property
     def shape(self) -> tuple[int, int]:
         """The result's shape."""
-        return self.read.sizes[0], packed_size(self.read.sizes[1], self.ones)
+        groups, features, _, _ = self.read.sizes
+        return groups, self.size if self.diagonal else packed_size(features, self.ones)
 
     @property
     def all_rows(self) -> int:
@@ -137,7 +140,7 @@ class Gram:
     def flops(self) -> float:
         """Arithmetic operations, for a model of its cost."""
         groups, features, _, _ = self.read.sizes
-        return float(groups * features * features * self.all_rows * self.share)
+        return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
         """The packed sum."""
@@ -173,6 +176,13 @@ class Gram:
     def _add(self, out: Tensor, rows: Tensor, kept: bool) -> None:
         """Add the sum over some rows to what is ``kept`` in ``out``, or put it there."""
         features, beta = rows.shape[1], float(kept)
+        if self.diagonal:
+            squares = torch.linalg.vector_norm(rows, dim=-1).square_()  # without a tensor of all squares
+            if not kept:
+                out.zero_()
+            out[:, :features].add_(squares, alpha=self.scale)
+            out[:, features:] += self.scale * rows.shape[-1]
+            return
         for start, end, offset in block_columns(features):
             column = block_column(out, features, start, end, offset)
             left, right = rows[:, start:], rows[:, start:end].mT
@@ -202,7 +212,7 @@ class Gram:
 
     def __str__(self) -> str:
         # All that its cost depends on: the key of a profile.
-        return f"statistics.gram {self.read} {self.places} {self.share} {self.ones} {self.scale != 1}"
+        return f"statistics.gram {self.read} {self.places} {self.share} {self.ones} {self.scale != 1} {self.diagonal}"
 
     @property
     def source_name(self) -> str:

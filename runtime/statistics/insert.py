@@ -30,7 +30,7 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 @dataclass(frozen=True, slots=True)
 class Sums:
     """The two sums of a block of a weight, by the targets of the step's outputs; as of `Block`. ``ones``:
-    whether a last input is one."""
+    whether a last input is one. ``diagonal``: of each, whether only the diagonal is summed."""
 
     a: str
     g: str
@@ -39,6 +39,7 @@ class Sums:
     d_out: int
     rows: int
     count: int
+    diagonal: tuple[bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,16 @@ class _Pass:
         assert a_value is not None
         assert g_value is not None
         a, g = self._target(a_value, f"a of {weight.name}"), self._target(g_value, f"g of {weight.name}")
-        return Sums(a, g, a_gram.read.sizes[1], a_gram.ones, g_gram.read.sizes[1], rows, block.count)
+        return Sums(
+            a,
+            g,
+            a_gram.read.sizes[1],
+            a_gram.ones,
+            g_gram.read.sizes[1],
+            rows,
+            block.count,
+            (a_gram.diagonal, g_gram.diagonal),
+        )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
         """The sums of a use: of its inputs and of its gradients."""
@@ -239,7 +249,9 @@ class _Pass:
         a_places: Places = "mean" if reduce else "each"
         g_places: Places = "sum" if reduce else "each"
         share = self.options.share
-        return Gram(inputs, a_places, share, ones, 1.0), Gram(gradients, g_places, share, False, 1.0)
+        most = self.options.diagonal_above
+        a = Gram(inputs, a_places, share, ones, 1.0, inputs.sizes[1] + ones > most)
+        return a, Gram(gradients, g_places, share, False, 1.0, gradients.sizes[1] > most)
 
     def _key(self, value: str, gram: Gram) -> object:
         """The same for all sums of the same rows, however the value views them."""
@@ -248,7 +260,7 @@ class _Pass:
         if isinstance(read, Patches):
             return (*place, fake.stride(), str(gram))
         seen = read(fake)
-        return (*place, tuple(seen.shape), seen.stride(), gram.size, gram.places, gram.share)
+        return (*place, tuple(seen.shape), seen.stride(), gram.size, gram.places, gram.share, gram.diagonal)
 
     def _target(self, value: str, name: str) -> str:
         if value not in self.outputs:

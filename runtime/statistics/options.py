@@ -26,7 +26,8 @@ class Kronecker:
     ``every``: steps from one with statistics to the next; a training step ends with an optimizer's step, so that all
     micro-batches of a step have statistics or none has. ``approx``: ``expand`` takes every row of a layer's matrix
     product, ``reduce`` one row a sample: the mean of its inputs and the sum of its gradients over places or tokens
-    (Eschenhagen et al. 2023). ``share``: of the rows that are taken, above 0 and up to 1.
+    (Eschenhagen et al. 2023). ``share``: of the rows that are taken, above 0 and up to 1. ``diagonal_above``: of a
+    factor with more rows (a vocabulary's, say) only the diagonal is summed; dense it would take gigabytes.
 
     ``fisher``: ``mc`` draws labels from the model's own distribution and goes backward once more for them, without
     gradients of weights; ``type-2`` takes the exact Hessian of the loss in the outputs, by a further backward for each
@@ -48,6 +49,7 @@ class Kronecker:
     approx: str = "expand"
     fisher: str = "mc"
     share: float = 1.0
+    diagonal_above: int = 16_384
     likelihood: str = "categorical"
     loss_reduction: str = "mean"
     output: int = 0

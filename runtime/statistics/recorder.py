@@ -86,12 +86,16 @@ class PackedFactors(Mapping[str, Factors]):
         return whole if len(whole) > 1 else whole[0]
 
     def _inputs(self, sums: Sums, scale: float) -> Tensor:
-        dense = unpack(self._tensors[sums.a], sums.d_in, sums.ones)
+        tensor = self._tensors[sums.a]
+        dense = tensor if sums.diagonal[0] else unpack(tensor, sums.d_in, sums.ones)
         dense = dense if scale == 1 else dense * scale
-        return dense if sums.count == 1 else dense.expand(sums.count, -1, -1)
+        return dense if sums.count == 1 else dense.expand(sums.count, *dense.shape[1:])
 
     def _gradients(self, sums: Sums) -> Tensor:
-        dense = unpack(self._tensors[sums.g], sums.d_out, border=False)
+        tensor = self._tensors[sums.g]
+        if sums.diagonal[1]:
+            return tensor if sums.count == 1 else tensor[0].unflatten(0, (sums.count, -1))
+        dense = unpack(tensor, sums.d_out)
         if sums.count == 1:
             return dense
         cut = dense[0].unflatten(0, (sums.count, -1)).unflatten(2, (sums.count, -1))

@@ -1,6 +1,7 @@
 """Laws of statistics: they are what the definition says, under any plan, and leave all else as it was."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,9 +74,13 @@ def check(found: Statistics, wanted: dict[str, Any], terms: int) -> None:
         assert (factors.rows, factors.samples) == (one.rows, terms)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "approx", "reduction"),
+    [
+        *itertools.product(("mlp", "cnn", "gpt"), ("expand", "reduce"), ("mean", "sum")),
+        *itertools.product(("lines", "volumes"), ("expand", "reduce"), ("mean",)),
+    ],
+)
 def test_factors_are_exact_under_any_plan(name: str, approx: str, reduction: str) -> None:
     model, x = made(name)
     loss = loss_of(reduction)

@@ -361,3 +361,31 @@ def test_words_that_no_option_knows_are_refused() -> None:
     for options in ({"every": 0}, {"share": 0.0}, {"share": 1.5}, {"terms": 0}):
         with pytest.raises(UsageError):
             rematplan.Kronecker(**options)
+
+
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [
+        (nn.Sequential(nn.Linear(D, 50), nn.Tanh(), nn.Linear(50, E)), 10),
+        (Attends(False), 10),
+        (Attends(True), 3),
+        (Written(lambda m, x: torch.matmul(x[:, None].expand(N, 2, T, D), m.w), (2, D, E)), 5),
+    ],
+    ids=["mlp", "packed", "blocks", "groups"],
+)
+def test_of_large_factors_only_the_diagonal_is_summed(model: nn.Module, most: int) -> None:
+    model = model.to(torch.float64)
+    found = []
+    for limit in (1000, most):
+        model.zero_grad()
+        found.append(statistics(model, X.clone(), diagonal_above=limit).factors)
+    large = 0
+    for name, factors in found[1].items():
+        for own, full in ((factors.a, found[0][name].a), (factors.g, found[0][name].g)):
+            diagonal = full.shape[-1] > most or own.dim() < full.dim()
+            assert error(own, full.diagonal(dim1=-2, dim2=-1) if diagonal else full) < 1e-13
+            large += diagonal
+        weight = dict(model.named_parameters())[name].grad
+        bias = factors.bias_name and dict(model.named_parameters())[factors.bias_name].grad
+        assert torch.equal(factors.tensors(factors.matrix(weight, bias), weight.shape)[0], weight)
+    assert large
