@@ -11,18 +11,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-import torch
-
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepOutput, Value, refs
+from rematplan.runtime.statistics.further_backwards import further_backwards, samples_of, terms_of
 from rematplan.runtime.statistics.gram import Gram, Patches, sum_type
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.output_gradients import Draws, OutputGradient
+from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.second_backward import SecondBackward, call_of, with_calls
 from rematplan.runtime.statistics.weights import Block, Use, Weight, Weights
-
-MOST_COLUMNS = 64
-"""Backwards at most for ``type-2``, one a class."""
 
 Places: TypeAlias = Literal["each", "mean", "sum"]
 
@@ -89,7 +85,7 @@ class _Pass:
 
     def run(self) -> StatisticsStep:
         weights = Weights(self.step)
-        terms = self.terms()
+        terms = terms_of(self.step, self.options)
         backwards = self._backwards()
         skipped, layers = dict(weights.skipped), []
         for weight in weights.found:
@@ -106,74 +102,14 @@ class _Pass:
         step = replace(step, outputs=(*step.outputs, *outputs))
         return StatisticsStep(step, tuple(layers), skipped, terms)
 
-    def terms(self) -> int:
-        """The number of terms of the loss."""
-        if self.options.terms is not None:
-            return self.options.terms
-        fake = self._output(needed=False)
-        if fake is None or fake.numel() <= 1:
-            return max(1, self._samples())
-        return fake.numel() // fake.shape[self.options.class_dim]
-
-    def _samples(self) -> int:
-        """The first dimension of the module's first input; 0 if there is none."""
-        first = next((i for i in self.step.inputs if i.kind == "batch"), None)
-        shape = self.step.values[first.value].fake.shape if first else ()
-        return shape[0] if shape else 0
-
-    def _output(self, needed: bool) -> torch.Tensor | None:
-        target = str(self.options.output)
-        found = next((o for o in self.step.outputs if (o.kind, o.target) == ("output", target)), None)
-        if found is None:
-            raise ModelError(f"{self.step.name} has no output {target}; state output= for the statistics")
-        fake = self.step.values[found.value].fake
-        classes = -fake.dim() <= self.options.class_dim < fake.dim()
-        if (needed or fake.dim() > 1) and not classes:
-            raise ModelError(
-                f"output {target} of {self.step.name} has the shape {list(fake.shape)}, without a dimension of "
-                f"classes (class_dim={self.options.class_dim}); fisher={self.options.fisher!r} needs what a loss "
-                f"outside of the model is taken of: state output=, or use fisher='empirical'"
-            )
-        return fake
-
     def _backwards(self) -> list[SecondBackward]:
-        """The further backwards; none where the statistics are those of the user's loss."""
-        options = self.options
-        if options.fisher == "empirical":
-            return []
-        fake = self._output(needed=True)
-        assert fake is not None
-        target, size = str(options.output), fake.shape[options.class_dim]
-        tangent = next((i.value for i in self.step.inputs if (i.kind, i.target) == ("tangent", target)), None)
-        if tangent is None:
-            raise ModelError(f"output {target} of {self.step.name} depends on nothing that is trained")
-        columns = range(size) if options.fisher == "type-2" else range(1)
-        if len(columns) > MOST_COLUMNS:
-            raise ModelError(
-                f"fisher='type-2' goes backward for each of {size} classes; {MOST_COLUMNS} is the most; use 'mc'"
-            )
-        if options.fisher == "type-2" and fake.numel() // size != max(1, self._samples()):
-            raise ModelError(
-                "fisher='type-2' is for outputs with one term of the loss a sample; use fisher='mc'"
-            )
-        output = next(o.value for o in self.step.outputs if (o.kind, o.target) == ("output", target))
-        weight = 1 / size if options.loss_reduction == "mean" else 1.0
-        return [self._backward(tangent, output, fake, column, weight) for column in columns]
-
-    def _backward(
-        self, tangent: str, output: str, fake: torch.Tensor, column: int, weight: float
-    ) -> SecondBackward:
-        options = self.options
-        kind = f"{options.fisher} {options.likelihood}"
-        name, suffix = f"output_gradient_{column}", f"_{options.fisher.replace('-', '')}{column}"
-        target = OutputGradient(kind, options.class_dim % fake.dim(), column, weight, self.draws)
-        given = Value(name, name, name, torch.empty_like(fake))
-        self.values[name] = given
+        """The further backwards, the gradients that they begin with placed before all of the backward half."""
+        found = further_backwards(self.step, self.options, self.draws)
         first = next(c for c in self.step.calls if c.name in self.step.after_turn)
-        self.before[first.name].append(call_of(name, target, (Ref(output),), name))
-        backward = SecondBackward(self.step, tangent, given, suffix)
-        self.values |= backward.values
-        return backward
+        for one in found:
+            self.before[first.name].append(one.begin)
+            self.values |= one.values
+        return found
 
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
         """Take from the further backwards the calls that the statistics need."""
@@ -240,7 +176,7 @@ class _Pass:
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
         """The sums of a use: of its inputs and of its gradients."""
         reduce = self.options.approx == "reduce"
-        samples = self._samples() if reduce else 0
+        samples = samples_of(self.step) if reduce else 0
         product = use.product
         inner = reduce and _samples_inside(self.step, product.inputs, samples)
         inputs, gradients = product.read(use.placement.batch, samples, inner)

@@ -31,8 +31,9 @@ class SecondBackward:
     """What repeats the backward of a step for a tangent that takes the place of ``tangent``; all other outputs have
     none.
 
-    ``made``: by the value of the first backward its counterpart; None where that is zero. ``behind``: the new calls, by
-    the call of the step behind which they stand. ``values``: what they make.
+    ``begin``: the call that makes that tangent, ``given``. ``made``: by the value of the first backward its
+    counterpart; None where that is zero. ``behind``: the new calls, by the call of the step behind which they stand.
+    ``values``: what they make.
 
     Raises:
         ModelError: a call of the backward draws random numbers.
@@ -40,6 +41,7 @@ class SecondBackward:
 
     step: CapturedStep
     tangent: str
+    begin: Call
     given: Value
     suffix: str
     made: dict[str, Value | None] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class SecondBackward:
     values: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.values[self.given.name] = self.given
         for one in self.step.inputs:
             if one.kind == "tangent":
                 self.made[one.value] = self.given if one.value == self.tangent else None

@@ -1,0 +1,93 @@
+"""Which further backwards the statistics of a step need, and of how many terms its loss is made."""
+
+from __future__ import annotations
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import CapturedStep, Ref, Value
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.output_gradients import Draws, OutputGradient
+from rematplan.runtime.statistics.second_backward import SecondBackward, call_of
+
+MOST_COLUMNS = 64
+"""Backwards at most for ``type-2``, one a class."""
+
+
+def samples_of(step: CapturedStep) -> int:
+    """The first dimension of the module's first input; 0 if there is none."""
+    first = next((i for i in step.inputs if i.kind == "batch"), None)
+    shape = step.values[first.value].fake.shape if first else ()
+    return shape[0] if shape else 0
+
+
+def terms_of(step: CapturedStep, options: Kronecker) -> int:
+    """The number of terms of the loss.
+
+    Raises:
+        ModelError: the output of which the loss is taken is not there, or has no dimension of classes.
+    """
+    if options.terms is not None:
+        return options.terms
+    fake = step.values[_output(step, options, needed=False)].fake
+    if fake.numel() <= 1:
+        return max(1, samples_of(step))
+    return fake.numel() // fake.shape[options.class_dim]
+
+
+def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
+    """The further backwards; none where the statistics are those of the user's loss.
+
+    Raises:
+        ModelError: the step's output is not one that the likelihood and the kind of Fisher matrix are for.
+    """
+    if options.fisher == "empirical":
+        return []
+    output, target = _output(step, options, needed=True), str(options.output)
+    fake = step.values[output].fake
+    size = fake.shape[options.class_dim]
+    tangent = next((i.value for i in step.inputs if (i.kind, i.target) == ("tangent", target)), None)
+    if tangent is None:
+        raise ModelError(f"output {target} of {step.name} depends on nothing that is trained")
+    if options.fisher == "type-2":
+        _check_columns(step, fake, size)
+    found = []
+    for column in range(size) if options.fisher == "type-2" else range(1):
+        name, suffix = f"output_gradient_{column}", f"_{options.fisher.replace('-', '')}{column}"
+        gradient = OutputGradient(
+            f"{options.fisher} {options.likelihood}",
+            options.class_dim % fake.dim(),
+            column,
+            1 / size if options.loss_reduction == "mean" else 1.0,
+            draws,
+        )
+        begin, given = call_of(name, gradient, (Ref(output),), name), torch.empty_like(fake)
+        found.append(SecondBackward(step, tangent, begin, Value(name, name, name, given), suffix))
+    return found
+
+
+def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
+    if size > MOST_COLUMNS:
+        raise ModelError(
+            f"fisher='type-2' goes backward for each of {size} classes; {MOST_COLUMNS} is the most; use 'mc'"
+        )
+    if fake.numel() // size != max(1, samples_of(step)):
+        raise ModelError("fisher='type-2' is for outputs with one term of the loss a sample; use fisher='mc'")
+
+
+def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
+    """The value of the output that the loss is taken of. ``needed``: whether it has to have classes, whatever its
+    shape."""
+    target = str(options.output)
+    found = next((o.value for o in step.outputs if (o.kind, o.target) == ("output", target)), None)
+    if found is None:
+        raise ModelError(f"{step.name} has no output {target}; state output= for the statistics")
+    fake = step.values[found].fake
+    classes = -fake.dim() <= options.class_dim < fake.dim()
+    if (needed or fake.dim() > 1) and not classes:
+        raise ModelError(
+            f"output {target} of {step.name} has the shape {list(fake.shape)}, without a dimension of classes "
+            f"(class_dim={options.class_dim}); fisher={options.fisher!r} needs what a loss outside of the model is "
+            f"taken of: state output=, or use fisher='empirical'"
+        )
+    return found
