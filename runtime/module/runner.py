@@ -271,7 +271,9 @@ class Runner:
                     entry = replace(way, running=Running.of(made), captured=captured)
 =======
                     first = not any(w.measured for ways in self.ways.values() for w in ways)
+                    draws = recorder.draws.count
                     made = self.planner(captured, first=first)
+                    recorder.draws.count = draws  # measuring costs draws, too
                     entry = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
 >>>>>>> eed97cf (The first plan with statistics refuses a budget that it cannot keep; examples of Laplace and consolidation, a page, random networks)
                     entry = replace(entry, statistics=found, beside={}, measured=[])

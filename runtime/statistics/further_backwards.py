@@ -49,6 +49,10 @@ def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> l
     tangent = next((i.value for i in step.inputs if (i.kind, i.target) == ("tangent", target)), None)
     if tangent is None:
         raise ModelError(f"output {target} of {step.name} depends on nothing that is trained")
+    if size == 1 and options.likelihood == "categorical":
+        raise ModelError(
+            f"output {target} of {step.name} has one class, so no label tells anything; see likelihood="
+        )
     if options.fisher == "type-2":
         _check_columns(step, fake, size)
     found = []

@@ -6,6 +6,7 @@ when a forward finds no gradients though a backward has run since the step began
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -129,6 +130,7 @@ class Recorder:
         self._parameters: frozenset[int] = frozenset()
         self._clear()
         _RECORDERS.add(self)
+        _watch_optimizers()
 
     def take(self, wanted: bool | None) -> None:
         """End the present training step. The coming ones have statistics or have none, or every n-th has them if
@@ -262,4 +264,7 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         recorder.ends_with(optimizer)
 
 
-register_optimizer_step_post_hook(_stepped)
+@functools.cache
+def _watch_optimizers() -> None:
+    """From the first recorder on, every optimizer's step is heard of."""
+    register_optimizer_step_post_hook(_stepped)

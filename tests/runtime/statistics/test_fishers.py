@@ -89,8 +89,10 @@ def test_a_backward_for_statistics_changes_no_gradient_nor_random_state(fisher: 
 
 def test_labels_are_others_in_each_step_and_the_same_when_training_resumes() -> None:
     model, x = nn.Linear(6, 4), torch.randn(50, 6)
-    planned = rematplan.plan_module(model, (x,), budget="1GiB", **SETTINGS, statistics=rematplan.Kronecker())
+    measured = SETTINGS | {"costs": "profile"}
+    planned = rematplan.plan_module(model, (x,), budget="1GiB", **measured, statistics=rematplan.Kronecker())
     planning = rematplan.planning(planned)
+    assert planning.statistics_state == (0, 0)
 
     def one() -> Tensor:
         planning.take_statistics(True)
@@ -198,6 +200,7 @@ def test_an_output_of_which_no_labels_can_be_drawn_is_refused() -> None:
         )
     for model, x, why in (
         (nn.Linear(4, 100), torch.randn(3, 4), "100 classes"),
+        (nn.Linear(4, 1), torch.randn(3, 4), "one class, so no label tells anything"),
         (nn.Linear(4, 5), torch.randn(3, 2, 4), "one term of the loss a sample"),
     ):
         with pytest.raises(ModelError, match=why):
