@@ -17,7 +17,12 @@ from rematplan.runtime.statistics.further_backwards import further_backwards, sa
 from rematplan.runtime.statistics.gram import Gram, Patches, sum_type
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.output_gradients import Draws
-from rematplan.runtime.statistics.second_backward import SecondBackward, call_of, with_calls
+from rematplan.runtime.statistics.second_backward import (
+    SecondBackward,
+    call_of,
+    with_calls,
+    without_results,
+)
 from rematplan.runtime.statistics.weights import Block, Use, Weight, Weights
 
 Places: TypeAlias = Literal["each", "mean", "sum"]
@@ -120,7 +125,7 @@ class _Pass:
                 for own in reversed(one.behind.get(call.name, ())):
                     if any(r in needed for r in own.results):
                         needed.update(ref.value for ref in _refs(own))
-                        kept.insert(0, own)
+                        kept.insert(0, without_results(own, needed))
                 self.behind[call.name] += kept
         made = {
             r for calls in (*self.before.values(), *self.behind.values()) for c in calls for r in c.results

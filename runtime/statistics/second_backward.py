@@ -6,7 +6,7 @@ tensors at the same time, and no plan has to recompute them twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +125,21 @@ def call_of(
 ) -> Call:
     """A call of the backward half with one result, that may run although it reads no tangent."""
     return single_call(name, target, args, kwargs, result=result, backward=True, late=True)
+
+
+def without_results(call: Call, needed: Collection[str]) -> Call:
+    """The call without the results that nobody needs, gradients of weights say, if it has a mask that says which it
+    makes."""
+    arguments = [a.name for a in getattr(getattr(call.target, "_schema", None), "arguments", ())]
+    at = arguments.index("output_mask") if "output_mask" in arguments else len(call.args)
+    if at >= len(call.args):
+        return call
+    mask = [
+        made and (result is None or result in needed)
+        for made, result in zip(call.args[at], call.results, strict=True)
+    ]
+    results = tuple(result if made else None for made, result in zip(mask, call.results, strict=True))
+    return replace(call, args=(*call.args[:at], mask, *call.args[at + 1 :]), results=results)
 
 
 def with_calls(

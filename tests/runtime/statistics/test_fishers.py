@@ -87,6 +87,18 @@ def test_a_backward_for_statistics_changes_no_gradient_nor_random_state(fisher: 
     assert torch.equal(*states)
 
 
+def test_a_backward_for_statistics_makes_no_gradients_of_weights() -> None:
+    model, x = MODELS["cnn"]()
+    planned = rematplan.plan_module(model, (x,), budget="1GiB", **SETTINGS, statistics=rematplan.Kronecker())
+    planned(x).sum().backward()
+    lines = rematplan.planning(planned).source.split("def backward_0")[1].splitlines()
+    made = [line for line in lines if "_mc0" in line.split(" = ")[0] and " = " in line]
+    convolutions = [line for line in made if "= aten_convolution_backward" in line]
+    assert len(convolutions) == 4  # not the first's, whose input wants no gradient
+    assert all(line.endswith("[True, False, False])") for line in convolutions)
+    assert not any("sum_dim" in line for line in made)
+
+
 def test_labels_are_others_in_each_step_and_the_same_when_training_resumes() -> None:
     model, x = nn.Linear(6, 4), torch.randn(50, 6)
     measured = SETTINGS | {"costs": "profile"}
