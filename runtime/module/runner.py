@@ -266,16 +266,11 @@ class Runner:
                 if not way.measured:
                     found = with_statistics(way.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.brought)
-<<<<<<< HEAD
-                    made = self.planner(captured)
-                    entry = replace(way, running=Running.of(made), captured=captured)
-=======
                     first = not any(w.measured for ways in self.ways.values() for w in ways)
                     draws = recorder.draws.count
                     made = self.planner(captured, first=first)
                     recorder.draws.count = draws  # measuring costs draws, too
-                    entry = replace(way, plan=made.plan, compiled=_compiled(made), captured=captured)
->>>>>>> eed97cf (The first plan with statistics refuses a budget that it cannot keep; examples of Laplace and consolidation, a page, random networks)
+                    entry = replace(way, running=Running.of(made), captured=captured)
                     entry = replace(entry, statistics=found, beside={}, measured=[])
                     names = next((names for names, _ in way.beside), frozenset[str]())
                     way.measured.append(entry.counting(made.gradients, names))
