@@ -34,6 +34,8 @@ PROBLEMS_KEPT = 256
 """The number of problems with plans on disk. Those that were not planned for longest are deleted."""
 IN_MEMORY = 256
 """The number of plans that a store holds in memory: the latest."""
+AS_LONG = 0.9
+"""The share of a time limit from which on an earlier search counts as equally long."""
 NEAREST = 4
 """The number of earlier problems whose plans serve as starts for another problem."""
 SEARCHES_KEPT = 64
@@ -55,7 +57,7 @@ class PlanStore:
     def __init__(self) -> None:
         self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
-        self._refused: dict[Key, InfeasibleBudget] = {}
+        self._refused: dict[Key, list[tuple[InfeasibleBudget, float]]] = {}
         self._latest: list[tuple[frozenset[str], Plan]] = []
 
     def __bool__(self) -> bool:
@@ -99,18 +101,23 @@ class PlanStore:
         if lasting:
             self.keep(problem, plan, seconds)
 
-    def refuse(self, problem: TrainingGraph, error: InfeasibleBudget) -> None:
-        """Remember that no plan was found for a problem within the error's budget."""
+    def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
+        """Remember that no plan was found for a problem within the error's budget.
+
+        ``seconds``: the search's time limit; 0 for a strategy without one.
+        """
         key = _key(problem, None)
-        known = self._refused.pop(key, error)
-        self._refused[key] = max(known, error, key=lambda one: one.budget)
+        self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
             del self._refused[next(iter(self._refused))]
 
-    def refusal(self, problem: TrainingGraph, budget: int) -> InfeasibleBudget | None:
-        """The refusal of this budget (bytes), if it or a larger one was refused before: no search is made twice."""
-        known = self._refused.get(_key(problem, None))
-        return known.changed(budget=budget) if known and budget <= known.budget else None
+    def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
+        """The refusal of this budget (bytes), if it or a larger one was refused before, for good or after a search of
+        about as many seconds: no search is made twice, and a longer one still is."""
+        for known, spent in reversed(self._refused.get(_key(problem, None), ())):
+            if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
+                return known.changed(budget=budget)
+        return None
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return the latest plans of any problems of this process, converted to this problem where possible."""

@@ -14,8 +14,10 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
+from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.leanest import check_floor
 
 UNITS = {
     "": 1,
@@ -136,6 +138,7 @@ def plan_within(
     *,
     store: PlanStore | None = None,
     starts: Sequence[Plan] = (),
+    hurried: bool = False,
 ) -> Plan:
     """The strategy's plan within a budget.
 
@@ -143,20 +146,24 @@ def plan_within(
         store: gets the plan, or the refusal, which it then gives without a search; a strategy that resumes begins with
             the plans that it has of the problem.
         starts: further plans to begin with.
+        hurried: a search that would only look for the smallest peak, for the refusal to state, is left out.
 
     Raises:
         InfeasibleBudget: it knows none; says what bounds the smallest peak of any plan.
     """
     store = PlanStore() if store is None else store
-    if refusal := store.refusal(graph, budget):
+    limit = float(getattr(strategy, LIMIT, 0.0))
+    if refusal := store.refusal(graph, budget, limit):
         raise refusal
     try:
+        if hurried and strategy.resumes:
+            check_floor(strategy, graph, budget)
         plan = strategy.plan(graph, budget, progress, (*starts, *known_plans(strategy, graph, store)))
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
             store.keep(graph, error.plan)
         error = error.changed(budget=budget, floor=floor_text(graph))
-        store.refuse(graph, error)
+        store.refuse(graph, error, limit)
         raise error from None
     store.put(graph, budget, plan, lasting=strategy.lasting)
     return plan

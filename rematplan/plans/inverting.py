@@ -32,9 +32,11 @@ def plan_either(
     progress: Progress = silent,
     *,
     store: PlanStore | None = None,
+    hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
     """The better of `auto`'s plans of two problems of one step, and its problem. ``plain`` is what a share as the
-    budget is of. ``store``: see `plan_within`; it gets each plan that is found.
+    budget is of. ``store``, which gets each plan that is found, and ``hurried``: see
+    `plan_within`.
 
     Raises:
         InfeasibleBudget: neither has a plan that fits; carries the smallest peak of the two.
@@ -55,7 +57,7 @@ def plan_either(
             store.put(graph, None, plan)
             return plan
         try:
-            plan = plan_within(part, graph, amount, progress, store=store, starts=starts)
+            plan = plan_within(part, graph, amount, progress, store=store, starts=starts, hurried=hurried)
         except InfeasibleBudget as error:
             failed.append(error)
             return None

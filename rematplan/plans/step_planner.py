@@ -12,10 +12,8 @@ from fractions import Fraction
 import torch
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
-from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.strategy import Strategy
@@ -24,6 +22,7 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.inverting import better_of, plan_either
+from rematplan.plans.leanest import leanest_plan
 from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
 from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
@@ -51,8 +50,6 @@ shapes want much the same runs. For U-Net, ResNet-50 and a GPT at half, double a
 .2 points of the whole time, wherever the earlier plan fitted."""
 RESERVED = "reserved"
 """The input that stands for what others hold."""
-LEAST_SECONDS = 2.0
-"""For block plans of little memory, where no plan keeps the budget and the search left none."""
 MENTIONED = 0.01
 """Share of a refused plan's peak from which on room for a loss is worth a word."""
 
@@ -144,19 +141,32 @@ class StepPlanner:
         Raises:
             InfeasibleBudget: the refusal, if that is asked for.
         """
-        how = self.options.on_infeasible or (RAISE if first else LEAST)
-        if how == RAISE or self.options.plan is not None:
+        how = self._reaction(first)
+        if how == RAISE:
             raise error
         graph = self.problem(step)
         plan, what = no_recompute(graph), "a plan that recomputes nothing"
         if how == LEAST:
-            plan, what = _leanest(graph, error), "the leanest plan that is known"
+            plan, what = (
+                leanest_plan(graph, [error.plan] if error.plan else []),
+                "the leanest plan that is known",
+            )
         if plan.peak > error.budget:
             warn(
                 f"{error}. {step.name} is run by {what}, which needs {show_bytes(plan.peak)} ({plan.peak} bytes), "
                 f"beyond the budget of {show_bytes(error.budget)}"
             )
         return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
+
+    def _reaction(self, first: bool) -> str:
+        """What a budget that no plan keeps leads to."""
+        if self.options.plan is not None:
+            return RAISE
+        return self.options.on_infeasible or (RAISE if first else LEAST)
+
+    @property
+    def _hurried(self) -> bool:
+        return self._reaction(first=not self.store) != RAISE
 
     def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
@@ -254,7 +264,7 @@ class StepPlanner:
             graph, plan = better_of(made, budget)
         else:
             with self._explaining_refusals(graphs[0]):
-                graph, plan = plan_either(auto, *graphs, budget, store=self.store)
+                graph, plan = plan_either(auto, *graphs, budget, store=self.store, hurried=self._hurried)
         step = inverted if graph is graphs[1] else plain
         return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
@@ -300,7 +310,9 @@ class StepPlanner:
         with self._explaining_refusals(graph):
             for part in self._in_parts(chosen, graph, amount):
                 try:
-                    return plan_within(part, graph, amount, store=self.store, starts=starts)
+                    return plan_within(
+                        part, graph, amount, store=self.store, starts=starts, hurried=self._hurried
+                    )
                 except InfeasibleBudget as error:
                     if error.known == "proven" or part is chosen:
                         raise
@@ -337,15 +349,6 @@ class StepPlanner:
             if (floor, hint) == (error.floor, error.hint):
                 raise
             raise error.changed(floor=floor, hint=hint) from None
-
-
-def _leanest(graph: TrainingGraph, error: InfeasibleBudget) -> Plan:
-    """The plan of the least peak of those at hand: what the refused search found, or block plans."""
-    known = [error.plan and transfer_plan(error.plan, graph)]
-    if known == [None]:
-        known = [*leanest_plans(graph, time.monotonic() + LEAST_SECONDS)]
-    plans = (*(plan for plan in known if plan), no_recompute(graph))
-    return min(plans, key=lambda plan: (plan.estimate.peak, plan.estimate.cost))
 
 
 def _amount(budget: Budget) -> int | None:

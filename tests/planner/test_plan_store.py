@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -230,3 +231,34 @@ def test_copies_and_pickles_hold_what_is_in_memory(problems, copied):
     twin = copied(store)
     assert twin.get(graph, 1) == store.get(graph, 1)
     assert twin.fixed == store.fixed
+
+
+def test_a_refusal_holds_for_smaller_budgets_and_for_no_longer_search(problems):
+    graph, store = problems.chain(8), PlanStore()
+    store.refuse(graph, InfeasibleBudget("auto", 100, 200, "searched"), 2.0)
+    assert store.refusal(graph, 90, 2.0).budget == 90
+    assert store.refusal(graph, 100, 1.0).smallest == 200
+    assert store.refusal(graph, 101, 1.0) is None
+    assert store.refusal(graph, 100, 30.0) is None
+    store.refuse(graph, InfeasibleBudget("auto", 50, 200, "proven"), 2.0)
+    assert store.refusal(graph, 50, 30.0).known == "proven"
+    assert store.refusal(graph, 100, 30.0) is None
+    assert pickle.loads(pickle.dumps(store)).refusal(graph, 50, 30.0).smallest == 200
+
+
+def test_a_longer_search_is_made_after_a_short_one_found_nothing(problems):
+    graph, store, made = problems.chain(8), PlanStore(), []
+
+    @dataclass(frozen=True)
+    class Slow(Anneal):
+        def plan(self, graph, budget, progress=None, starts=()):
+            made.append(self.time_limit)
+            if self.time_limit < 10:
+                raise InfeasibleBudget("slow", budget, 2 * budget, "searched")
+            return base(graph)
+
+    for limit in (1.0, 1.0, 30.0):
+        with suppress(InfeasibleBudget):
+            plan_within(Slow(time_limit=limit), graph, 10**6, store=store)
+    assert made == [1.0, 30.0]
+    assert store.get(graph, 10**6) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 from typing import Any
 
@@ -157,6 +158,16 @@ def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
         plan = planner.instead(captured, InfeasibleBudget("ilp", 1000, 2000, "searched"), first=True)
     assert plan.peak < 0.6 * no_recompute(graph).estimate.peak
     assert plan.peak <= ApproxDP(objective="memory").curve(graph, ())[-1].estimate.peak
+
+
+def test_a_call_that_can_fit_no_plan_waits_for_no_search() -> None:
+    patient = planned_for(64, budget="100%", strategy="auto", time_limit=300.0, options={"reuse": False})
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="proven to be too small .* leanest plan"):
+        patient.prepare(rows(65536))
+    took = time.monotonic() - began
+    assert took < 30  # a tenth of the limit, however busy the machine: it takes about two seconds
+    assert patient.plan.peak < 0.7 * planned_for(65536, budget="100%").plan.peak
 
 
 def test_an_unknown_reaction_is_refused() -> None:
