@@ -45,17 +45,19 @@ class LatticeTooLarge(RematplanError):
         )
 
 
-Known = Literal["least", "searched", "proven"]
+Known = Literal["least", "searched", "proven", "room"]
 """What is known about a refused budget.
 
 ``least``: the reported peak is the smallest that the strategy can reach. ``searched``: it is the smallest that the
-search has met so far. ``proven``: no schedule at all fits the budget.
+search has met so far. ``proven``: no schedule at all fits the budget. ``room``: none does in addition to the room that
+is set aside for a loss outside of the model, which may need less.
 """
 
 _REFUSED: dict[Known, str] = {
     "least": "is below the smallest peak it can reach, {}",
     "searched": "is below the smallest peak it has found, {}; in more time it may find a smaller one",
     "proven": "is proven to be too small for any plan; the smallest peak it has found is {}",
+    "room": "is too small with the room for a loss outside of the model; the smallest peak it has found is {}",
 }
 
 

@@ -13,10 +13,12 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
@@ -39,7 +41,12 @@ from rematplan.runtime.problem.accumulation import (
     spare_bytes,
 )
 from rematplan.runtime.problem.constraints import ops_that_run_once
-from rematplan.runtime.problem.loss_boundary import LossMemory, set_aside, with_loss_boundary
+from rematplan.runtime.problem.loss_boundary import (
+    LossMemory,
+    set_aside,
+    with_loss_boundary,
+    without_room,
+)
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 
 LOG = logging.getLogger("rematplan")
@@ -331,11 +338,16 @@ class StepPlanner:
     @contextmanager
     def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
         """A refusal also names the room that is left for a loss outside of the model, unless that was stated, and the
-        first plan, if that made bytes of the budget."""
+        first plan, if that made bytes of the budget. What it says of all plans holds without that room."""
         try:
             yield
         except InfeasibleBudget as error:
-            aside, floor, hint = set_aside(graph), error.floor, error.hint
+            aside, known, floor, hint = set_aside(graph), error.known, error.floor, error.hint
+            if self.options.loss_memory is None and aside:
+                bare = without_room(graph)
+                must_hold = min_peak_bound(bare).bytes
+                known = "room" if known == "proven" and error.budget >= must_hold else known
+                floor = floor_text(bare) if floor else floor
             if self.options.loss_memory is None and aside >= MENTIONED * error.smallest:
                 floor += (
                     f"; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= "
@@ -346,9 +358,9 @@ class StepPlanner:
                     f"{self.options.budget} became these bytes at the first plan; state bytes that are enough for "
                     f"every call"
                 )
-            if (floor, hint) == (error.floor, error.hint):
+            if (known, floor, hint) == (error.known, error.floor, error.hint):
                 raise
-            raise error.changed(floor=floor, hint=hint) from None
+            raise error.changed(known=known, floor=floor, hint=hint) from None
 
 
 def _amount(budget: Budget) -> int | None:

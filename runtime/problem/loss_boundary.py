@@ -161,6 +161,17 @@ def with_loss_boundary(
     )
 
 
+def without_room(graph: TrainingGraph) -> TrainingGraph:
+    """The problem of a `with_loss_boundary` without what it leaves for a loss outside: what the step itself must
+    hold."""
+    free = {LOSS, LOSS_VALUE}
+    return replace(
+        graph,
+        tensors=tuple(replace(t, bytes=0) if t.name in free else t for t in graph.tensors),
+        ops=tuple(replace(op, workspace=0) if op.name == LOSS else op for op in graph.ops),
+    )
+
+
 def set_aside(graph: TrainingGraph) -> int:
     """Bytes that a step's `with_loss_boundary` leaves for a loss outside of it."""
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)

@@ -1,6 +1,7 @@
 """Laws of a loss outside of a planned module: what it holds is within the budget too."""
 
 import copy
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -226,6 +227,26 @@ def test_a_refusal_says_what_is_set_aside() -> None:
         with pytest.raises(InfeasibleBudget) as refused:
             rematplan.plan_module(model, (words(),), budget=1000, time_limit=1.0, loss_memory=stated)
         assert "set aside" not in str(refused.value)
+
+
+def test_only_what_the_step_must_hold_is_proven() -> None:
+    """The room for a loss outside of the model is not, unless it was stated."""
+    model, x = large_outputs(), words()
+
+    def refused(budget: int, **options: object) -> InfeasibleBudget:
+        with pytest.raises(InfeasibleBudget) as error:
+            rematplan.plan_module(copy.deepcopy(model), (x,), budget=budget, time_limit=1.0, **options)
+        return error.value
+
+    usual, stated = refused(1000), refused(1000, loss_memory="0")
+    assert usual.known == stated.known == "proven"
+    floor = int(re.search(r"\((\d+) bytes\)", usual.floor)[1])
+    assert floor <= stated.smallest < usual.smallest
+    assert refused(floor - 1).known == "proven"
+    between = (stated.smallest + usual.smallest) // 2
+    assert refused(between).known == "room"
+    assert "with the room for a loss" in str(refused(between))
+    rematplan.plan_module(copy.deepcopy(model), (x,), budget=between, time_limit=1.0, loss_memory="0")
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
