@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         run_step,
     )
     from rematplan.compile_backend import backend
-    from rematplan.drop_in import plan_module, planning
+    from rematplan.drop_in import finish_weights, plan_module, planning
     from rematplan.optim.kfac import KFAC
+    from rematplan.pipeline.planned_pipeline import Pipeline, plan_pipeline
     from rematplan.planner.core.plan import Plan, save_plan
     from rematplan.runtime.statistics.options import Kronecker
 
@@ -43,6 +44,7 @@ __all__ = [
     "Kronecker",
     "LoadedStep",
     "ModelError",
+    "Pipeline",
     "Plan",
     "ProblemError",
     "RematplanError",
@@ -52,11 +54,13 @@ __all__ = [
     "UsageError",
     "backend",
     "curves",
+    "finish_weights",
     "load_problem",
     "load_step",
     "no_recompute",
     "plan",
     "plan_module",
+    "plan_pipeline",
     "planning",
     "problem",
     "run_step",
@@ -82,7 +86,10 @@ _HOMES = {
         "rematplan.api",
     ),
     "backend": "rematplan.compile_backend",
+    "Pipeline": "rematplan.pipeline.planned_pipeline",
     "plan_module": "rematplan.drop_in",
+    "plan_pipeline": "rematplan.pipeline.planned_pipeline",
+    "finish_weights": "rematplan.drop_in",
     "planning": "rematplan.drop_in",
     "Kronecker": "rematplan.runtime.statistics.options",
     "Plan": "rematplan.planner.core.plan",

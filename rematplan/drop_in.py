@@ -14,9 +14,10 @@ from rematplan.planner.core.plan import Plan
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_check import check_first_plan
-from rematplan.runtime.module.planned_module import Planning, planned_module
+from rematplan.runtime.module.planned_module import Planning, compiled_plan, planned_module
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.statistics.options import Kronecker
 
@@ -64,6 +65,8 @@ def plan_module(
     gap: float = 0.001,
     deterministic: bool = False,
     verbose: bool = False,
+    in_flight: int = 1,
+    deferred: int | None = None,
 ) -> PlannedModule:
     """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
 
@@ -98,6 +101,11 @@ def plan_module(
     buffers that they do not share with the model: a teacher, an average of weights), objects with a method
     ``reserved_bytes() -> int``, and bytes, such as ``"1GiB"`` or a number. A percentage is of a peak with them. A saved
     plan is loaded with the kinds of things that were reserved when it was made.
+
+    ``in_flight``: for schedules of pipelines: so many micro-batches may be between the begin of their forward and the
+    end of their backward, one after another, and the budget holds for all of them together, beside gradients that are
+    added up. ``deferred``: a backward gives the gradients of the inputs alone, and leaves those of the weights to
+    `finish_weights`, for up to so many micro-batches that wait for it.
 
     ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
     (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
@@ -163,6 +171,8 @@ def plan_module(
         refine=refine,
         gap=gap,
         deterministic=deterministic,
+        in_flight=in_flight,
+        deferred=deferred,
     )
     if verbose:
         print_log()
@@ -181,6 +191,25 @@ def print_log() -> None:
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+
+
+def finish_weights(planned: nn.Module) -> int:
+    """Make the gradients of the weights that the oldest backward of a module planned with ``deferred`` has left, and
+    add them to those that the parameters have.
+
+    Returns:
+        How many backwards still have some left.
+
+    Raises:
+        UsageError: the module is not planned, or no backward has left any.
+    """
+    waiting = compiled_plan(planned).deferred
+    if not waiting:
+        raise UsageError(
+            f"no backward of this {type(planned).__name__} has left gradients of weights to be made"
+        )
+    finish_backward(waiting.pop(0))
+    return len(waiting)
 
 
 def planning(planned: nn.Module) -> Planning:

@@ -1,4 +1,4 @@
-"""The `auto` strategy, its smallest peak and its bounds, as what plans the stages of a pipeline."""
+"""Strategies as what plans the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.search import lower_bound
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
 SHORTEST = 0.1
@@ -57,3 +58,25 @@ class AutoStages:
         if self.left <= 0:
             return CutBounds(graph, budget).best.overhead
         return lower_bound(graph, budget, min(self.time_limit, self.left)).overhead
+
+
+@dataclass(frozen=True)
+class StrategyStages:
+    """Any strategy, which proves nothing."""
+
+    strategy: Strategy
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        """See `StagePlanner.within`."""
+        return self.strategy.plan(graph, budget, starts=starts)
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        """See `StagePlanner.least`."""
+        try:
+            return self.strategy.plan(graph, graph.input_bytes, starts=starts)
+        except InfeasibleBudget as error:
+            return self.strategy.plan(graph, error.smallest, starts=starts)
+
+    def floor(self, _graph: TrainingGraph, _budget: int) -> float:
+        """Nothing is proven but that recomputation takes no less than none."""
+        return 0.0

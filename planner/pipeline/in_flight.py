@@ -13,6 +13,7 @@ itself, and the others at least κ₁; a floor of that relaxed problem, the leas
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -93,12 +94,19 @@ _Chosen: TypeAlias = tuple[_Candidate, ...]
 class RankSearch:
     """The search for the plans of one rank.
 
-    ``budget``: bytes that the rank may hold during ``actions``, states and what torch holds included.
+    ``budget``: bytes that the rank may hold during ``actions``, states and what torch holds included. ``seconds``:
+    after which it asks its planner nothing more, once something fits.
     """
 
     def __init__(
-        self, stages: Sequence[StageProblem], actions: RankActions, budget: int, planner: StagePlanner
+        self,
+        stages: Sequence[StageProblem],
+        actions: RankActions,
+        budget: int,
+        planner: StagePlanner,
+        seconds: float = math.inf,
     ) -> None:
+        self.until = time.monotonic() + seconds
         self.stages, self.actions, self.budget, self.planner = tuple(stages), actions, budget, planner
         self.found: list[list[_Candidate]] = [[] for _ in self.stages]
         for at, stage in enumerate(self.stages):
@@ -160,8 +168,10 @@ class RankSearch:
         """The grid, and then the interval of the least floor again and again, until none is below the best plan."""
         most = self._most_share()
         shares = sorted({*(most * k / (GRID - 1) for k in range(GRID)), 1.0})
-        for share in shares:
+        for share in reversed(shares):
             self._try(share)
+            if self._late and self._best() is not None:
+                break
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
         for _ in range(REFINED):
             best = self._best()
@@ -172,7 +182,7 @@ class RankSearch:
                 if (cost := math.fsum(floors)) < most_extra - CLOSED
                 and self.rank.bounds(one[0]) != self._middle(one)
             }
-            if not open_:
+            if not open_ or (best is not None and self._late):
                 return
             low, high = one = min(open_, key=lambda one: (open_[one], one))
             middle = (low + high) / 2
@@ -180,6 +190,10 @@ class RankSearch:
             del self.intervals[one]
             for part in ((low, middle), (middle, high)):
                 self.intervals[part] = self._floors(*part)
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() > self.until
 
     def _middle(self, interval: tuple[float, float]) -> list[Bounds]:
         return self.rank.bounds(sum(interval) / 2)
@@ -259,6 +273,8 @@ class RankSearch:
             kept = large[at][0] if high < 1 else self.budget
             if room < min_peak_bound(stage.graph).bytes:
                 floors.append(math.inf)
+            elif self._late:
+                floors.append(0.0)
             else:
                 overhead = self.planner.floor(stage.bounded(room, kept), room)
                 floors.append(max(0.0, overhead) * stage.graph.base_cost)

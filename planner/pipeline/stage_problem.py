@@ -11,7 +11,7 @@ strategy and every proof then serves as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -34,8 +34,12 @@ class StageProblem:
     inputs are charged elsewhere, such as buffers that torch receives into. ``between``: bytes that somebody else holds
     for a micro-batch from its forward to its backward, such as what a loss saves.
 
+    ``copies``: of an op the bytes that are kept from forward to backward for a micro-batch where it runs again after
+    the boundary: a buffer as it was, or the state of a generator.
+    ``leaving``: tensors that are kept to the end of the problem, but leave at the boundary, such as new buffers.
     ``gradients``: of each marker that an op writes together with a gradient, the gradient, which is added to an earlier
-    one and goes. ``template``: the stage's other figures, for `measured`.
+    one and goes; ``waiting`` gives of a schedule, at each step, the bytes of those that are freed and wait to go.
+    ``template``: the stage's other figures, for `measured`.
     """
 
     graph: TrainingGraph
@@ -45,7 +49,10 @@ class StageProblem:
     given: tuple[str, ...] = ()
     between: int = 0
     weights: str | None = None
+    copies: Mapping[str, int] = field(default_factory=dict)
+    leaving: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
+    waiting: Callable[[Schedule], Sequence[int]] | None = None
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
 
     def bytes(self, names: Iterable[str]) -> int:
@@ -60,7 +67,7 @@ class StageProblem:
     @property
     def least_kept(self) -> int:
         """What every plan keeps for a micro-batch at the boundary: what that reads."""
-        reads = set(self.graph.op[self.boundary].reads) - set(self.graph.inputs)
+        reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
         return self.bytes((*reads, *self.held)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
@@ -70,7 +77,7 @@ class StageProblem:
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
         """The problem of plans that hold at most ``kept`` bytes at the boundary and ``deferred`` at the second one,
         within a peak of ``budget`` (that of the graph, all of its inputs included)."""
-        bounds = {self.boundary: kept - self.bytes(self.held) - self.between}
+        bounds = {self.boundary: kept - self.bytes(self.held) - self.between + self.bytes(self.leaving)}
         if self.weights is not None and deferred is not None:
             gone = set(self.graph.op[self.weights].reads) - set(
                 self.graph.inputs
@@ -97,15 +104,23 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     graph, schedule = problem.graph, plan.schedule
     beyond = [bytes_ - graph.input_bytes for bytes_ in resident_bytes(graph, schedule)]
     first = [own + left for own, left in zip(beyond, _made(problem, schedule), strict=True)]
+    if problem.waiting is not None:
+        beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
     turn = runs[problem.boundary]
+    gone = problem.bytes(problem.leaving)
+    beyond[turn + 1 :], first[turn + 1 :] = (
+        [bytes_ - gone for bytes_ in series[turn + 1 :]] for series in (beyond, first)
+    )
     split = len(schedule) if problem.weights is None else runs[problem.weights]
-    held, given = problem.bytes(problem.held), problem.bytes(problem.given)
-    kept = _across(graph, problem.boundary, beyond[turn]) + held + problem.between
+    given = problem.bytes(problem.given)
+    again = {step.op for step in schedule[turn:] if isinstance(step, Run)}
+    held = problem.bytes(problem.held) + sum(n for op, n in problem.copies.items() if op in again)
+    kept = _across(graph, problem.boundary, beyond[turn]) + held + problem.between - gone
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
     if problem.weights is not None:
-        late = _split_figures(problem, schedule, split, beyond, first) | {"weight": sum(costs[split:])}
+        late = _split_figures(problem, schedule, split, beyond, first, held) | {"weight": sum(costs[split:])}
     return replace(
         problem.template,
         kept_bytes=kept,
@@ -129,7 +144,7 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 
 
 def _split_figures(
-    problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int]
+    problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], held: int
 ) -> dict[str, Any]:
     """What a split stage holds between I and W, and in W. What the second boundary reads, and nothing after it, goes
     with the I."""
@@ -139,7 +154,7 @@ def _split_figures(
     across = beyond[split] - graph.op[problem.weights or ""].workspace
     deferred = beyond[start - 1] if start > split + 1 else across
     late = {t for step in schedule[start:] if isinstance(step, Run) for t in graph.op[step.op].reads}
-    own = problem.bytes((*problem.held, *late.intersection(problem.given)))
+    own = held + problem.bytes(late.intersection(problem.given))
     return {
         "deferred_bytes": deferred + own,
         "transient_weight": max([deferred, *beyond[start:]]) + own,

@@ -57,12 +57,22 @@ class PlanOptions:
     refine: bool = True
     gap: float = 0.001
     deterministic: bool = False
+    in_flight: int = 1
+    deferred: int | None = None
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:
             raise UsageError("state a budget, such as budget='8GiB', or a plan")
         if self.budget is not None:
             parse_budget(str(self.budget))
+        if self.in_flight < 1 or (self.deferred or 0) < 0:
+            raise UsageError(
+                f"{self.in_flight} micro-batches in flight, {self.deferred} deferred: not numbers of such"
+            )
+        if self.several and (self.inverses or self.plan is not None or self.overlap not in (None, OFF)):
+            raise UsageError(
+                "in_flight and deferred go neither with inverses nor with overlap or a saved plan"
+            )
         self.stated_loss()
         self.chosen()
         check_costs(self.costs)
@@ -104,6 +114,11 @@ class PlanOptions:
     def stated_loss(self) -> Budget | None:
         """What the loss holds, if that is stated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
+
+    @property
+    def several(self) -> bool:
+        """Whether several micro-batches may be under way."""
+        return self.in_flight > 1 or self.deferred is not None
 
     @property
     def inverting(self) -> bool:

@@ -23,6 +23,7 @@ from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, plan_within
+from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.inverting import better_of, plan_either
 from rematplan.plans.leanest import leanest_plan
 from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
@@ -32,6 +33,7 @@ from rematplan.plans.refining import Refining, Wanted, mapped
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
 from rematplan.runtime.problem.accumulation import (
     EARLIER,
     StepPlan,
@@ -125,6 +127,8 @@ class StepPlanner:
 
         Raises: see `planned`; where no plan keeps the budget, as far as the options say so.
         """
+        if self.options.several:
+            return self._in_flight(step)
         first = first or not self.store
         names, held = earlier_gradients(step, self.named) if self.options.accumulate else (frozenset(), 0)
         charged = replace(self, held={**self.held, EARLIER: held})
@@ -175,6 +179,23 @@ class StepPlanner:
     def _hurried(self) -> bool:
         return self._reaction(first=not self.store) != RAISE
 
+    def _in_flight(self, step: CapturedStep) -> StepPlan:
+        """The plan for as many micro-batches under way as are asked for."""
+        asked, step = self.options, self.opened(step)
+        split = asked.deferred is not None
+        step = with_separate_weights(step) if split else step
+        graph = self.problem(step)
+        return plan_in_flight(
+            step,
+            with_weight_boundary(step, graph) if split else graph,
+            self.loss(step, priced(step, asked.costs)),
+            asked.stated_budget(),
+            asked.chosen(),
+            asked.time_limit,
+            asked.in_flight,
+            asked.deferred,
+        )
+
     def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
             return self._either(with_exact_inverses(step), self.opened(step))
@@ -224,6 +245,8 @@ class StepPlanner:
 
         Raises: see `planned`.
         """
+        if self.options.several:  # it counts all gradients there can be
+            return None
         adding = replace(self, added=frozenset(names))
         if self.options.plan is not None:
             budget = plan.peak if plan.budget is None else plan.budget

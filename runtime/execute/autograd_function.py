@@ -58,6 +58,8 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment the positions among the inputs of those whose gradients it gives."""
+        self.deferred: list[_Call] = []
+        """The calls whose backward was split and is not done yet, in the order of their backwards."""
         self.calls: WeakSet[_Call] = WeakSet()
 
     @property
@@ -146,6 +148,28 @@ class _BackwardVariant:
     def noted(self) -> bool:
         """Whether its first backward notes how the values lie, so that later ones may write over them."""
         return self.strides is not None and not (self.kept or self.missing)
+
+
+def finish_backward(call: _Call) -> None:
+    """Do what a split backward has left, and add the gradients to those that the parameters have.
+
+    Raises:
+        RuntimeError: a parameter or input was changed in place since.
+    """
+    plan = call.plan
+    for k in range(plan.halves.early, len(plan.wanting)):
+        gradients = [*call.backward(k)]
+        for at in reversed(plan.wanting[k]):  # each goes as soon as it is added
+            add_gradient(call.named[str(plan.sources[at][1])], gradients.pop())
+
+
+def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """As autograd gives a parameter a gradient."""
+    with torch.no_grad():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad += gradient
 
 
 def _own_name(target: str) -> str:
@@ -360,7 +384,12 @@ class _BackwardSegment(torch.autograd.Function):
     def backward(ctx: Any, link: torch.Tensor | None) -> Any:
         if link is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, link, *ctx.call.backward(ctx.k)
+        call, early = ctx.call, ctx.call.plan.halves.early
+        if ctx.k >= early:
+            if ctx.k == early:
+                call.plan.deferred.append(call)
+            return None, None, link, *(None,) * len(call.plan.wanting[ctx.k])
+        return None, None, link, *call.backward(ctx.k)
 
 
 _NOTHING = nullcontext()

@@ -61,7 +61,8 @@ class Halves:
     turn, for the first segment of ``backward``. Both follow the order of `CapturedStep.inputs` and
     `CapturedStep.outputs`. ``read_late``: positions of the inputs that the backward half reads, and so must find as
     they were; of buffers that the step gives new content it has copies of its own. ``outputs_late``: positions of such
-    among what ``forward`` gives; only these are also in the list of what is held.
+    among what ``forward`` gives; only these are also in the list of what is held. ``early``: how many of the segments
+    a backward runs at once; a split one leaves the others for later.
     """
 
     source: str
@@ -69,6 +70,7 @@ class Halves:
     backward: tuple[Backward, ...]
     read_late: tuple[int, ...]
     outputs_late: tuple[int, ...]
+    early: int
 
 
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
@@ -110,7 +112,8 @@ def compile_halves(
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
-    segments = gradient_segments(step, schedule, own.turn, [spare[at] for at in own.positions if spare])
+    left = [spare[at] for at in own.positions if spare]
+    segments = gradient_segments(step, schedule, own.turn, left, late=own.late)
     writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
@@ -136,7 +139,8 @@ def compile_halves(
         )
         for k, (segment, still) in enumerate(zip(segments, read, strict=True))
     )
-    return Halves(source, scope["forward"], backward, late, given)
+    sooner = sum(own.late is None or one.end <= own.late for one in segments)
+    return Halves(source, scope["forward"], backward, late, given, sooner)
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import nn
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture.capture import check_traceable
+from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
@@ -244,6 +245,15 @@ class Planning:
         """Make the plan for these arguments without running anything; returns the module."""
         self._planned._rematplan.prepare(self._planned, args, kwargs)
         return self._planned
+
+
+def compiled_plan(planned: nn.Module) -> CompiledPlan:
+    """The compiled plan of the last way in which a planned module was called.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+    return Planning(planned)._planned._rematplan.last.compiled
 
 
 OURS = ("plan", "plans", "source", "prepare")

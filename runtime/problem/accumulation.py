@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -145,11 +145,21 @@ def spare_bytes(
     can; one op may have to run after a gradient is made and before it can leave.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
+    waiting = waiting_bytes(step, schedule, spare, names)
+    return spare if all(late <= left for late, left in zip(waiting, spare, strict=True)) else None
+
+
+def waiting_bytes(
+    step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
+) -> tuple[int, ...]:
+    """At each step of a schedule of an `adding_problem` the bytes of gradients that it has freed, and that wait for the
+    end of their segment. ``spare``: see `spare_bytes`."""
     own, added = split_at_loss(step, schedule), _added(step, names)
     left = [spare[at] for at in own.positions]
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
-    for segment in gradient_segments(step, own.schedule, own.turn, tuple(left)):
+    waiting = [0] * len(schedule)
+    for segment in gradient_segments(step, own.schedule, own.turn, left, late=own.late):
         for storage in {step.values[o.value].storage for o in segment.outputs} & added & freed.keys():
-            for at in range(bisect(own.positions, freed[storage]), segment.end):
-                left[at] -= step.storage_bytes[storage]
-    return spare if min(left, default=0) >= 0 else None
+            for at in own.positions[bisect(own.positions, freed[storage]) : segment.end]:
+                waiting[at] += step.storage_bytes[storage]
+    return tuple(waiting)

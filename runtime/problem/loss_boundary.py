@@ -24,7 +24,9 @@ LOSS_VALUE = "(loss value)"
 """The tensor of that op which stands for what of a loss stays until the step ends."""
 OPTIMIZER = "(optimizer)"
 """The op that stands for the optimizer's step, where a problem has it, and its tensor without bytes."""
-OUTSIDE = (LOSS, OPTIMIZER)
+WEIGHTS = "(weight gradients)"
+"""The op that stands for what happens between the input's gradient and the rest of a split backward, and its tensor."""
+OUTSIDE = (LOSS, OPTIMIZER, WEIGHTS)
 """Ops that others run."""
 COPIES = 5
 """Tensors of the outputs' size, in float32 at least, that almost every loss does with at its peak, the gradients of the
@@ -183,27 +185,29 @@ class SplitSchedule:
 
     ``schedule`` and ``lanes`` are without the loss and the optimizer's step, which others run, and without the last
     frees of gradients, which leave. ``positions``: where the steps of ``schedule`` stood. ``turn``: the position of the
-    first after the loss.
+    first after the loss. ``late``: that of the first which a split backward does later, after `WEIGHTS`; None if it is
+    not split.
     """
 
     schedule: Schedule
     lanes: Lanes | None
     positions: tuple[int, ...]
     turn: int
+    late: int | None = None
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
     """What is to be run of a schedule of a `with_loss_boundary`, and where it turns."""
     leaving = _leaving(step, schedule)
-    outside = {*map(Run, OUTSIDE), Free(LOSS)}
+    outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}
     own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
     shorter, runs = lanes, runs_of(schedule)
     for name in reversed(OUTSIDE):  # the last run first: its going moves no other
         if shorter and name in runs:
             shorter = _without(shorter, runs.index(name))
-    return SplitSchedule(
-        tuple(schedule[at] for at in own), shorter, own, bisect(own, schedule.index(Run(LOSS)))
-    )
+    turn = bisect(own, schedule.index(Run(LOSS)))
+    late = bisect(own, schedule.index(Run(WEIGHTS))) if WEIGHTS in runs else None
+    return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, turn, late)
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:

@@ -6,6 +6,7 @@ optimizer that runs in the gradients' hooks frees them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,38 +37,46 @@ def gradient_segments(
     spare: Sequence[int] = (),
     most: int = MOST_SEGMENTS,
     least: int = LEAST_SEGMENT_BYTES,
+    late: int | None = None,
 ) -> tuple[Segment, ...]:
     """The backward half of a schedule, from ``start`` on, in at least one and at most ``most`` segments, of about equal
     bytes of gradients, but no fewer than ``least``.
 
     ``spare``: bytes at each position, if gradients that wait for the end of their segment may hold no more. It ends
-    before a position where they would, so that there may be more segments. Where the backward communicates, there is
-    one: a data-parallel model sends gradients between segments, in all processes at the same place.
+    before a position where they would, so that there may be more segments. ``late``: a position at which one ends.
+    Where the backward communicates, there is no other end: a data-parallel model sends gradients between segments, in
+    all processes at the same place.
     """
-    ready = _ready(step, schedule)
+    ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
-    if any(c.collective and c.name in step.after_turn for c in step.calls):
-        return (Segment(start, len(schedule), tuple(gradients)),)
-    sizes = [step.storage_bytes[step.values[o.value].storage] for o in gradients]
-    enough = max(least, -(-sum(sizes) // most))
-    segments: list[Segment] = []
-    given: list[StepOutput] = []
-    waiting = 0
-    for gradient, size, later in zip(gradients, sizes, [*gradients[1:], None], strict=True):
-        given.append(gradient)
-        waiting += size
-        at = ready[gradient]
-        # Gradients that one op makes leave together.
-        if later is None or ready[later] == at:
-            continue
-        if waiting >= enough or waiting > min(spare[at + 1 : ready[later] + 1], default=waiting):
-            end = max(at + 1, start)
-            while isinstance(schedule[end], Free):
-                end += 1
-            segments.append(Segment(start, end, tuple(given)))
-            start, given, waiting = end, [], 0
-    segments.append(Segment(start, len(schedule), tuple(given)))
-    return _with_statistics(step, schedule, segments)
+    sizes = {o: step.storage_bytes[step.values[o.value].storage] for o in gradients}
+    enough = max(least, -(-sum(sizes.values()) // most))
+
+    communicates = any(c.collective and c.name in step.after_turn for c in step.calls)
+
+    def parts(start: int, end: int, gradients: Sequence[StepOutput]) -> Iterator[Segment]:
+        given: list[StepOutput] = []
+        waiting = 0
+        for gradient, later in zip(gradients, [*gradients[1:], None], strict=False):  # none of none
+            given.append(gradient)
+            waiting += sizes[gradient]
+            at = ready[gradient]
+            # Gradients that one op makes leave together.
+            if later is None or ready[later] == at or communicates:
+                continue
+            if waiting >= enough or waiting > min(spare[at + 1 : ready[later] + 1], default=waiting):
+                cut = max(at + 1, start)
+                while isinstance(schedule[cut], Free):
+                    cut += 1
+                yield Segment(start, cut, tuple(given))
+                start, given, waiting = cut, [], 0
+        yield Segment(start, end, tuple(given))
+
+    if late is None:
+        return _with_statistics(step, schedule, [*parts(start, len(schedule), gradients)])
+    sooner = bisect_left(gradients, late, key=ready.__getitem__)
+    both = [*parts(start, late, gradients[:sooner]), *parts(late, len(schedule), gradients[sooner:])]
+    return _with_statistics(step, schedule, both)
 
 
 def _with_statistics(
@@ -86,11 +95,12 @@ def _with_statistics(
     return tuple(replace(segment, statistics=tuple(made(segment))) for segment in segments)
 
 
-def _ready(step: CapturedStep, schedule: Schedule) -> dict[StepOutput, int]:
+def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutput, int]:
     """For each gradient the position from which on it may leave; −1 before all.
 
     That is the last one that reads or writes it, or reads what it is the gradient of: an optimizer that runs in the
-    gradient's hook changes that.
+    gradient's hook changes that. Of a ``split`` backward an input's gradient leaves before the gradients of weights
+    that read the input are made.
     """
     last = dict.fromkeys(step.storage_bytes, -1)
     for at, one in enumerate(schedule):
@@ -98,8 +108,11 @@ def _ready(step: CapturedStep, schedule: Schedule) -> dict[StepOutput, int]:
             call = step.call[one.op]
             last.update(dict.fromkeys((*step.reads(call), *step.writes(call)), at))
     of = {(GRADIENT_OF.get(i.kind), i.target): step.values[i.value].storage for i in step.inputs}
+
+    def changed(o: StepOutput) -> int:
+        """The last read of what is changed once the gradient has left."""
+        return -1 if split and o.kind == "input gradient" else last[of[o.kind, o.target]]
+
     return {
-        o: max(last[step.values[o.value].storage], last[of[o.kind, o.target]])
-        for o in step.outputs
-        if "gradient" in o.kind
+        o: max(last[step.values[o.value].storage], changed(o)) for o in step.outputs if "gradient" in o.kind
     }

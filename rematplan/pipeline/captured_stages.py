@@ -1,0 +1,125 @@
+"""The captured steps of stage modules, their planning problems, and planned modules that follow given plans."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.plans.pricing import copies_priced, priced
+from rematplan.plans.stage_problems import backward_spare, stage_problem
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.module.planned_module import Planning, planned_module
+from rematplan.runtime.pipeline.stage_modules import StageModule
+from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
+from rematplan.runtime.problem.accumulation import (
+    StepPlan,
+)
+from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.layout_copies import NONE
+from rematplan.runtime.problem.loss_boundary import NO_LOSS, with_loss_boundary
+
+
+class _Recorded(Exception):
+    """Ends the preparation of a module whose step is wanted, and no plan yet."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step = step
+
+
+class _Recorder:
+    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+        raise _Recorded(step)
+
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
+        """Never asked: nothing runs."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A planner that knows one plan, which counts earlier gradients already."""
+
+    plan: StepPlan
+
+    def __call__(self, _step: CapturedStep, first: bool = False) -> StepPlan:
+        return self.plan
+
+    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
+        """The plan serves."""
+
+
+@dataclass(frozen=True)
+class CapturedStage:
+    """A stage's step and its planning problem."""
+
+    stage: StageModule
+    step: CapturedStep
+    problem: StageProblem
+
+    def planned(self, plan: Plan) -> nn.Module:
+        """The stage's module, following a plan of its problem: an object that shares all its state."""
+        spare = backward_spare(self.problem.graph, plan.schedule)
+        return _prepared(self.stage, _Given(StepPlan(self.step, plan, spare, self.problem.gradient_bytes)))
+
+
+def captured_stage(
+    stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, handed: int
+) -> CapturedStage:
+    """Capture a stage and price its steps.
+
+    Args:
+        planner: says what costs are asked for, and what a loss holds; the last stage alone has one.
+        template: the figures of the stage that no plan changes.
+        last: whether the loss is computed from its outputs.
+        split: whether its weight gradients are made apart from the inputs'.
+        handed: bytes of its outputs that ``template`` charges already, as the next stage's on the same rank.
+
+    Raises:
+        ModelError: it cannot be captured.
+    """
+    step = planner.opened(_step_of(stage))
+    if split:
+        step = with_separate_weights(step)
+    costs = planner.options.costs
+    graph = priced(step, costs)
+    loss = planner.loss(step, graph) if last else NO_LOSS
+    copies = copies_priced(step, graph, costs) if last else NONE
+    graph = with_loss_boundary(step, graph, loss, copies)
+    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
+    if split:
+        graph = with_weight_boundary(step, graph)
+    template = replace(template, left=template.left + loss.kept)
+    given = ("tangent",) if last else ()
+    problem = stage_problem(step, graph, given=given, between=loss.peak - handed, template=template)
+    return CapturedStage(stage, step, problem)
+
+
+def _step_of(stage: StageModule) -> CapturedStep:
+    try:
+        _prepared(stage, _Recorder())
+    except _Recorded as recorded:
+        return recorded.step
+    raise AssertionError("a module was planned without a planner")
+
+
+def _prepared(stage: StageModule, planner: Any) -> nn.Module:
+    planned = planned_module(stage.module, planner, dynamic=False)
+    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
+    args, kwargs = pytree.tree_map(lambda one: _empty(one, device), (stage.args, dict(stage.kwargs)))
+    return Planning(planned).prepare(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _empty(like: Any, device: torch.device) -> Any:
+    """A real tensor like one without data, its content undefined."""
+    if not isinstance(like, torch.Tensor):
+        return like
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return empty.requires_grad_(like.requires_grad)

@@ -1,0 +1,91 @@
+"""The plan of a module of which a user's own schedule has several micro-batches in flight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
+from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
+from rematplan.planner.pipeline.orders import one_stage_a_rank
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import Budget
+from rematplan.plans.stage_problems import backward_spare, stage_problem
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.accumulation import StepPlan
+from rematplan.runtime.problem.loss_boundary import LossMemory
+
+QUESTIONS = 24
+"""Plans and bounds of a stage that share the time limit, about."""
+
+
+def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
+    """What asks a strategy for the plans of stages, within about so many seconds in all."""
+    return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
+
+
+def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
+    """Actions that have so many micro-batches in flight again and again, one forward after one backward.
+
+    Args:
+        deferred: weight gradients are made so many micro-batches after the input's gradient; None for at once.
+    """
+    microbatches = 2 * in_flight + (deferred or 0) + 1
+    (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
+    if deferred is None:
+        return actions
+    split: list[Action] = []
+    for a in actions:
+        split.append(replace(a, kind="I") if a.kind == "B" else a)
+        if a.kind == "B" and a.microbatch >= deferred:
+            split.append(Action("W", a.stage, a.microbatch - deferred))
+    late = range(max(0, microbatches - deferred), microbatches)
+    return (*split, *(Action("W", 0, m) for m in late))
+
+
+def plan_in_flight(
+    step: CapturedStep,
+    graph: TrainingGraph,
+    loss: LossMemory,
+    budget: Budget,
+    strategy: Strategy,
+    seconds: float,
+    in_flight: int,
+    deferred: int | None,
+) -> StepPlan:
+    """The plan of a step of which so many micro-batches are in flight.
+
+    All of a micro-batch counts: its inputs and outputs, what its loss holds, and all gradients of parameters.
+
+    Args:
+        graph: the step's problem with its boundaries.
+
+    Raises:
+        InfeasibleBudget: none is known that fits.
+        UsageError: a budget that is neither bytes nor a percentage.
+    """
+    template = StagePlan(0, 0, 0, 0, left=loss.kept)
+    problem = stage_problem(
+        step, graph, held=("batch",), given=("tangent",), between=loss.peak, template=template
+    )
+    actions = with_in_flight(in_flight, deferred)
+    if budget.kind == "bytes":
+        most = int(budget.amount)
+    elif budget.kind == "share":
+        kept = problem.measured(no_recompute(problem.graph))
+        most = int(budget.amount * rank_peak(actions, [kept]))
+    else:
+        raise UsageError(f"with in_flight the budget is bytes or a percentage, not {budget.text!r}")
+    try:
+        found = RankSearch([problem], actions, most, stage_planner(strategy, seconds), seconds).run()
+    except InfeasibleBudget as error:
+        raise error.changed(strategy=strategy.name) from None
+    (plan,) = found.plans
+    share = found.floor / graph.base_cost if graph.base_cost else 0.0
+    spare = backward_spare(problem.graph, plan.schedule)
+    plan = replace(plan, lower_bound=share, fingerprint=problem.graph.fingerprint)
+    return StepPlan(step, plan, spare, problem.gradient_bytes)

@@ -1,0 +1,85 @@
+"""A captured step of one micro-batch, of which several are in flight, as a stage's planning problem."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rematplan.ir import TrainingGraph
+from rematplan.ir.training_graph import LIBRARIES
+from rematplan.planner.core.schedule import Run, Schedule
+from rematplan.planner.core.simulator import resident_bytes
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.runtime.execute.codegen import renewed_buffers
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients, waiting_bytes
+from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
+from rematplan.runtime.problem.planning_problem import RNG_STATES
+
+
+def stage_problem(
+    step: CapturedStep,
+    graph: TrainingGraph,
+    *,
+    held: Collection[str] = (),
+    given: Collection[str] = (),
+    between: int = 0,
+    template: StagePlan,
+) -> StageProblem:
+    """The problem of a step beside gradients of other micro-batches.
+
+    Args:
+        graph: the step's problem with its loss boundary, and with `WEIGHTS` if its backward is split.
+        held: the kinds of inputs that each micro-batch holds from its forward to its backward; ``given``: those that it
+            has in its backward alone. Batch and tangents of neither are charged elsewhere.
+        between: see `StageProblem`.
+        template: the figures that no plan changes.
+    """
+    added, _ = earlier_gradients(step)
+    adding = adding_problem(step, graph, added)
+    kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
+
+    def of(*wanted: str) -> tuple[str, ...]:
+        return tuple(t for t in adding.inputs if kinds.get(t, t) in wanted)
+
+    return StageProblem(
+        adding,
+        LOSS,
+        states=of("parameter", "buffer", "constant", LIBRARIES),
+        held=of(*held),
+        given=of(*given),
+        between=between,
+        weights=WEIGHTS if WEIGHTS in graph.op else None,
+        copies=_copies(step, adding),
+        leaving=_leaving(step, adding),
+        gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
+        waiting=lambda schedule: waiting_bytes(step, schedule, backward_spare(adding, schedule), added),
+        template=template,
+    )
+
+
+def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
+    """What each step of the backward half leaves of its peak: gradients may wait within it, and raise it nowhere."""
+    held = resident_bytes(graph, schedule)
+    peak = max(held[schedule.index(Run(LOSS)) :])
+    return tuple(max(0, peak - now) for now in held)
+
+
+def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
+    """The new buffers that no op of the backward half reads."""
+    made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")
+    read = {t for op in graph.ops if op.name in step.after_turn for t in op.reads}
+    return tuple(t for t in made if t in graph.producer and t not in read)
+
+
+def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
+    """Of each op what is kept so that it can run again in the backward half: the buffers that the step gives new
+    content, as they were, and the state of the generator that it draws from."""
+    renewed = renewed_buffers(step)
+    seeded = [call.name for call in step.calls if call.seeded and call.name not in graph.never_rerun]
+    state = graph.size.get(RNG_STATES, 0) // (len(seeded) + 1)
+    found = dict.fromkeys(seeded, state)
+    for op in graph.ops:
+        if old := renewed.intersection(op.reads):
+            found[op.name] = found.get(op.name, 0) + sum(graph.size[t] for t in old)
+    return found

@@ -1,0 +1,70 @@
+"""Cuts of an exported graph into stages of about equal work, where no better are asked for."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+from torch import fx
+from torch.utils import flop_counter
+
+from rematplan.ir import UsageError
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.pipeline.stage_modules import cut_names, cut_places
+
+BALANCE = 10.0
+"""Operations a byte: an op takes as long as its bytes, or its operations by this."""
+
+
+def equal_cuts(graph: fx.Graph, stages: int) -> tuple[str, ...]:
+    """The names of modules to cut at, so that the stage of most work has least; of equals, where least crosses.
+
+    One stage more at a time: least[s][j] = min over i of max(least[s−1][i], work from i to j). O(stages · names²).
+
+    Raises:
+        UsageError: there are fewer places than stages.
+    """
+    places = cut_places(graph)
+    names = {
+        places[name]: name for name in reversed(cut_names(graph))
+    }  # the outermost of those that begin there
+    ops = [node for node in graph.nodes if node.op == "call_function"]
+    if len(names) < stages - 1:
+        raise UsageError(f"the model has {len(names) + 1} places for stages, not {stages}")
+    work = [0.0, *accumulate(map(_work, ops))]
+    ends = [0, *sorted(names), len(ops)]
+    crossing = [_crossing(ops, end) for end in ends]
+    least: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for _ in range(stages):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for j in range(1, len(ends)):
+            row[j] = min(
+                (
+                    (max(most, work[ends[j]] - work[ends[i]]), sent + crossing[j], (*cuts, j))
+                    for i, (most, sent, cuts) in least[-1].items()
+                    if i < j
+                ),
+                default=(math.inf, math.inf, ()),
+            )
+        least.append(row)
+    chosen = least[-1][len(ends) - 1][2][:-1]
+    return tuple(names[ends[j]] for j in chosen)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+
+
+def _work(node: fx.Node) -> float:
+    """Bytes, or operations by `BALANCE`, whichever are more."""
+    moved = sum(t.nbytes for n in (node, *node.all_input_nodes) for t in _tensors(n))
+    with flop_counter.FlopCounterMode(display=False) as counter:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    return max(float(moved), float(counter.get_total_flops()) / BALANCE)
+
+
+def _crossing(ops: list[fx.Node], place: int) -> float:
+    late = set(ops[place:])
+    return float(sum(t.nbytes for n in ops[:place] if not late.isdisjoint(n.users) for t in _tensors(n)))

@@ -1,0 +1,100 @@
+"""A backward in two parts: what the input's gradient needs, and later the gradients of the weights.
+
+Qi et al., «Zero bubble pipeline parallelism», ICLR 2024: the second part fills what would be a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Masked:
+    """An op that gives the gradients of its input and of its weights at once, and can be asked for either.
+
+    ``mask``: the position among its arguments of the list that says which of its results are wanted. ``input``: the
+    position of the input's gradient among those.
+    """
+
+    mask: int
+    input: int = 0
+
+
+MASKED: Mapping[Any, Masked] = MappingProxyType(
+    {
+        torch.ops.aten.convolution_backward.default: Masked(10),
+        torch.ops.aten.native_layer_norm_backward.default: Masked(7),
+        torch.ops.aten.native_group_norm_backward.default: Masked(9),
+    }
+)
+
+
+def with_separate_weights(step: CapturedStep) -> CapturedStep:
+    """The step with each call of an op of `MASKED` that gives both gradients as two calls, one for each."""
+    calls: list[Call] = []
+    made: dict[str, str] = {}
+    for call in step.calls:
+        parts = _parted(call)
+        calls += parts
+        if len(parts) > 1:
+            made.update((result, parts[1].name) for result in parts[1].results if result)
+    values = {
+        name: replace(value, call=made[name]) if name in made else value
+        for name, value in step.values.items()
+    }
+    return replace(step, calls=tuple(calls), values=values) if made else step
+
+
+def _parted(call: Call) -> tuple[Call, ...]:
+    row = MASKED.get(call.target)
+    if row is None or call.results[row.input] is None:
+        return (call,)
+    weights = tuple(None if k == row.input else result for k, result in enumerate(call.results))
+    if not any(weights):
+        return (call,)
+    inputs = tuple(result if k == row.input else None for k, result in enumerate(call.results))
+
+    def asking(name: str, results: tuple[str | None, ...]) -> Call:
+        wanted = [result is not None for result in results]
+        args = (*call.args[: row.mask], wanted, *call.args[row.mask + 1 :])
+        return replace(call, name=name, args=args, results=results)
+
+    return asking(call.name, inputs), asking(f"{call.name}_weights", weights)
+
+
+def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+    """The problem of a step's `with_loss_boundary` with a second boundary, after all that the gradients of the inputs
+    need and before all other ops that need a tangent.
+
+    What is before it never runs again after it: it runs once. The outputs and the inputs' gradients leave at it.
+    """
+    leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
+    gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
+    wanted = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
+    after = step.after_turn
+    sooner: set[str] = set()
+    for op in reversed(graph.ops):
+        if op.name in after and not wanted.isdisjoint(op.writes):
+            sooner.add(op.name)
+            wanted.update(op.reads)
+    first = [op for op in graph.ops if op.name not in after or op.name in sooner]
+    later = [op for op in graph.ops if op.name in after and op.name not in sooner]
+    made = {t for op in first for t in op.writes}
+    boundary = Op(WEIGHTS, (*(t for t in gone if t in made), LOSS), (WEIGHTS,), 0.0, 0, "backward")
+    inputs = set(graph.inputs)
+    return replace(
+        graph,
+        tensors=(*graph.tensors, Tensor(WEIGHTS, 0)),
+        outputs=tuple(t for t in graph.outputs if t not in gone or t in inputs),
+        ops=(*first, boundary, *(replace(op, reads=(*op.reads, WEIGHTS)) for op in later)),
+        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *sorted(sooner), WEIGHTS))),
+    )

@@ -1,0 +1,13 @@
+"""Four gloo processes that live as long as the test session: each starts torch once."""
+
+from collections.abc import Iterator
+
+import pytest
+from gloo_workers import Workers
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    four = Workers(4, tmp_path_factory.mktemp("gloo"))
+    yield four
+    four.stop()

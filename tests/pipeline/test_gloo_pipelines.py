@@ -1,0 +1,39 @@
+"""Planned pipelines in four gloo processes, against one process with the same micro-batches: the same bits, and peaks
+as promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gloo_tasks
+import pytest
+from gloo_workers import Workers
+
+CASES = [
+    ("gpipe", 4, 8, "85%"),
+    ("1f1b", 4, 4, "90%"),
+    ("1f1b", 4, 32, "92%"),
+    ("interleaved", 8, 8, "100%"),
+    ("zbv", 8, 8, "100%"),
+    ("dualpipev", 8, 8, "100%"),
+]
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(found):
+        assert answer["different"] == [], f"rank {rank}"
+        assert answer["peak"] <= answer["promise"], f"rank {rank}"
+        assert answer["peak"] >= 0.97 * answer["promise"], f"rank {rank}"
+    assert [a["losses"] for a in found if a["losses"] is not None] == [True]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "budget"), CASES)
+def test_a_step_has_the_bits_of_one_process_and_the_promised_peaks(
+    workers: Workers, schedule: str, stages: int, microbatches: int, budget: str
+) -> None:
+    asked = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "rows": 8 * microbatches}
+    pipe = gloo_tasks.planned(budget=budget, strategy="approx_dp", **asked)
+    plans = {one.stage: one.plan for one in pipe.stage_plans}
+    found = workers.run(gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, **asked)
+    check(found)
+    assert (budget == "100%") != any(answer["extra"] for answer in found)

@@ -1,0 +1,142 @@
+"""`plan_module` with several micro-batches in flight, in schedules of a user's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.planner.pipeline.actions import RankActions
+from rematplan.plans.in_flight import with_in_flight
+from rematplan.runtime.costs.measure import peak_above_entry
+
+ASKED: dict[str, Any] = {"costs": "roofline", "strategy": "approx_dp", "loss_memory": "4x"}
+ROWS, WIDTH = 64, 32
+
+
+class Mlp(nn.Module):
+    """Layers whose backward reads what they make."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def model() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp()
+
+
+def example() -> torch.Tensor:
+    return torch.zeros(ROWS, WIDTH, requires_grad=True)
+
+
+def run(module: nn.Module, actions: RankActions) -> dict[int, torch.Tensor | None]:
+    """Run a list of actions; the inputs' gradients."""
+    inputs: dict[int, torch.Tensor] = {}
+    losses: dict[int, torch.Tensor] = {}
+    gradients: dict[int, torch.Tensor | None] = {}
+    for a in actions:
+        if a.kind == "F":
+            generator = torch.Generator().manual_seed(a.microbatch)
+            inputs[a.microbatch] = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
+            losses[a.microbatch] = module(inputs[a.microbatch]).square().mean()
+        elif a.kind == "W":
+            rematplan.finish_weights(module)
+        else:
+            losses.pop(a.microbatch).backward()
+            gradients[a.microbatch] = inputs.pop(a.microbatch).grad.sum(0)[:1]  # type: ignore[union-attr]
+    return gradients
+
+
+@pytest.mark.parametrize("deferred", [None, 0, 2])
+@pytest.mark.parametrize("in_flight", [2, 4])
+def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, deferred: int | None) -> None:
+    plain = model()
+    planned = rematplan.plan_module(
+        copy.deepcopy(plain),
+        (example(),),
+        budget="90%" if deferred is None else "100%",
+        in_flight=in_flight,
+        deferred=deferred,
+        **ASKED,
+    )
+    actions = with_in_flight(in_flight, deferred)
+    states = sum(p.nbytes for p in planned.parameters())
+    peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
+    plain_actions = tuple(a for a in with_in_flight(in_flight, None))
+    expected = run(plain, plain_actions)
+    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
+    kept = rematplan.plan_module(
+        model(), (example(),), budget="100%", in_flight=in_flight, deferred=deferred, **ASKED
+    )
+    own = states + peak
+    whole, _ = peak_above_entry(lambda: run(kept, actions), torch.device("cpu"))
+    assert own <= states + whole
+    assert (planned.plan.estimate.reruns > 0) == (deferred is None)
+    assert all(p.grad is not None for p in planned.parameters())
+
+
+def test_gradients_add_up_to_those_of_one_by_one() -> None:
+    plain = model()
+    for deferred in (None, 1):
+        planned = rematplan.plan_module(
+            model(), (example(),), budget="100%", in_flight=2, deferred=deferred, **ASKED
+        )
+        actions = with_in_flight(2, deferred)
+        run(planned, actions)
+        plain.zero_grad()
+        run(plain, tuple(a for a in actions if a.kind != "W"))
+        ours, theirs = ([p.grad for p in m.parameters()] for m in (planned, plain))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+
+
+def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_module(model(), (example(),), budget=1000, in_flight=3, **ASKED)
+    least = refused.value.smallest
+    planned = rematplan.plan_module(model(), (example(),), budget=least, in_flight=3, **ASKED)
+    with pytest.raises(InfeasibleBudget):
+        rematplan.plan_module(model(), (example(),), budget=least - 1, in_flight=3, **ASKED)
+    states = sum(p.nbytes for p in planned.parameters())
+    peak, _ = peak_above_entry(lambda: run(planned, with_in_flight(3, None)), torch.device("cpu"))
+    assert states + peak <= least
+
+
+def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_module(model(), (example(),), budget=1000, in_flight=5, **ASKED)
+    few, many = (
+        rematplan.plan_module(model(), (example(),), budget=refused.value.smallest, in_flight=k, **ASKED).plan
+        for k in (2, 5)
+    )
+    assert few.estimate.reruns < many.estimate.reruns
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"in_flight": 0}, "not numbers of such"),
+        ({"in_flight": 2, "inverses": True}, "neither with inverses"),
+        ({"in_flight": 2, "budget": "min"}, "bytes or a percentage"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rematplan.plan_module(model(), (example(),), **{"budget": "100%", "costs": "roofline"} | more)
+
+
+def test_nothing_left_to_finish_is_said() -> None:
+    planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, deferred=1, **ASKED)
+    with pytest.raises(UsageError, match="has left gradients"):
+        rematplan.finish_weights(planned)
