@@ -37,7 +37,7 @@ class Net(nn.Module):
         self, blocks: int = 8, width: int = 16, dropout: float = 0.0, frozen: tuple[int, ...] = ()
     ) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(5, width), nn.Linear(width, 3)
+        self.embed, self.head = nn.Linear(5, width), nn.Linear(width, 1)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         for at in frozen:
             self.blocks[at].requires_grad_(False)
@@ -56,7 +56,7 @@ def net(seed: int = 0, **more: Any) -> Net:
 
 def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
