@@ -37,6 +37,7 @@ class _Recorded(Exception):
 
 class _Recorder:
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+        del first
         raise _Recorded(step)
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
@@ -49,7 +50,8 @@ class _Given:
 
     plan: StepPlan
 
-    def __call__(self, _step: CapturedStep, first: bool = False) -> StepPlan:
+    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+        del step, first
         return self.plan
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
