@@ -89,7 +89,7 @@ class PeakCause:
         """Return names and values for a reader."""
         stands = "the inputs" if self.at is None else str(self.at)
         return {
-            "the peak stands at": stands,
+            "the peak is at": stands,
             "inputs": f"{show_bytes(self.inputs)} ({self.inputs} bytes)",
             "held across it": f"{show_bytes(self.others)} ({self.others} bytes)",
             "no plan can have less than": _floor_text(self.floor, self.floor_at),
@@ -123,5 +123,5 @@ def floor_text(graph: TrainingGraph) -> str:
 
 
 def _floor_text(floor: PeakBound, at: Transients | None) -> str:
-    because = "what the end holds" if at is None else f"{at} beside the inputs"
+    because = "what the end holds" if at is None else f"{at} in addition to the inputs"
     return f"{show_bytes(floor.bytes)} ({floor.bytes} bytes): {because}"

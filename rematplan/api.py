@@ -1,4 +1,4 @@
-"""The library's front door: from a model to a captured step, a priced problem, a plan, a verified run."""
+"""The Python API for one step: from a model to a captured step, its planning problem, a plan, and a verified run."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ MOST_REFUSALS = 5
 class LoadedStep:
     """A model with its loss, a batch for it, and their captured joint graph.
 
-    ``notes``: what the loader did or noticed that a person should know. ``inexact``: plans may run inverses that round,
-    and halves of tensors stand dense where they stood with gaps, so that results need not be equal bit by bit.
-    ``without``: of a step that was opened for inverses, the same with those alone that move numbers. ``bare``: the same
-    before any were looked for.
+    ``notes``: what the loader changed or noticed that a user should know. ``inexact``: plans may run inverses that
+    round, and halves of tensors are stored densely, so results need not be bit-equal. ``without``: for a step
+    loaded with all inverses, the same step with only those that move numbers. ``bare``: the same step before
+    inverses were searched for.
     """
 
     module: WithLoss
@@ -82,8 +82,8 @@ class LoadedStep:
 
     @property
     def blind(self) -> LoadedStep | None:
-        """The same with the inverses that are found where no scale is known, as those who plan without weights do;
-        None if there never were any."""
+        """The same step with the inverses that are found without weights, where no scale is known; None if loaded
+        without inverses."""
         if self.bare is None:
             return None
         found = with_inverses(self.bare.step, {})
@@ -92,7 +92,7 @@ class LoadedStep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network of the zoo (see `rematplan.models.SIZES`); None takes the network's own."""
+    """Sizes of a network of the zoo (see `rematplan.models.SIZES`); None stands for the network's default."""
 
     batch: int | None = None
     image: int | None = None
@@ -105,8 +105,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A planned step that was run. Peaks in bytes, everything the step holds counted; times in seconds a
-    step. ``one_lane_seconds``: of the same plan on one lane, if it has two."""
+    """A planned step that was run.
+
+    Peaks are in bytes and count everything that the step holds. Times are in seconds per step.
+    ``one_lane_seconds``: the time of the same plan on one lane, if it has two.
+    """
 
     plan: Plan
     measured_peak: int
@@ -120,15 +123,18 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan that was run in turn with others. ``plan``: None is plain autograd. ``peak``: bytes, everything the step
-    holds counted. ``seconds``: of the step, in each round."""
+    """A plan that was run alternately with others.
+
+    ``plan``: None stands for plain autograd. ``peak``: bytes, counting everything that the step holds. ``seconds``:
+    the time of the step in each round.
+    """
 
     plan: Plan | None
     peak: int
     seconds: tuple[float, ...]
 
     def overheads(self, base: MeasuredPlan) -> tuple[float, float, float]:
-        """Least, median and largest extra time, as a share of the base's time in the same round."""
+        """Return the least, median and largest extra time, as a share of ``base``'s time in the same round."""
         ratios = sorted(own / other - 1 for own, other in zip(self.seconds, base.seconds, strict=True))
         return ratios[0], statistics.median(ratios), ratios[-1]
 
@@ -146,20 +152,29 @@ def load_step(
     inverses: bool = False,
     device: str = "cpu",
 ) -> LoadedStep:
-    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random
-    batch.
+    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random batch.
 
-    ``dims`` binds an ONNX file's symbolic dimensions. ``bn`` (as-is, train, frozen) and ``dropout`` (as-is, on,
-    off) put an ONNX file's batch norms and dropouts into another form than the file has them in. Weights are the
-    file's; where it states none (and for the zoo) they are drawn from ``seed``, as are inputs and targets.
-    ``weightless``: capture without data, so that a network of any size takes no memory, and external weights of a
-    file are not read; the step can be priced and planned, and not run. ``inverses``: look for all inverses, those
-    that round among them, so that plans may be inexact; otherwise only for those that move numbers. ``device``: where
-    the step is captured, measured and run: ``cpu``, ``cuda`` or ``cuda:1``. What is drawn is drawn on the CPU.
+    Weights are the file's. Weights that the file does not contain, and those of the zoo, are drawn from ``seed``,
+    as are inputs and targets.
+
+    Args:
+        model: the name of a network of the zoo, or the path of an ONNX file.
+        sizes: sizes of a network of the zoo.
+        dims: sizes of an ONNX file's symbolic dimensions, by name.
+        loss: ``cross_entropy``, ``mse`` or ``output``; by default what fits the model's output.
+        seed: for random weights, inputs and targets, which are drawn on the CPU.
+        bn: ``as-is``, ``train`` or ``frozen``: the form into which an ONNX file's batch norms are put.
+        dropout: ``as-is``, ``on`` or ``off``: the form into which an ONNX file's dropouts are put.
+        weightless: capture without data, so that a network of any size takes no memory and external weights are
+            not read. The step can be priced and planned, but not run.
+        inverses: find all inverses, including those that round, so that plans may be inexact; otherwise only
+            those that move numbers.
+        device: where the step is captured, measured and run: ``cpu``, ``cuda`` or ``cuda:1``.
 
     Raises:
-        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit, no such device.
-        ModelError: the file cannot be read, or has no training step that can be captured.
+        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit, a device
+            that this machine does not have.
+        ModelError: the file cannot be read, or its training step cannot be captured.
         ZooError: sizes that the network cannot have.
     """
     forms, place = Forms(bn, dropout), _device(device)
@@ -183,10 +198,10 @@ def load_step(
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name.
+    """Return the device of that name.
 
     Raises:
-        UsageError: there is none here.
+        UsageError: this machine does not have it.
     """
     try:
         device = torch.device(name)
@@ -199,7 +214,7 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """The step with its inverses, what stands in the way of more among the notes."""
+    """Return the step with its inverses; notes say why others were not found."""
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
@@ -208,9 +223,9 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
     notes = list(found.refused[:MOST_REFUSALS])
     if len(found.refused) > len(notes):
-        notes.append(f"{len(found.refused) - len(notes)} more are not brought back for such reasons")
+        notes.append(f"{len(found.refused) - len(notes)} more are not recovered for such reasons")
     if blind:
-        notes.append("without weights no scale is known, and nothing is brought back through one")
+        notes.append("without weights no scale is known, so no inverse through a scale is used")
     inexact = not all(map(is_exact, found.step.inverses))
     return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 
@@ -272,7 +287,8 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Reals are normal; integers 0 or 1, which index whatever they index; masks let everything through."""
+    """Return a random input: reals are normal, integers are 0 or 1, which are valid indices anywhere, masks are all
+    true."""
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")
@@ -290,7 +306,7 @@ def problem(
     progress: Progress = silent,
     max_inversion_error: float | None = None,
 ) -> TrainingGraph:
-    """The planning problem of a step.
+    """Return the planning problem of a step.
 
     ``costs``, ``device``, ``max_inversion_error``: see `rematplan.plans.pricing.priced`.
 
@@ -307,11 +323,12 @@ def plan(
     options: Mapping[str, object] | None = None,
     progress: Progress = silent,
 ) -> Plan:
-    """The best plan that a strategy finds within ``budget`` bytes.
+    """Return the best plan that a strategy finds within ``budget`` bytes.
 
     Raises:
         UsageError: an unknown strategy or option.
-        InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak it can reach.
+        InfeasibleBudget: the strategy finds no plan that fits; the error carries the smallest peak it can
+            reach.
     """
     return plan_within(named_strategy(strategy, **(options or {})), graph, budget, progress)
 
@@ -322,7 +339,8 @@ def curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
-    """Each strategy's trade-off: plans by rising overhead and falling peak; without those it is too large for."""
+    """Return each strategy's trade-off: plans by rising overhead and falling peak. Strategies for which the problem
+    is too large are left out."""
     chosen = {name: named_strategy(name) for name in strategies}
     return trace_curves(graph, chosen, budgets, progress)[0]
 
@@ -330,11 +348,11 @@ def curves(
 def run_step(
     loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
 ) -> StepReport:
-    """Run a planned step: measured peak, time against plain autograd in turn, and, if asked, the bitwise
-    comparison.
+    """Run a planned step: measure its peak and its time, alternately with plain autograd, and optionally verify it
+    bit by bit.
 
-    ``steps``: planned steps timed; their losses are reported. No optimizer runs; the module is left as it
-    was.
+    No optimizer runs; the module is left as it was. ``steps``: the number of timed steps, whose losses are
+    reported.
 
     Raises:
         UsageError: the step was loaded without weights.
@@ -439,7 +457,7 @@ def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
 
 
 def _held_bytes(loaded: LoadedStep) -> int:
-    """Bytes of what is resident before the step: parameters, buffers, batch, constants."""
+    """Return the bytes that are resident before the step: parameters, buffers, batch, constants."""
     module = loaded.module
     tensors = [*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 
 FIRST_CHECK_TOLERANCE = 1e-2
-"""The relative error that gradients of a plan with inverses may have when an untested PyTorch is compared with eager
-mode: far above what inversion rounds, far below what a wrong recipe gives."""
+"""When an untested PyTorch is compared with eager mode, the relative error that gradients of a plan with inverses
+may have.
+
+It is far above what inversion rounds, and far below what a wrong inverse gives.
+"""
 
 
 def plan_module(
@@ -68,83 +71,92 @@ def plan_module(
     in_flight: int = 1,
     deferred: int | None = None,
 ) -> PlannedModule:
-    """A module that does what ``model`` does, in any training loop, with a peak within ``budget``.
+    """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
 
-    It shares the model's parameters, buffers and state; ``planned.plan`` is the plan for the last way in which it was
-    called (`planning` gives it where the model has a ``plan`` of its own). A first plan is made here, for ``args`` and
-    ``kwargs``, without running the model; another shape, type or mode makes a further one when it is met, or is refused
-    with ``dynamic=False``. So does another outcome of what the forward decides by the values of its inputs and buffers
-    (``if mask.all()``, ``x[mask]``, ``lengths.tolist()``), which every call then computes again to compare.
+    The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args``
+    and ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it is first met;
+    so does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
+    ``lengths.tolist()``), which every call evaluates again. ``planned.plan`` is the plan of the latest call; use
+    `planning` if the model has an attribute ``plan`` of its own.
 
-    ``budget``: bytes, or text such as ``8GiB``, ``60%`` (of the peak without recomputation), ``50% of activations``
-    (inputs, outputs and gradients stay whole, and the share is of what is beside them at that peak) or ``min``. A
-    percentage becomes bytes here, of the peak that ``args`` give in the model's present mode and state, and these bytes
-    hold for all later plans, and for copies and pickles of the module: give the largest batch that there will be.
-    ``min`` is of each way by itself. The budget bounds all that a forward and backward hold: parameters, buffers,
-    inputs, outputs and their gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA
-    also what cuBLAS keeps, and what the allocator may count beyond a tensor's bytes. ``time_limit``: seconds for a
-    strategy that searches; a plan for another shape begins with the earlier ones, and has a quarter of them where one
-    of those fits. ``options``: further options of the strategy. ``costs``: ``profile`` measures ops on the present
-    device, ``roofline`` models them, without workspaces; the path of a file of ``rematplan profile`` takes them from
-    there. Where parameters have gradients of earlier steps when the module is called, and the plan does not fit beside
-    them, another is made, or a warning says that there is none. ``accumulate``: the gradients of several steps are
-    added up before an optimizer's step, so that the plan counts those of earlier steps from the start, a percentage is
-    of a peak with them, and no plan is made in the middle of a loop.
+    The budget bounds everything that a forward and backward hold: parameters, buffers, inputs, outputs and their
+    gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps
+    and what the allocator may count beyond a tensor's bytes. If parameters have gradients of earlier steps when the
+    module is called, and the plan does not fit in addition to them, another plan is made, or a warning says that
+    there is none.
 
-    ``on_infeasible``: what a call does for which no plan keeps the budget: ``raise`` an error; take the ``least``, the
-    leanest plan that is known; or run as ``eager`` mode does, by a plan that recomputes nothing. A warning says what
-    the last two need. By default the first plan raises, and later ones take ``least``, so that a larger batch does not
-    end a training run. No call searches again for what was not found.
-
-    ``reserved``: what others hold during the step, which the budget then bounds too: optimizers (their state, made or
-    to come, and what their step holds beyond it, so that a whole iteration keeps the budget), modules (parameters and
-    buffers that they do not share with the model: a teacher, an average of weights), objects with a method
-    ``reserved_bytes() -> int``, and bytes, such as ``"1GiB"`` or a number. A percentage is of a peak with them. A saved
-    plan is loaded with the kinds of things that were reserved when it was made.
-
-    ``in_flight``: for schedules of pipelines: so many micro-batches may be between the begin of their forward and the
-    end of their backward, one after another, and the budget holds for all of them together, beside gradients that are
-    added up. ``deferred``: a backward gives the gradients of the inputs alone, and leaves those of the weights to
-    `finish_weights`, for up to so many micro-batches that wait for it.
-
-    ``loss_memory``: what a loss outside of the model holds at its peak: ``3x`` is three tensors of the outputs' size
-    (in float32 at least), the outputs' gradients among them, which is what cross entropy has; or bytes, or text such as
-    ``1GiB``, beside the outputs and their gradients. By default ``5x``, which almost every loss does with, or ``4x``
-    where that is more than an eighth of the peak, of the outputs but for scalars, which are taken for losses of the
-    model's own, and those that scalars are made of.
-
-    ``keep``: modules whose results, and ops whose results, stay from when they are made to their last use.
-    ``never_rerun``: modules none of whose ops, and ops that, run a second time. Both take modules, their names, and
-    names of ops such as ``aten.addmm`` or ``mylib::kernel``. ``plan``: a file that `save_plan` wrote, in place of
-    planning; with it, the budget is the plan's.
-
-    ``inverses`` (implied by the strategy ``reversible``): tensors may also be brought back by inverting what was
-    computed from them, so that gradients are equal within rounding errors, not bit by bit; ``max_inversion_error``
-    bounds the predicted relative error of such a tensor (by default what fits its type).
-
-    ``overlap``: ``on``, or ``auto`` where it is predicted to pay, runs what brings tensors back beside the gradients,
-    on two threads or CUDA streams, as far ahead as the budget allows; by default ``off``, or as the saved plan says.
-
-    ``statistics``: Kronecker-factored curvature of the layers, summed within the step and its budget in every n-th
-    training step; `planning` gives it (``planning(planned).statistics()``). A step with statistics has a plan of its
-    own, which is made here, too.
-
-    ``refine``: training begins with a plan that is found in about two seconds, and another process, which runs at low
-    priority, searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
-    after an optimizer's step, when no backward is to come. Gradients are equal to the bit under any of these plans. It
-    is off with inverses, a saved plan, a second lane, the budget ``min`` and strategies other than ``auto``. ``gap``: a
-    plan whose overhead is proven to be within this of the least there is (a share of the step's time) ends a search.
-    ``deterministic``: the same plans at the same steps in each process, where ``costs`` are the same: the search counts
-    moves instead of seconds, and nothing is refined. ``verbose``: the logger ``rematplan``, which tells of each plan,
-    also prints.
+    Args:
+        model: the module to plan. It is not changed.
+        args: example positional arguments, as a tuple.
+        kwargs: example keyword arguments.
+        budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``,
+            which keeps inputs, outputs and gradients whole and half of the rest of that peak; or ``min``. A
+            percentage becomes bytes here, for the peak of ``args``, and these bytes hold for all later plans
+            and for copies and pickles of the module: give the largest batch. ``min`` is determined for each
+            plan by itself.
+        strategy: the name of a strategy.
+        time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another
+            shape starts from the earlier plans, and has a quarter of the time if one of them fits.
+        options: further options of the strategy.
+        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or
+            the path of a file that ``rematplan profile`` wrote.
+        keep: modules and ops whose results are kept from when they are computed to their last use. Modules,
+            their names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
+        never_rerun: modules and ops that must not run a second time, named as in ``keep``.
+        plan: a file that `save_plan` wrote, to be used instead of planning; the budget is then that of the
+            plan.
+        dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
+        inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients are
+            then equal within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
+        max_inversion_error: the largest predicted relative error of a recovered tensor; by default what suits
+            its type.
+        overlap: ``on`` runs recomputation and inverses concurrently with the gradients, on two threads or CUDA
+            streams, as far ahead as the budget allows; ``auto`` does so where it is predicted to pay; ``off``.
+            By default ``off``, or as the saved plan says.
+        loss_memory: what a loss outside of the model holds at its peak. ``3x`` is three tensors of the outputs'
+            size (in float32 at least), the outputs' gradients included; that is what cross entropy needs. Or
+            bytes, or text such as ``1GiB``, in addition to the outputs and their gradients. By default ``5x``,
+            which almost every loss fits into, or ``4x`` where five would be more than an eighth of the peak.
+            Scalar outputs (assumed to be losses) and outputs that they are computed from do not count.
+        accumulate: whether gradients of several steps are summed before the optimizer's step. The plan then
+            counts earlier gradients from the start, a percentage refers to a peak with them, and no plan is
+            made in the middle of a loop.
+        statistics: Kronecker-factored curvature of the layers, summed within the step and its budget in every
+            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a plan
+            of its own, which is made here too.
+        reserved: what others hold during the step, which the budget then also bounds: optimizers (their state,
+            present or future, and what their step holds in addition), modules (parameters and buffers that the
+            model does not share, such as a teacher), objects with a method ``reserved_bytes() -> int``, and
+            bytes (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded
+            with the same kinds of reservations.
+        on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses
+            the known plan of the smallest peak; ``eager`` uses a plan that recomputes nothing. The last two
+            warn with the memory they need. By default the first plan raises and later ones use ``least``, so
+            that a larger batch does not end a training run. No call repeats a search that failed.
+        refine: start training with a plan that is found in about two seconds, while another process, at low
+            priority, searches for better ones for up to ``time_limit`` seconds. A better plan takes effect
+            between two steps: after an optimizer's step, when no backward is pending. Gradients are bit-equal
+            under any of these plans. It is off with inverses, a saved plan, a second lane, the budget ``min``,
+            and strategies other than ``auto``.
+        gap: end a search when a plan's overhead is proven to be within this share of the step's time of the
+            optimum.
+        deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
+            counts moves instead of seconds, and nothing is refined.
+        verbose: also print what the logger ``rematplan`` records about each plan.
+        in_flight: for schedules of pipelines: how many micro-batches may be between the start of their forward
+            and the end of their backward. The budget holds for all of them together, in addition to accumulated
+            gradients.
+        deferred: a backward computes only the gradients of the inputs, and leaves those of the weights to
+            `finish_weights`, for up to this many waiting micro-batches.
 
     Raises:
-        InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
-        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap,
-            module or op; statistics with a saved plan.
-        ProblemError: the saved plan is another graph's.
-        ModelError: the model cannot be captured. What the model raises of itself for these arguments (it is run once,
-            without gradients kept, if it cannot be captured) is raised as it is.
+        InfeasibleBudget: the strategy finds no plan that fits; the error carries the smallest peak that it can
+            reach.
+        UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs,
+            overlap, module or op; statistics together with a saved plan.
+        ProblemError: the saved plan belongs to another graph.
+        ModelError: the model cannot be captured. An exception of the model itself for these arguments is raised
+            unchanged (if capture fails, the model is run once, without gradients, to find out).
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"a {type(model).__name__} is no torch.nn.Module")
@@ -213,7 +225,8 @@ def finish_weights(planned: nn.Module) -> int:
 
 
 def planning(planned: nn.Module) -> Planning:
-    """The ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, whatever its model calls by these names.
+    """Return the ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, even if its model has such
+    attributes.
 
     Raises:
         UsageError: the module is not planned.
@@ -222,7 +235,7 @@ def planning(planned: nn.Module) -> Planning:
 
 
 def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
-    """Modules by their names."""
+    """Replace modules by their names."""
     if isinstance(wanted, str):
         raise UsageError(f"keep and never_rerun are lists; write [{wanted!r}]")
     known = {id(m): name for name, m in model.named_modules()}

@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default="expand",
         help="the form of the factors; default expand",
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times, SGD beside K-FAC")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times of SGD and K-FAC")
 
 
 def ranks(text: str) -> tuple[int, ...]:

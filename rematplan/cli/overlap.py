@@ -1,4 +1,4 @@
-"""``--overlap``: what brings tensors back beside the gradients."""
+"""``--overlap``: run recomputation and inverses at the same time as the gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rematplan.plans.overlapping import MODES, overlapped, sharing_here
 
 
 def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
-    """Whether recovery runs beside the gradients."""
+    """Add ``--overlap`` and ``--lane-speed``. ``default``: as the help text says it."""
     parser.add_argument(
         "--overlap",
         choices=MODES,
-        help="run what brings tensors back, by computing them again or by inverses, beside the gradients, as far ahead "
-        "as the budget allows: on two threads, or two CUDA streams; auto: where that is predicted to save "
-        f"{100 * PAYS:.0f} %% of the time; default {default}",
+        help="run recomputation and inverses at the same time as the gradients, on a second thread or CUDA stream, as "
+        f"far ahead as the budget allows; auto: where that is predicted to save {100 * PAYS:.0f} %% of the time; "
+        f"default {default}",
     )
     parser.add_argument(
         "--lane-speed",
         type=positive_number,
         metavar="X",
-        help="the speed of each of two lanes while both run, to that of one alone, from 0.5 (nothing is gained) to 1; "
-        f"by default measured where ops are, else {USUAL.speed}",
+        help="the speed of each lane while both run, relative to one that runs alone, from 0.5 (no gain) to 1; "
+        f"by default measured if ops are measured, else {USUAL.speed}",
     )
 
 

@@ -71,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="US",
-        help="microseconds that each action takes beside its work; default 0",
+        help="microseconds that each action takes in addition to its work; default 0",
     )
     parser.add_argument(
         "--time-limit",

@@ -46,8 +46,8 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         required=required,
         metavar="SIZE",
         help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, "
-        "'50%% of activations' (of what is beside inputs and gradients), bytes, or min for the least the "
-        "strategy can reach",
+        "'50%% of activations' (inputs and gradients whole, and half of the rest), bytes, or min for the smallest "
+        "peak that the strategy can reach",
     )
     parser.add_argument(
         "--strategy",
@@ -136,7 +136,7 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What the JSON output says of a plan; the steps stand in the plan file. ``said``: notes beside the source's."""
+    """Return the JSON output for a plan, without its steps. ``said``: notes in addition to the source's."""
     e = plan.estimate
     return {
         "problem": source.graph.name,

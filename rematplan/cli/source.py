@@ -82,15 +82,15 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inverses",
         action="store_true",
-        help="bring tensors back by inverting what was computed from them, too: additive couplings, norms, leaky "
-        "activations; gradients are then equal to plain autograd's within rounding errors, not bit by bit",
+        help="also recover tensors by inverting what was computed from them: additive couplings, norms, leaky "
+        "activations; gradients then equal plain autograd's within rounding errors, not bit by bit",
     )
     parser.add_argument(
         "--max-inversion-error",
         type=positive_number,
         metavar="X",
-        help="the largest predicted relative error of a tensor brought back by inverses, beyond which plans keep "
-        "anchors; by default what leaves a third of its type's digits, 1.5e-5 for float32",
+        help="the largest predicted relative error of a recovered tensor; plans keep or recompute tensors where it "
+        "would be exceeded; by default what gives up a third of the type's digits, 1.5e-5 for float32",
     )
     parser.add_argument(
         "--costs",

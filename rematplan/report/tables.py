@@ -1,4 +1,4 @@
-"""Results as tables that a person can read."""
+"""Results as tables for a reader."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ LABELS = {
     "gradients": "gradients",
     "workspace": "workspace",
 }
-"""What the kinds of `peak_split` are called before people."""
+"""The kinds of `peak_split` as shown to a reader."""
 
 ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspace")
 
 
 def show_seconds(seconds: float) -> str:
-    """A step time for a person."""
+    """Format a step time."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def show_share(part: float, whole: float) -> str:
-    """A part in percent of the whole, or a dash for a whole of nothing."""
+    """Format a part as a percentage of the whole; a dash if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def show_overhead(plan: Plan) -> str:
-    """A plan's extra cost."""
+    """Format a plan's overhead."""
     return f"{100 * plan.estimate.overhead:.2f} %"
 
 
 def show_lanes(plan: Plan) -> str:
-    """What a plan's two lanes promise."""
+    """Describe what a plan's two lanes promise."""
     assert plan.lanes is not None
     share = 100 * saved(plan, plan.estimate.cost)
     return (
@@ -69,14 +69,14 @@ def show_lanes(plan: Plan) -> str:
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
-    """Bytes held at the plan's peak, under the names of `LABELS`; a training step shows all of `ALWAYS`."""
+    """Return the bytes held at the plan's peak under the names of `LABELS`; a training step shows all of `ALWAYS`."""
     found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
     shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
     return {name: n for name, n in (shown | found).items() if n or name in shown}
 
 
 def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
-    """Names and values, a row each."""
+    """Return a table of names and values."""
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
@@ -86,7 +86,7 @@ def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
-    """What the step holds at its peak, without recomputation and as planned."""
+    """Return a table of what the step holds at its peak, without recomputation and as planned."""
     table = _table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
     without, planned = split_for_people(graph, base), split_for_people(graph, plan)
     for kind in dict.fromkeys((*without, *planned)):
@@ -97,8 +97,7 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
 
 
 def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
-    """What a plan promises. ``error``: the predicted relative error of tensors of the forward when the backward reads
-    them."""
+    """Return a table of a plan's predicted figures."""
     e = plan.estimate
     rows = {
         "strategy": plan.strategy,
@@ -111,7 +110,7 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
     }
     if inversions := inverses_run(graph, runs_of(plan.schedule)):
         worst = worst_error(graph, plan.schedule)
-        rows["tensors brought back"] = f"{inversions} by inverses, predicted relative error " + (
+        rows["tensors recovered"] = f"{inversions} by inverses, predicted relative error " + (
             f"at most {worst:.1e}" if worst else "0: numbers are only moved"
         )
     if error:
@@ -127,7 +126,7 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
 
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
-    """Strategies × budgets, a section a budget, the least overhead of each in bold."""
+    """Return a table of strategies × budgets, one section per budget; the least overhead of each section is bold."""
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
     table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
@@ -187,7 +186,8 @@ def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
 
 
 def step_table(name: str, report: StepReport) -> Table:
-    """Predicted and measured peak, step time against eager, and the comparison with plain autograd."""
+    """Return a table of predicted and measured peak, step time against eager mode, and the comparison with plain
+    autograd."""
     predicted, measured = report.plan.peak, report.measured_peak
     rows = {
         "predicted peak": show_bytes(predicted),
@@ -217,7 +217,7 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
         "extra time\npredicted",
         "step time\nagainst eager",
     )
-    errors = ("error brought\nback, predicted", "gradient error\nmeasured")
+    errors = ("error recovered,\npredicted", "gradient error\nmeasured")
     table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
     for r in rivals:
         report, fits = r.report, r.fits(budget)
@@ -248,7 +248,7 @@ def _error(error: float) -> str:
 
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
-    """The zoo, with each network's number of parameters at its default width."""
+    """Return a table of the zoo with each network's number of parameters at its default width."""
     table = _table("Networks", "name", "", "sizes", "parameters", left=3)
     for entry, parameters in entries:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
