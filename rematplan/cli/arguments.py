@@ -128,6 +128,7 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
         unit, meaning = MEANINGS[name]
         defaults = {owner: _shown(_default(field)) for owner, field in owners.items()}
         text = f"{meaning} ({'; '.join(f'{owner}: default {one}' for owner, one in defaults.items())})"
+        text = text.replace("%", "%%")  # argparse formats help texts
         flag, target = "--" + name.replace("_", "-"), f"option_{name}"
         if kinds[0] is bool:
             group.add_argument(
