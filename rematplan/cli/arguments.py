@@ -100,7 +100,10 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "seed": ("N", "of the search's random numbers"),
     "keep_order": ("", "keep the first runs of all ops in the order of the model"),
     "reuse": ("", "begin with plans that earlier runs have kept, and keep those found (rematplan cache)"),
-    "gap": ("SHARE", "end once the overhead is proven to be within this of the least there is (0.001: .1 %)"),
+    "gap": (
+        "SHARE",
+        "end once the overhead is proven to be within this of the least there is (0.001: 0.1 percent)",
+    ),
     "grid": ("N", "how many thresholds of bytes are tried"),
     "objective": ("", "which chains of a table are taken: from its least time up, or from its least memory"),
     "ticks": ("N", "steps that recomputation time is rounded to; more are finer and slower"),
@@ -128,7 +131,6 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
         unit, meaning = MEANINGS[name]
         defaults = {owner: _shown(_default(field)) for owner, field in owners.items()}
         text = f"{meaning} ({'; '.join(f'{owner}: default {one}' for owner, one in defaults.items())})"
-        text = text.replace("%", "%%")  # argparse formats help texts
         flag, target = "--" + name.replace("_", "-"), f"option_{name}"
         if kinds[0] is bool:
             group.add_argument(
