@@ -142,7 +142,7 @@ class PipelineSearch:
         k = most_in_flight(self.schedule)
 
         def room(start: int, end: int, stage: int) -> tuple[float, int]:
-            fixed = self._template(start, end, stage)
+            fixed = self.template(start, end, stage)
             own = {*self.chain.inputs_of(start, end)} - self._batch
             states = fixed.states + fixed.torch_bytes + self._bytes(own)
             return self.terms.budget - states - k[stage] * self._leaves(start, end), k[stage]
@@ -204,7 +204,7 @@ class PipelineSearch:
         problems = [
             stage_problem(
                 StageSlice(self.chain, start, end),
-                self._template(start, end, stage),
+                self.template(start, end, stage),
                 held={self.chain.graph.tensors[t].name for t in self._batch},
                 split=self.split,
                 recovers=self.recovers,
@@ -254,7 +254,7 @@ class PipelineSearch:
         bounds = list(pairwise((0, *cuts, len(self.chain))))
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
-    def _template(self, start: int, end: int, stage: int) -> StagePlan:
+    def template(self, start: int, end: int, stage: int) -> StagePlan:
         """What a stage of these blocks holds whatever its plan: optimizer states, messages, its share of the batch."""
         piece = StageSlice(self.chain, start, end)
         inputs = self.chain.inputs_of(start, end)
