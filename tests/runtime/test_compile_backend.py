@@ -211,7 +211,8 @@ def test_a_plan_for_another_size_begins_with_the_first(monkeypatch: pytest.Monke
         return search(self, graph, budget, progress, starts)
 
     monkeypatch.setattr(Auto, "plan", seen)
-    several_sizes(range(8, 10), strategy="auto", time_limit=1.0, options={"reuse": False})
+    options = {"reuse": False}
+    several_sizes(range(64, 66), budget="95%", strategy="auto", time_limit=1.0, options=options)
     assert met == [(1.0, []), (0.25, [True])]
 
 
