@@ -389,3 +389,19 @@ def test_of_large_factors_only_the_diagonal_is_summed(model: nn.Module, most: in
         bias = factors.bias_name and dict(model.named_parameters())[factors.bias_name].grad
         assert torch.equal(factors.tensors(factors.matrix(weight, bias), weight.shape)[0], weight)
     assert large
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare, self.biased = nn.Linear(D, E, bias=False), nn.Linear(D, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bare(x.cos()) + self.biased(x)
+
+
+def test_a_bias_belongs_to_the_layer_of_its_module() -> None:
+    found = statistics(Sum(), X.clone()).factors
+    assert (found["bare.weight"].bias_name, found["biased.weight"].bias_name) == (None, "biased.bias")
+    assert error(found["bare.weight"].a, gram(X.cos())) < 1e-13
+    assert torch.equal(found["bare.weight"].g, found["biased.weight"].g)
