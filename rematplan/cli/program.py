@@ -24,12 +24,14 @@ COMMANDS = {
     "profile": "measure a training step's ops, for plans made elsewhere",
     "pipeline": "plan a model over several ranks, each within a memory budget",
     "kfac": "model time and memory of SGD and K-FAC on many devices",
+    "pipeline-step": "run a planned pipeline's step, one process a rank, under torchrun",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
     "devices": "list the device models that --device-model names",
     "cache": "list or delete the plans and measured costs that are kept",
 }
-"""Name and summary. The module `rematplan.cli.NAME` has ``add`` (its options) and ``run`` (returns the exit status)."""
+"""Name and summary. The module `rematplan.cli.NAME` (with _ for -) has ``add`` (its options) and ``run`` (returns the
+exit status)."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def parser(argv: Sequence[str]) -> Parser:
     for name, summary in COMMANDS.items():
         child = commands.add_parser(name, help=summary, description=summary)
         if name == wanted:
-            command = import_module(f"rematplan.cli.{name}")
+            command = import_module(f"rematplan.cli.{name.replace('-', '_')}")
             command.add(child)
             child.add_argument("--json", action="store_true", help="one JSON document on standard output")
             child.add_argument("--quiet", action="store_true", help="no tables and no progress")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.table import Table
 
@@ -10,6 +13,9 @@ from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.formulas import FORMULAS
 from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
 from rematplan.report.tables import pairs_table, show_seconds
+
+if TYPE_CHECKING:
+    from rematplan.pipeline.run_step import RankReport
 
 COLUMNS = (
     "rank",
@@ -72,3 +78,22 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
         or "none",
     }
     return pairs_table("Timeline", rows)
+
+
+def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
+    """What each rank promised and measured."""
+    title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for column in (
+        "rank",
+        "promised\npeak",
+        "measured\npeak",
+        "measured ÷\npromised",
+        "extra time\na micro-batch",
+    ):
+        table.add_column(column, justify="right")
+    for rank, one in enumerate(reports):
+        share = f"{one.measured / one.promised:.3f}"
+        cells = (show_bytes(one.promised), show_bytes(one.measured), share, show_seconds(one.extra / 1e6))
+        table.add_row(str(rank), *cells)
+    return table

@@ -87,8 +87,12 @@ class WithLoss(nn.Module):
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         """The loss of a batch."""
-        output = next(islice(_reals(self.model(*batch[: self.inputs])), self.place, None))
-        return self.loss.apply(output, batch[self.inputs :])
+        return self.of(self.model(*batch[: self.inputs]), *batch[self.inputs :])
+
+    def of(self, outputs: Any, *targets: torch.Tensor) -> torch.Tensor:
+        """The loss of what the model gave."""
+        output = next(islice(_reals(outputs), self.place, None))
+        return self.loss.apply(output, targets)
 
 
 def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:

@@ -1,0 +1,73 @@
+"""`rematplan pipeline-step`: a planned pipeline run by torchrun, compared with one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rematplan.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES = ("vit_s", "--depth", "3", "--width", "16", "--image", "32", "--classes", "5", "--batch", "2")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "pipe.json"
+    more = ("--stages", "2", "--microbatches", "3", "--budget", "1GiB", "--time-limit", "2")
+    assert main(["pipeline", *SIZES, *more, "--quiet", "-o", str(path)]) == 0
+    return path
+
+
+def test_gradients_are_those_of_one_process_and_peaks_are_kept(file) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+    program = [
+        sys.executable,
+        "-m",
+        "rematplan",
+        "pipeline-step",
+        str(file),
+        "--verify",
+        "--json",
+        "--time-limit",
+        "2",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, *program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = json.loads(done.stdout)["ranks"]
+    assert [one["different"] for one in ranks] == [[], []]
+    assert all(one["compared"] > 10 for one in ranks)
+    assert len(ranks[1]["losses"]) == 3
+    assert not ranks[0]["losses"]
+    assert all(0.9 * one["promised"] <= one["measured"] <= one["promised"] for one in ranks)
+
+
+def test_without_torchrun_it_says_how_to_run(call, file, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = call("pipeline-step", file)
+    assert done.status == 2
+    assert f"torchrun --nproc-per-node 2 -m rematplan pipeline-step {file}" in done.err
+
+
+def test_another_number_of_processes_is_refused(call, file, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    done = call("pipeline-step", file)
+    assert done.status == 2
+    assert "is for 2 ranks, and there are 3 processes" in done.err
+
+
+def test_a_missing_file_is_refused(call, tmp_path) -> None:
+    done = call("pipeline-step", tmp_path / "none.json")
+    assert done.status == 2
+    assert "cannot be read" in done.err
