@@ -189,8 +189,8 @@ def _check_shared(
             if read.op == "get_attr":
                 name = str(read.target)
                 users.setdefault(id(tensors[name]), {}).setdefault(stage, name)
-    for by_stage in users.values():
-        names = sorted(set(by_stage.values()))
+    for one, by_stage in users.items():
+        names = [name for name, tensor in tensors.items() if id(tensor) == one]
         is_parameter = isinstance(tensors[names[0]], nn.Parameter)
         if len(by_stage) > 1 and (is_parameter or not changed.isdisjoint(names)):
             kind = "parameter" if is_parameter else "buffer"

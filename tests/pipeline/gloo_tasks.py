@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -34,11 +36,17 @@ class Net(nn.Module):
     """Blocks between an embedding and a head; the frozen ones need no gradients."""
 
     def __init__(
-        self, blocks: int = 8, width: int = 16, dropout: float = 0.0, frozen: tuple[int, ...] = ()
+        self,
+        blocks: int = 8,
+        width: int = 16,
+        dropout: float = 0.0,
+        frozen: tuple[int, ...] = (),
+        embed: bool = True,
     ) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(5, width), nn.Linear(width, 1)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.embed.requires_grad_(embed)
         for at in frozen:
             self.blocks[at].requires_grad_(False)
 
@@ -127,6 +135,33 @@ def run_step(
         "promise": plan.peak,
         "extra": plan.extra,
     }
+
+
+def run_data_parallel(rank: int, rows: int, **asked: Any) -> list[str]:
+    """Two pipelines of two ranks that share their gradients; the names of those that are not one process's."""
+    del rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    copy, at = mesh["data"].get_local_rank(), mesh["pipeline"].get_local_rank()
+    model, plain = net(), net()
+    batches = data(rows)
+    x, y = (t.chunk(2)[copy] for t in batches)
+    pipe = rematplan.plan_pipeline(model, (x,), ranks=[at], costs="roofline", loss_memory="3x", **asked)
+
+    def parallel(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(
+            module, process_group=mesh["data"].get_group(), find_unused_parameters=True
+        )
+
+    stages = pipe.stages(mesh["pipeline"], wrap=parallel)
+    first, last = stages[0].is_first, stages[0].is_last
+    pipe.schedule(stages, loss).step(*((x,) if first else ()), **({"target": y} if last else {}))
+    in_one_process(plain, *batches, 2 * asked["microbatches"])
+    theirs = dict(plain.named_parameters())
+    return [
+        name
+        for name, p in stages[0].submod.module.named_parameters()
+        if p.grad is not None and not torch.allclose(p.grad, theirs[name].grad, 1e-5, 1e-7)
+    ]
 
 
 def serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:

@@ -37,3 +37,31 @@ def test_a_step_has_the_bits_of_one_process_and_the_promised_peaks(
     found = workers.run(gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, **asked)
     check(found)
     assert (budget == "100%") != any(answer["extra"] for answer in found)
+
+
+def test_a_frozen_stage_gives_gradients_of_its_input_alone_for_several_steps(workers: Workers) -> None:
+    asked = {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "rows": 64,
+        "sizes": {"frozen": (2, 3)},
+    }
+    pipe = gloo_tasks.planned(budget="100%", strategy="store_all", **asked)
+    plans = {one.stage: one.plan for one in pipe.stage_plans}
+    found = workers.run(
+        gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, steps=3, **asked
+    )
+    assert [answer["different"] for answer in found] == [[]] * 4
+
+
+def test_pipelines_side_by_side_share_their_gradients(workers: Workers) -> None:
+    asked = {
+        "schedule": "1f1b",
+        "stages": 2,
+        "microbatches": 4,
+        "rows": 64,
+        "budget": "1GiB",
+        "strategy": "store_all",
+    }
+    assert workers.run(gloo_tasks.run_data_parallel, **asked) == [[]] * 4

@@ -1,0 +1,119 @@
+"""What `plan_pipeline` refuses, in a line each, and what it tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gloo_tasks
+import pytest
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
+
+ASKED: dict[str, Any] = {
+    "stages": 4,
+    "microbatches": 8,
+    "budget": "100%",
+    "costs": "roofline",
+    "strategy": "store_all",
+}
+
+
+def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rematplan.Pipeline:
+    return rematplan.plan_pipeline(model or gloo_tasks.net(), (gloo_tasks.data(rows)[0],), **ASKED | more)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"schedule": "2f2b"}, UsageError, "unknown schedule '2f2b'; known: gpipe"),
+        ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be cut into 8 equal micro-batches"),
+        ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
+        ({"schedule": "zbv", "stages": 5}, UsageError, "5 stages are an odd number"),
+        ({"cuts": "blocks.1"}, UsageError, "4 stages have 3 cuts, not 1"),
+        ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; near it: "),
+        ({"cuts": "blocks.3,blocks.1,blocks.5"}, UsageError, "'blocks.1' does not come after"),
+        ({"budget": "min"}, UsageError, "bytes or a percentage, not 'min'"),
+        ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(
+    more: dict[str, Any], error: type[RematplanError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as refused:
+        planned(**more)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
+    model = gloo_tasks.net()
+    model.blocks[5].up.weight = model.blocks[0].up.weight
+    with pytest.raises(ModelError, match=r"share the parameter blocks\.0\.up\.weight, blocks\.5\.up\.weight"):
+        planned(model)
+
+
+class Branching(nn.Module):
+    """A forward that asks for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+def test_a_forward_that_cannot_be_exported_is_refused_in_a_line() -> None:
+    with pytest.raises(ModelError, match="Branching cannot be cut into stages") as refused:
+        planned(Branching())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_stage_without_anything_to_train_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="NetStage0: no trainable parameter"):
+        planned(gloo_tasks.net(frozen=(0, 1), embed=False))
+
+
+def test_a_rank_is_refused_one_byte_below_its_peak() -> None:
+    pipe = planned()
+    least = max(pipe.peaks.values())
+    assert planned(budget=least).peaks == pipe.peaks
+    with pytest.raises(InfeasibleBudget, match="rank") as refused:
+        planned(budget=least - 1)
+    assert refused.value.smallest == least
+
+
+def test_another_value_of_a_fixed_argument_is_refused() -> None:
+    model = gloo_tasks.net()
+    pipe = rematplan.plan_pipeline(model, (gloo_tasks.data(64)[0], 0.25), **ASKED)
+    first = pipe.parts[0].stage
+    with pytest.raises(ModelError, match=r"scale = 0\.25, not 0\.5"):
+        first.module(torch.zeros(8, 5), 0.5)
+
+
+def test_stages_have_the_models_parameters_under_its_names() -> None:
+    model = gloo_tasks.net()
+    pipe = planned(model)
+    named = dict(model.named_parameters())
+    found = {n: p for part in pipe.parts.values() for n, p in part.stage.module.named_parameters()}
+    assert all(found[name] is named[name] for name in found)
+    assert named.keys() - found.keys() == {name for name in named if name.endswith("unused")}
+
+
+def test_a_skipping_tensor_passes_through_each_stage() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = y = self.layers[0](x)
+            for layer in self.layers[1:]:
+                y = torch.tanh(layer(y))
+            return torch.cat([first, y], 1)
+
+    pipe = planned(Skip(), stages=4)
+    assert [len(pipe.parts[s].stage.inputs) for s in range(4)] == [1, 1, 2, 2]
+    assert "rank 3 stage 3: 1 in flight" in str(pipe)

@@ -1,0 +1,85 @@
+"""A split backward: what makes the input's gradient runs before the second boundary, once; fused ops in two calls."""
+
+from __future__ import annotations
+
+import gloo_tasks
+import pytest
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.ir import ProblemError
+from rematplan.planner.core.schedule import Run, with_frees
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.problem.loss_boundary import WEIGHTS
+
+
+def pipe(model: nn.Module, x: torch.Tensor, **more: object) -> rematplan.Pipeline:
+    asked = {"schedule": "zbv", "stages": 4, "microbatches": 4, "budget": "100%", "costs": "roofline"}
+    return rematplan.plan_pipeline(model, (x,), **asked | {"strategy": "store_all"} | more)  # type: ignore[arg-type]
+
+
+class Convolutions(nn.Module):
+    """Convolutions and layer norms, whose backward ops give the gradients of input and weights at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.LayerNorm(6), nn.GroupNorm(2, 4))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def test_ops_that_give_both_gradients_are_called_once_for_each() -> None:
+    torch.manual_seed(0)
+    found = pipe(Convolutions(), torch.randn(8, 4, 6, 6))
+    graph = found.parts[2].problem.graph
+    order = [op.name for op in graph.ops]
+    boundary = order.index(WEIGHTS)
+    for kind in ("convolution_backward", "native_layer_norm_backward", "native_group_norm_backward"):
+        sooner = [name for name in order[:boundary] if name.startswith(kind)]
+        later = [name for name in order[boundary:] if name.startswith(kind)]
+        assert len(sooner) == len(later) == 1
+
+
+def test_a_split_backward_has_the_bits_of_a_whole_one() -> None:
+    torch.manual_seed(0)
+    model = Convolutions()
+    x = torch.randn(8, 4, 6, 6)
+    planned = pipe(model, x).parts[1]
+    stage = planned.planned(no_recompute(planned.problem.graph))
+    inputs = [torch.randn(t.shape).requires_grad_() for t in planned.stage.inputs]
+    output = stage(*inputs)
+    tangent = torch.randn(output.shape)
+    output.backward(tangent)
+    ours = inputs[0].grad
+    assert all(p.grad is None for p in stage.parameters())
+    rematplan.finish_weights(stage)
+    gradients = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    again = inputs[0].detach().requires_grad_()
+    planned.stage.module(again).backward(tangent)
+    assert torch.equal(ours, again.grad)  # type: ignore[arg-type]
+    theirs = {n: p.grad for n, p in planned.stage.module.named_parameters() if p.grad is not None}
+    assert gradients.keys() == theirs.keys()
+    assert all(torch.equal(gradients[n], theirs[n]) for n in theirs)
+
+
+def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
+    part = pipe(gloo_tasks.net(), gloo_tasks.data(32)[0]).parts[2]
+    graph = part.problem.graph
+    order = [op.name for op in graph.ops]
+    boundary = order.index(WEIGHTS)
+    sooner = [n for n in order[:boundary] if n in part.step.after_turn]
+    assert sooner
+    for name in sooner:
+        runs = [*order[: boundary + 1], name, *order[boundary + 1 :]]
+        with pytest.raises(ProblemError, match="runs again, which it never may"):
+            simulate(graph, with_frees(graph, runs))
+    assert Run(WEIGHTS) in no_recompute(graph).schedule
