@@ -164,7 +164,7 @@ def soap(model: nn.Module, lr: float, beta: float) -> torch.optim.Optimizer:
     )
 
 
-KFAC_SETTINGS = ((0.03, 0.1, 0.3), (0.003, 0.01, 0.03))
+KFAC_SETTINGS = ((0.1, 0.3, 1.0), (3e-4, 1e-3, 1e-2))
 RIVALS = (
     Rival(
         "SGD",

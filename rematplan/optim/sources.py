@@ -1,8 +1,9 @@
-"""The statistics of a planned module as a source."""
+"""The statistics of planned modules as a source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -13,41 +14,70 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 
 class PlannedSource:
-    """What a planned module gives."""
+    """What planned modules give. ``parts``: each with the prefix that its parameters' names have in the whole model."""
 
-    def __init__(self, planning: Planning) -> None:
-        self._planning = planning
+    def __init__(self, parts: Mapping[str, Planning]) -> None:
+        self._parts = parts
 
     def layers(self) -> Mapping[str, Factors]:
-        """The factors that its statistics will have, on the device ``meta``."""
-        return self._planning.statistics_layers()
+        """The factors that the statistics will have, on the device ``meta``."""
+        return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:
-        """Those of the present training step; None if it takes none."""
-        found = self._planning.statistics()
-        return found if found.factors else None
+        """Those of the present training step, of all modules; None if none of them takes any."""
+        found = {prefix: part.statistics() for prefix, part in self._parts.items()}
+        factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
+        skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
+        return Statistics(factors, skipped, sum(one.step for one in found.values())) if len(factors) else None
 
-    def state(self) -> tuple[int, int]:
-        """The number of the next training step, and of draws of labels so far."""
-        step, draws = self._planning.statistics_state
-        return step + 1, draws
+    def state(self) -> Sequence[tuple[int, int]]:
+        """Of each module the number of the next training step, and of draws of labels so far."""
+        states = (part.statistics_state for part in self._parts.values())
+        return [(step + 1, draws) for step, draws in states]
 
-    def load(self, state: tuple[int, int]) -> None:
-        """Continue with that step."""
-        self._planning.statistics_state = state
+    def load(self, state: Sequence[tuple[int, int]]) -> None:
+        """Continue with these steps."""
+        for part, (step, draws) in zip(self._parts.values(), state, strict=True):
+            part.statistics_state = step, draws
+
+
+class _Joined(Mapping[str, Factors]):
+    """Factors of several modules under their names in the whole model. None is made dense before somebody reads it."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
+        self._places = {
+            prefix + name: (part, prefix, name) for prefix, part in parts.items() for name in part
+        }
+
+    def __getitem__(self, name: str) -> Factors:
+        part, prefix, inner = self._places[name]
+        found = part[inner]
+        return found if found.bias_name is None else replace(found, bias_name=prefix + found.bias_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def source_of(model: nn.Module) -> Source:
-    """The source that a planned module is.
+    """The source that a planned module is, or that planned modules inside of a module are.
 
     Raises:
-        UsageError: the module is not planned with statistics.
+        UsageError: none of them is planned with statistics.
     """
-    try:
-        planning = Planning(model)
-        assert planning.statistics_options
-    except UsageError as error:
+    parts, reasons = {}, []
+    for name, module in model.named_modules():
+        try:
+            planning = Planning(module)
+            assert planning.statistics_options
+        except UsageError as error:
+            reasons.append(str(error))
+        else:
+            parts[name + "." if name else ""] = planning
+    if not parts:
         raise UsageError(
-            f"a {type(model).__name__} gives no Kronecker statistics ({error}): name what does, source=…"
-        ) from None
-    return PlannedSource(planning)
+            f"a {type(model).__name__} gives no Kronecker statistics ({reasons[0]}): name what does, source=…"
+        )
+    return PlannedSource(parts)

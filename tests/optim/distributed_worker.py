@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import rematplan
 from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import merged
 from rematplan.optim.distributed import Ranks
@@ -120,6 +121,28 @@ def two_workers(whole: nn.Module) -> None:
 def all_workers(whole: nn.Module) -> None:
     model, _ = reduced_here(equal_share, distributed.get_world_size())
     same(model, whole, "all_workers")
+
+
+def planned(whole: nn.Module) -> None:
+    """Statistics of a planned module, wrapped or not, in place of hooks."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    x = batch(0)[0][equal_share(rank, size)]
+    for wrap in (lambda m: m, DistributedDataParallel):
+        model = rematplan.plan_module(
+            network(),
+            (x,),
+            budget="100%",
+            strategy="store_all",
+            costs="roofline",
+            statistics=rematplan.Kronecker(fisher="empirical"),
+        )
+        wrapped = wrap(model)
+        kfac = KFAC(wrapped, 0.05, exchange=Ranks(reduce_gradients=wrapped is model), **OPTIONS)
+        for at in range(STEPS):
+            step(wrapped, kfac, at, equal_share(rank, size))
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
+    same(model, whole, "planned")
 
 
 def data_parallel(whole: nn.Module) -> None:

@@ -119,3 +119,51 @@ def test_a_module_planned_without_statistics_is_refused() -> None:
     plain = rematplan.plan_module(MAKE(), (batch(MAKE, 0, SAMPLES)[0],), budget="90%", **SETTINGS)
     with pytest.raises(UsageError, match="planned without statistics"):
         kfac_of(plain)
+
+
+def test_two_planned_modules_in_one_model_are_one_source() -> None:
+    def halves() -> nn.Sequential:
+        whole = MAKE()
+        return nn.Sequential(whole[:6], whole[6:])
+
+    plain, model = halves(), halves()
+    x, _ = batch(MAKE, 0, SAMPLES)
+    inputs = x, model[0](x).detach().requires_grad_()
+    for at in range(2):
+        asked = rematplan.Kronecker(fisher="empirical", terms=SAMPLES)
+        settings = SETTINGS | {"budget": "200%", "strategy": "store_all"}
+        model[at] = rematplan.plan_module(model[at], (inputs[at],), statistics=asked, **settings)
+    ours, theirs = kfac_of(model), kfac_of(plain, source=HookSource(plain))
+    assert set(ours.layers) == set(theirs.layers)
+    train(model, ours, range(4))
+    train(plain, theirs, range(4))
+    assert difference(model, plain) <= 1e-12
+
+
+class TwoHeads(nn.Module):
+    """Its second head is computed and not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.used, self.unused = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.used(x), self.unused(x)
+
+
+def test_a_head_that_no_gradient_reaches_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 6), torch.arange(16) % 5
+    asked = rematplan.Kronecker(fisher="empirical")
+    settings = SETTINGS | {"budget": "200%", "strategy": "store_all"}
+    model = rematplan.plan_module(TwoHeads(), (x,), statistics=asked, **settings)
+    kfac = kfac_of(model)
+    unused, used = (head.weight.detach().clone() for head in (model.unused, model.used))
+    for _ in range(3):
+        kfac.zero_grad()
+        nn.functional.cross_entropy(model(x)[0], y).backward()
+        kfac.step()
+    assert torch.equal(model.unused.weight, unused)
+    assert not torch.equal(model.used.weight, used)
+    assert "unused.weight" in rematplan.planning(model).statistics().skipped
