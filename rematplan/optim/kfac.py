@@ -234,6 +234,18 @@ class KFAC(Optimizer):
                         held[MOMENTUM] = update = update.clone()
                 parameter.add_(update, alpha=-lr)
 
+    def add_param_group(self, param_group: Group) -> None:
+        """Refused once the optimizer is made: its groups are those of its layers.
+
+        Raises:
+            UsageError: always, after construction.
+        """
+        if "_others" in self.__dict__:
+            raise UsageError(
+                "KFAC takes no further param groups: make another one, and load the state of this one"
+            )
+        super().add_param_group(param_group)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this process: with several, that of the layers that it owns or works on (see `merged`)."""
         return super().state_dict() | {

@@ -386,6 +386,12 @@ def test_refusals(options: dict[str, object], message: str) -> None:
         optimizer(maker(convolutional)(), **options)
 
 
+def test_later_param_groups_are_refused() -> None:
+    kfac = optimizer(maker(perceptron)())
+    with pytest.raises(UsageError, match="no further param groups"):
+        kfac.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 def test_a_step_before_any_statistics_is_refused() -> None:
     with pytest.raises(UsageError, match="no statistics yet"):
         optimizer(maker(perceptron)()).step()
