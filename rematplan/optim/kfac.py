@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import LAYERS, check_whole
 from rematplan.optim.exchange import Alone, Exchange
-from rematplan.optim.layer import Layer, layers_of, whole
+from rematplan.optim.layer import Layer, layers_of
 from rematplan.optim.options import MakeOthers, check_numbers, check_others
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
 from rematplan.optim.refresh import Refresh
@@ -22,10 +21,9 @@ from rematplan.optim.side import AUTO
 from rematplan.optim.source import Source
 from rematplan.optim.sources import source_of
 from rematplan.optim.state_bytes import state_bytes
+from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.factors import Statistics
-
-MOMENTUM = "momentum_buffer"
 
 
 class KFAC(Optimizer):
@@ -104,6 +102,22 @@ class KFAC(Optimizer):
         """The layers with factors, by weight name."""
         return self._layers
 
+    def follow(self, model: nn.Module) -> None:
+        """Take statistics from another planned module of the same parameters.
+
+        Such as one that is planned again with this optimizer's bytes reserved: ``planned = plan_module(planned, args,
+        statistics=…, budget=…, reserved=[optimizer])``.
+
+        Raises:
+            UsageError: it is not planned with statistics, or has other layers.
+        """
+        source = source_of(model)
+        if left := sorted(self._layers.keys() - source.layers().keys()):
+            raise UsageError(f"the module gives no factors of {', '.join(left[:5])}: it has other layers")
+        if self._met:
+            source.load(self._source.state())
+        self._source, self._seen = source, -1
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, rows: float = 1.0) -> Any:
         """Update all parameters; what ``closure`` returns, if there is one.
@@ -129,13 +143,15 @@ class KFAC(Optimizer):
         self._exchange.inverses(made)
         gradients = {name: m for name, layer in self._layers.items() if (m := layer.gradient()) is not None}
         means = self._exchange.gradients(gradients, rows)
-        updates, product = self._exchange.updates(gradients, *self._precondition(means, group_of))
+        updates, product = self._exchange.updates(gradients, *preconditioned(self._layers, means, group_of))
         rest = [
             p.grad for group in self.param_groups[self._ours :] for p in group["params"] if p.grad is not None
         ]
         self._exchange.others(rest, rows)
-        if _finite(product, rest):
-            self._apply(updates, self._clip(float(product)), group_of)
+        if finite(product, rest):
+            clip = clipped(float(product), self._kl_clip)
+            for name, update in updates.items():
+                move(self._layers[name].updates(update * clip), group_of, self.state)
             if self._others is not None:
                 self._others.step()
             self._clock += 1
@@ -198,41 +214,6 @@ class KFAC(Optimizer):
         else:
             self._others.add_param_group({"params": parameters})
         self._link()
-
-    def _precondition(
-        self, gradients: Mapping[str, Tensor], group_of: Mapping[int, Group]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The updates of the layers worked on here, and Σ lr² ⟨update, gradient⟩; NaN if an inverse is missing."""
-        product = torch.zeros((), dtype=torch.float64, device=next(iter(self._layers.values())).weight.device)
-        updates = {}
-        for name, gradient in gradients.items():
-            layer = self._layers[name]
-            ready = layer.inverted
-            updates[name] = layer.precondition(gradient) if ready else torch.full_like(gradient, math.nan)
-            lr = float(group_of[id(layer.weight)]["lr"])
-            product += lr**2 * (updates[name] * gradient).sum()
-        return updates, product
-
-    def _clip(self, product: float) -> float:
-        """By what updates are multiplied."""
-        if self._kl_clip is None or product <= self._kl_clip:
-            return 1.0
-        return math.sqrt(self._kl_clip / product)
-
-    def _apply(self, updates: Mapping[str, Tensor], clip: float, group_of: Mapping[int, Group]) -> None:
-        for name, matrix in updates.items():
-            for parameter, update in self._layers[name].updates(matrix * clip):
-                group = group_of[id(parameter)]
-                lr, momentum = float(group["lr"]), group["momentum"]
-                if group["weight_decay"]:
-                    parameter.mul_(1 - lr * group["weight_decay"])
-                if momentum:
-                    held = self.state[parameter]
-                    if MOMENTUM in held:
-                        update = held[MOMENTUM].mul_(momentum).add_(update)
-                    else:
-                        held[MOMENTUM] = update = update.clone()
-                parameter.add_(update, alpha=-lr)
 
     def add_param_group(self, param_group: Group) -> None:
         """Refused once the optimizer is made: its groups are those of its layers.
@@ -307,8 +288,3 @@ class KFAC(Optimizer):
             if name in self._layers
             for row in rows_of(self._layers[name], damping_of[id(self._layers[name].weight)])
         )
-
-
-def _finite(product: Tensor, gradients: list[Tensor]) -> bool:
-    norms = [product, *(torch.linalg.vector_norm(whole(g)) for g in gradients)]
-    return all(math.isfinite(norm) for norm in torch.stack([n.double() for n in norms]).tolist())

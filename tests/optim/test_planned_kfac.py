@@ -115,6 +115,36 @@ def test_a_copy_of_the_model_is_not_the_one_that_gives_statistics() -> None:
         train(copy.deepcopy(model), kfac, range(1))
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_module_planned_again_with_the_optimizer_reserved_goes_on_to_the_bit(steps: int) -> None:
+    straight, model = planned(every=2), planned(every=2)
+    kfac, other = kfac_of(model), kfac_of(straight)
+    train(model, kfac, range(steps))
+    before = rematplan.planning(model).plan.budget
+    again = rematplan.plan_module(
+        model,
+        (batch(MAKE, 0, SAMPLES)[0],),
+        statistics=rematplan.Kronecker(every=2),
+        budget=before + kfac.reserved_bytes(),
+        reserved=[kfac],
+        **SETTINGS,
+    )
+    kfac.follow(again)
+    train(again, kfac, range(steps, 6))
+    train(straight, other, range(6))
+    assert all(map(torch.equal, again.parameters(), straight.parameters()))
+    with pytest.raises(UsageError, match="it has other layers"):
+        kfac.follow(
+            rematplan.plan_module(
+                nn.Linear(6, 5),
+                (batch(MAKE, 0)[0].float(),),
+                statistics=rematplan.Kronecker(),
+                budget="200%",
+                **SETTINGS,
+            )
+        )
+
+
 def test_a_module_planned_without_statistics_is_refused() -> None:
     plain = rematplan.plan_module(MAKE(), (batch(MAKE, 0, SAMPLES)[0],), budget="90%", **SETTINGS)
     with pytest.raises(UsageError, match="planned without statistics"):
