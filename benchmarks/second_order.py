@@ -151,6 +151,7 @@ def kfac(model: nn.Module, lr: float, damping: float) -> rematplan.KFAC:
         model,
         lr,
         damping=damping,
+        momentum=0.5,
         inverse_every=INVERSE_EVERY,
         others=lambda p: torch.optim.AdamW(p, lr=3e-3),
     )
