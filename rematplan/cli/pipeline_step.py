@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rematplan.cli.arguments import positive_number
 from rematplan.cli.output import Output
+from rematplan.cli.source import ROOFLINE
 from rematplan.ir import UsageError
 from rematplan.planner.pipeline.planned_pipeline import load_pipeline
 
@@ -51,6 +52,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:
         out.show(measured_ranks_table(plan, reports))
+        if plan.model.get("costs") == ROOFLINE:
+            out.show(
+                "roofline knows no workspaces, so that peaks may be higher than promised; plan with --costs profile"
+            )
         if args.verify and not wrong:
             compared = sum(one.compared for one in reports)
             out.show(f"bit-equal to one process: {compared} gradients, buffers and losses")
