@@ -11,6 +11,8 @@ import checker as plan_checker
 import pytest
 import torch
 
+from rematplan.ir.cache_folder import cache_folder
+
 torch.set_num_threads(1)
 gc.disable()  # until all is loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -18,8 +20,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    own, kernels = tmp_path_factory.mktemp("cache"), cache_folder() / "kernels"
+    (own / "rematplan").mkdir()
+    (own / "rematplan" / "kernels").symlink_to(
+        kernels
+    )  # machine code is everybody's: it takes a minute to compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own))
         yield
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import caching
 from numba.core.options import DefaultOptions
+
+from rematplan.ir.cache_folder import cache_folder
 
 UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 """numba's option for loops without reference counting; without the option they work, but are slower."""
@@ -21,7 +25,7 @@ def kernel(loop: Loop) -> Loop:
     """Compile ``loop`` at its first call with each combination of argument types. The machine code is cached on
     disk.
 
-    If neither the package's folder nor the user's is writable, the loop is compiled again in each process.
+    If neither the user's folder nor the package's is writable, the loop is compiled again in each process.
     """
     return compiled(loop)
 
@@ -46,14 +50,17 @@ def borrowing(loop: Loop, **options: bool) -> Loop:
 def compiled(loop: Loop, **options: bool) -> Loop:
     """Like `kernel`, with numba options: ``fastmath`` (sums may be reordered), ``nogil`` (other Python threads may
     run)."""
-    compiler = cast(Any, numba.njit)  # numba's type hints list only some of its options
-    try:
-        made = compiler(cache=True, **options)(loop)
-    except RuntimeError:  # numba found no folder for its cache
-        return cast(Loop, compiler(**options)(loop))
-    _stamp(made)
+    made = cast(Any, numba.njit)(**options)(loop)  # numba's type hints list only some of its options
+    with suppress(RuntimeError):  # numba found no folder for its cache
+        made._cache = _Cache(loop)
+        _make_readable(made._cache)
     _widen(made)
     return cast(Loop, made)
+
+
+def are_compiled(loops: Iterable[object]) -> bool:
+    """Return whether the cache holds machine code of all these kernels."""
+    return all(bool(cast(Any, loop)._cache._cache_file._load_index()) for loop in loops)
 
 
 @cache
@@ -64,17 +71,42 @@ def _sources() -> str:
     return sha256(b"".join(text for text in texts if marker in text)).hexdigest()
 
 
-def _stamp(made: object) -> None:
-    """Invalidate cached machine code when any of the planner's files with kernels has changed.
+class _Locator(caching.UserWideCacheLocator):
+    """Put machine code in the user's folder for rematplan, by the version of numba and of the planner's kernels.
 
-    numba checks only the kernel's own file, but the machine code contains the kernels that it calls. If a later
-    numba stores its stamp elsewhere, numba's own rule applies.
+    Installations with equal kernels share it. The stamp covers all files with kernels: numba's own covers only the
+    kernel's file, but machine code contains the kernels that it calls. The index of a file tells processors apart.
     """
-    file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
-    if hasattr(file, "_source_stamp"):
-        file._source_stamp = _sources()
-    if hasattr(file, "_load_index"):
-        file._load_index = partial(_readable, file._load_index)
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        super().__init__(py_func, py_file)  # type: ignore[no-untyped-call]
+        self._cache_path = str(cache_folder() / "kernels" / f"numba-{numba.__version__}-{_sources()[:16]}")
+
+    def get_source_stamp(self) -> str:
+        """Return the hash of all files with kernels, and of the kernel's own."""
+        return f"{_sources()} {sha256(Path(self._py_file).read_bytes()).hexdigest()}"
+
+    def get_disambiguator(self) -> str:
+        """Return what tells kernels of one name apart."""
+        return f"{Path(self._py_file).stem}-{self._lineno}"
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    """Look in the user's folder first, then where numba does."""
+
+    _locator_classes = [_Locator, *caching.CompileResultCacheImpl._locator_classes]  # noqa: RUF012
+
+
+class _Cache(caching.FunctionCache):
+    """The cache of one kernel."""
+
+    _impl_class = _Implementation
+
+
+def _make_readable(made: Any) -> None:
+    """Make an index of cached machine code count as empty if it cannot be read."""
+    file = made._cache_file
+    file._load_index = partial(_readable, file._load_index)
 
 
 def _readable(load: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
