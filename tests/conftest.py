@@ -22,6 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     own, kernels = tmp_path_factory.mktemp("cache"), cache_folder() / "kernels"
     (own / "rematplan").mkdir()
+    kernels.mkdir(parents=True, exist_ok=True)
     (own / "rematplan" / "kernels").symlink_to(
         kernels
     )  # machine code is everybody's: it takes a minute to compile

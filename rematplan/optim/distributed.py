@@ -71,9 +71,9 @@ class Ranks:
 
     def _subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
         """The part of the group that this process is in; every process makes all parts, in the same order."""
-        found = None
+        found: ProcessGroup | None = None
         for part in parts:
-            made = self._guarded(distributed.new_group, [self._global(rank) for rank in part])
+            made: Any = self._guarded(distributed.new_group, [self._global(rank) for rank in part])
             found = made if self._rank in part else found
         return found
 
@@ -152,7 +152,8 @@ class Ranks:
         if self._width == 1:
             return updates, product
         at = {place: [n for n in names if self._place(n) == place] for place in range(self._width)}
-        buffers, started = [], []
+        buffers: list[Tensor] = []
+        started: list[Any] = []
         for place, here in at.items():
             if place == self._rank % self._width:
                 buffer = self._flat([*(updates[name] for name in here), product.view(1)])

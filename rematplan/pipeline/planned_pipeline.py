@@ -86,19 +86,25 @@ class Pipeline:
             wrap: is given each planned module and returns the one to run, ``DistributedDataParallel`` of it, say.
 
         Raises:
-            UsageError: there are more or fewer processes than ranks.
+            UsageError: there are more or fewer processes than ranks; ``wrap`` with a schedule of split backwards, which
+                PyTorch splits in its own way in a wrapped module.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
         if size != self.order.ranks:
             raise UsageError(f"the pipeline has {self.order.ranks} ranks, and there are {size} processes")
         split = self.order.name in SPLIT
+        if split and wrap is not None:
+            raise UsageError(
+                f"schedule {self.order.name!r} splits backwards, which wrapped stages do not allow; take gpipe, 1f1b "
+                f"or interleaved"
+            )
         made = []
         for number, module in zip(self.order.stage_of_rank[rank], self.modules(rank), strict=True):
             stage = self.parts[number].stage
             device = next((t.device for t in module.parameters()), torch.device("cpu"))
             run = wrap(module) if wrap else module
-            made.append(torch_stage(stage, run, number, self.order.stages, device, group, split and not wrap))
+            made.append(torch_stage(stage, run, number, self.order.stages, device, group, split))
         return made
 
     def schedule(

@@ -172,7 +172,7 @@ class _Rewriter:
 
     def _stands_there(self, base: Ref, source: Ref, there: torch.Tensor) -> bool:
         fake = self.fake(source)
-        return (
+        return bool(
             self.values[source.value].storage == self.values[base.value].storage
             and fake.stride() == there.stride()
             and fake.storage_offset() == there.storage_offset()

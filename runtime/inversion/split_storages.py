@@ -247,7 +247,7 @@ def _described(fake: torch.Tensor) -> tuple[object, ...]:
 
 def _same_strides(fake: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
     size, stride, offset = geometry
-    return fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and lies_so(fake, stride)
+    return bool(fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and lies_so(fake, stride))
 
 
 def _without(results: tuple[str | None, ...], value: str) -> tuple[str | None, ...]:

@@ -75,12 +75,15 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     """The problem of a step's `with_loss_boundary` with a second boundary, after all that the gradients of the inputs
     need and before all other ops that need a tangent.
 
-    What is before it never runs again after it: it runs once. The outputs and the inputs' gradients leave at it.
+    What is before it never runs again after it: it runs once. The outputs and the inputs' gradients leave at it. So an
+    op that reads an input's gradient is before it too, though it makes a weight's.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
-    wanted = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
     after = step.after_turn
+    given = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
+    reading = (op for op in graph.ops if op.name in after and not given.isdisjoint(op.reads))
+    wanted = given.union(*(op.writes for op in reading))
     sooner: set[str] = set()
     for op in reversed(graph.ops):
         if op.name in after and not wanted.isdisjoint(op.writes):

@@ -83,3 +83,37 @@ def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
         with pytest.raises(ProblemError, match="runs again, which it never may"):
             simulate(graph, with_frees(graph, runs))
     assert Run(WEIGHTS) in no_recompute(graph).schedule
+
+
+class Block(nn.Module):
+    """Two layers beside a skip connection, so that a stage which begins at the second has two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def test_a_gradient_of_an_input_that_a_weights_gradient_reads_leaves_at_the_boundary() -> None:
+    """The gradient of the sum is that of the skipping input, and the second layer's weight gradient reads it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    found = pipe(model, torch.randn(16, 8), cuts=["0.second", "1.second", "2.second"])
+    planned = found.parts[2]
+    stage = planned.planned(no_recompute(planned.problem.graph))
+    inputs = [torch.randn(t.shape).requires_grad_() for t in planned.stage.inputs]
+    assert len(inputs) == 2
+    outputs = stage(*inputs)
+    tangents = [torch.randn(o.shape) for o in outputs]
+    torch.autograd.backward(outputs, tangents)
+    again = [t.detach().requires_grad_() for t in inputs]
+    rematplan.finish_weights(stage)
+    gradients = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    torch.autograd.backward(planned.stage.module(*again), tangents)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, again, strict=True))  # type: ignore[arg-type]
+    theirs = {n: p.grad for n, p in planned.stage.module.named_parameters() if p.grad is not None}
+    assert gradients.keys() == theirs.keys()
+    assert all(torch.equal(gradients[n], theirs[n]) for n in theirs)
