@@ -34,7 +34,7 @@ TIMED = ("plan", "step", "curve", "compare")
 """Commands that take a time limit, which the tests make short."""
 SECONDS = "1"
 SHELL = re.compile(
-    r"(make( [a-z]+)?|pip install .*|python (benchmarks|tests)/\w+\.py.*|rematplan demo.*|torchrun .*)$"
+    r"(make( [a-z]+)?|pip install .*|python (benchmarks|tests)/\w+\.py.*|rematplan (demo|pipeline) ?.*|torchrun .*)$"
 )
 """What a block of plain shell may say: nothing that should run as a console block."""
 

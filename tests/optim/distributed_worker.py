@@ -131,7 +131,7 @@ def planned(whole: nn.Module) -> None:
         model = rematplan.plan_module(
             network(),
             (x,),
-            budget="100%",
+            budget="1GiB",
             strategy="store_all",
             costs="roofline",
             statistics=rematplan.Kronecker(fisher="empirical"),

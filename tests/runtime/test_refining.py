@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -68,6 +69,10 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     """The stand-in, and a quick search that gives a dear plan which leaves something to improve."""
+    (tmp_path / "rematplan").mkdir()
+    (tmp_path / "rematplan" / "kernels").symlink_to(
+        cache_folder() / "kernels"
+    )  # which take a minute to compile
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Elsewhere()
     monkeypatch.setattr(refining, "shared", lambda: one)
@@ -324,6 +329,7 @@ def test_a_process_that_is_killed_ends_its_searches_and_another_takes_over(
 SCRIPT = """
 import sys, torch, rematplan
 from torch import nn
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.background import shared
 x = torch.randn(512, 64)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
@@ -334,7 +340,9 @@ sys.stdin.read()
 """
 
 
-def test_the_process_ends_with_its_parent_and_needs_no_main_guard(tmp_path: Path) -> None:
+def test_the_process_ends_with_its_parent_and_needs_no_main_guard(
+    elsewhere: Elsewhere, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     parent = subprocess.Popen(
@@ -342,7 +350,6 @@ def test_the_process_ends_with_its_parent_and_needs_no_main_guard(tmp_path: Path
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert parent.stdout
     child = int(parent.stdout.readline())
