@@ -42,8 +42,8 @@ from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn, s
 BUDGETS = ("90%", "70%", "50%", "min")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDS = 5
-TESTS = ("tests/runtime/test_devices.py", "tests/runtime/test_charged_on_cuda.py")
-MORE_TESTS = ("tests/runtime/test_two_lanes.py", "tests/runtime/test_training_step.py")
+TESTS = ("tests/runtime/module/test_devices.py", "tests/runtime/problem/test_charged_on_cuda.py")
+MORE_TESTS = ("tests/runtime/execute/test_two_lanes.py", "tests/runtime/execute/test_training_step.py")
 COMPILING = 60.0
 """Seconds that must be left for torch.compile to be tried: it takes about that for one of the networks."""
 PLANNING = 3.0

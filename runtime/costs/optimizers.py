@@ -2,9 +2,9 @@
 
 A row of `KINDS` a class. State is made by the first step, so that before it only a table knows its bytes. Copies are
 what PyTorch 2.13 and bitsandbytes 0.50 hold at the worst moment of a step, measured for parameters in float32 and
-bfloat16; tests/runtime/test_optimizer_bytes.py measures them again. The three forms of a step are PyTorch's: a loop
-over the parameters (`for-loop`), one kernel for a list of tensors (`foreach`, the default on accelerators), and one
-kernel for all of the arithmetic (`fused`), which copies nothing.
+bfloat16; tests/runtime/costs/test_optimizer_bytes.py measures them again. The three forms of a step are PyTorch's: a
+loop over the parameters (`for-loop`), one kernel for a list of tensors (`foreach`, the default on accelerators), and
+one kernel for all of the arithmetic (`fused`), which copies nothing.
 """
 
 from __future__ import annotations

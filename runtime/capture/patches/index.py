@@ -1,7 +1,7 @@
 """All that capture changes in PyTorch for the whole process, or for its thread: one row each.
 
-A new patch gets a row here. tests/runtime/test_patches.py captures a model and compares what the rows name before and
-after.
+A new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and compares what the rows name
+before and after.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rematplan.runtime.guards.snapshots import kept
 from rematplan.runtime.guards.tables import Table
 from rematplan.runtime.guards.values import ValueGuardRecorder
 
-RUNNER = Path(__file__).parents[2] / "runtime" / "module" / "runner.py"
+RUNNER = Path(__file__).parents[3] / "runtime" / "module" / "runner.py"
 
 
 def test_the_runner_knows_only_the_front_of_the_guards() -> None:
