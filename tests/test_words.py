@@ -27,6 +27,9 @@ ROOMS = (
     "planner/overlap",
     "planner/strategies",
     "rematplan/report",
+    "runtime",
+    "runtime/graph",
+    "runtime/problem",
 )
 ABOLISHED = {
     r"(the|a|each|next|last) turns?": "loss boundary, iteration, round",

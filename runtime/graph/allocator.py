@@ -1,18 +1,27 @@
-"""How a device's caching allocator rounds and counts what it gives out."""
+"""The rounding of a device's caching allocator: how many bytes it counts for a tensor."""
 
 from __future__ import annotations
 
 import torch
 
 GRAIN, SEGMENT, REST, LARGE, SHARE = 512, 2 << 20, 1 << 20, 10 << 20, 16
-"""Of CUDA's caching allocator, in bytes: what it gives out are multiples of ``GRAIN``; for ``LARGE`` and more it takes
-multiples of ``SEGMENT`` from the device; and of a block for more than ``REST`` it gives, and counts, all, if no more
-than ``REST`` would be left of it (c10's ``kMinBlockSize``, ``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``). How
-much is left depends on all that went before: one part in ``SHARE`` is more than was seen of any whole step."""
+"""Constants of CUDA's caching allocator, in bytes except ``SHARE``. The allocator rounds each request up to a
+multiple of ``GRAIN``. For requests of ``LARGE`` bytes or more it reserves a multiple of ``SEGMENT`` from the
+device. If more than ``REST`` bytes are requested and a cached block would have at most ``REST`` bytes left
+over, it does not split the block, and counts the whole block as allocated. (In c10: ``kMinBlockSize``,
+``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``.)
+
+How much is left over depends on all earlier requests. We assume one part in ``SHARE`` of the block, which is
+more than we measured for any whole step.
+"""
 
 
 def allocated(size: int, device: torch.device) -> int:
-    """Bytes that the device's allocator may count for a tensor of ``size`` bytes: on CUDA up to a mebibyte more."""
+    """Return the bytes that the device's allocator may count for a tensor of ``size`` bytes.
+
+    That is ``size`` on a CPU. On CUDA it is ``size`` rounded up, plus at most about a mebibyte for a block
+    that the allocator does not split.
+    """
     if device.type != "cuda":
         return size
     block = -(-size // GRAIN) * GRAIN

@@ -1,4 +1,4 @@
-"""What one call costs: time, workspace, real result sizes."""
+"""The cost of one call: its time, its workspace and the real sizes of its results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """``time`` in microseconds; ``workspace`` in bytes held only while the call runs.
+    """The cost of one call.
 
-    ``results``: the real sizes of its results' storages, bytes, by position; 0 where unknown. Some kernels return a
-    small tensor in a large storage, which the trace does not see. ``library``: bytes that a library keeps for good, for
-    each thread that makes such a call.
+    ``time``: microseconds. ``workspace``: bytes that are allocated only while the call runs. ``results``: the
+    real bytes of the storages of its results, by position; 0 where unknown. (Some kernels return a small
+    tensor in a large storage, which tracing does not show.) ``library``: bytes that a library allocates at
+    the first such call of each thread and never frees (cuBLAS workspaces, for example).
     """
 
     time: float

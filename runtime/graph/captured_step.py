@@ -1,4 +1,4 @@
-"""A captured training step: ATen calls in a valid order over values, some of which share a storage. Only types."""
+"""A captured training step: ATen calls in a valid order over values, some of which share a storage."""
 
 from __future__ import annotations
 
@@ -18,25 +18,31 @@ OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed"
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
 )
-"""The kind of an input's gradient among the outputs, by the kind of the input. Both have the same target."""
+"""The kind of the output that is an input's gradient, by the kind of that input. Both have the same
+``target``."""
 
 
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 """Namespaces of ops that all processes of a group must call in the same order."""
 WAITS = frozenset({"wait_tensor"})
-"""Names of ops among these that wait for a collective, which each process may do when it likes."""
+"""Names of ops in these namespaces that wait for a collective to finish. Each process may call them at any
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In a call's arguments: the value of that name."""
+    """A reference to a value, by its name, inside a call's arguments."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor: its storage (views share one), the call that makes it (None for inputs), its fake."""
+    """One tensor of a step.
+
+    ``storage``: the name of its storage, which views share. ``call``: the name of the call that makes it;
+    None for an input of the step. ``fake``: a fake tensor with its shape, strides, type and device.
+    """
 
     name: str
     storage: str
@@ -46,14 +52,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call. ``results`` are value names by position (None where it returns no tensor).
+    """One ATen call.
 
-    ``is_view``: every result shares the storage of an argument, so that it costs nothing and makes nothing.
-    ``seeded``: it draws from the random number generator, whose state must be replayed when it runs again.
-    ``module``: the name of the innermost module whose forward, or its backward, it belongs to.
-    ``gain``: the factor by which it multiplies a relative error of what it reads. ``noise``: the relative error that
-    its own rounding adds; None where it follows from the types. ``late``: it runs after the outputs' gradients are
-    there, whether or not it reads one.
+    ``target``: the op. ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
+    ``results``: the names of its results by position; None where it returns no tensor. ``single``: whether it
+    returns one tensor, not a tuple. ``is_view``: whether every result shares the storage of an argument, so
+    that the call costs nothing and allocates nothing. ``seeded``: whether it draws from the random number
+    generator, whose state must be replayed if the call runs again. ``backward``: whether it belongs to the
+    backward half. ``module``: the qualified name of the innermost module in whose forward, or in the backward
+    of whose forward, it runs; empty if unknown. ``gain``: the factor by which it multiplies a relative error
+    of its arguments. ``noise``: the relative error that its rounding adds; None if it follows from the types.
+    ``late``: it runs after the outputs' gradients have arrived, even if it reads none of them.
     """
 
     name: str
@@ -72,19 +81,22 @@ class Call:
 
     @property
     def collective(self) -> bool:
-        """Whether it communicates with other processes, whose plans may differ: it runs once, and in order."""
+        """Whether the call communicates with other processes. Their plans may differ, so it runs once, in a
+        fixed order."""
         return getattr(self.target, "namespace", "") in COLLECTIVES and not self.waits
 
     @property
     def waits(self) -> bool:
-        """Whether it gives the result of a collective when that is there; it is the same memory."""
+        """Whether the call waits for a collective and returns its result. The result shares the collective's
+        memory."""
         packet = getattr(self.target, "overloadpacket", None)
         named = getattr(packet, "__name__", "") in WAITS
         return named and getattr(self.target, "namespace", "") in COLLECTIVES
 
     @property
     def ordered(self) -> bool:
-        """Whether its first run must keep its place among others of which this holds."""
+        """Whether the call's first run must keep its position among all calls with this property: random
+        calls and collectives."""
         return self.seeded or self.collective
 
 
@@ -97,17 +109,26 @@ def single_call(
     result: str | None = None,
     **further: Any,
 ) -> Call:
-    """A call that a pass adds to a step, with one result. That has the call's name, unless ``result`` is another.
+    """Return a new `Call` with a single result, for passes that add calls to a step.
 
-    ``further``: fields of `Call`.
+    Args:
+        name: the call's name.
+        target: the op.
+        args: its positional arguments, with a `Ref` for each tensor.
+        kwargs: its keyword arguments.
+        result: the name of its result; the call's name by default.
+        further: other fields of `Call`.
     """
     return Call(name, target, args, kwargs or {}, (result or name,), **further)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """An input of the step: ``target`` is the parameter's or buffer's name, the position in the batch, or for a tangent
-    (the gradient of an output) the output's position."""
+    """An input of the step.
+
+    ``target``: a parameter's or buffer's name, the position in the batch, a constant's name, or for a tangent
+    (the gradient of an output) the position of that output. ``value``: the name of its value.
+    """
 
     kind: InputKind
     target: str
@@ -116,10 +137,18 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """An output of the step: one of the module's outputs (``target``: its position; the loss is 0), the gradient of a
-    parameter or of an input (its position in the batch), a buffer's new content, an input's that somebody
-    else copies into it (``renewed``), the empty tensor that a check of values gives (``check``; nobody gets it), or a
-    sum over the rows of a layer that the backward half makes (``statistic``)."""
+    """An output of the step, of one of these kinds:
+
+    - ``output``: an output of the module; ``target`` is its position. If the step has a loss, the loss is
+      output 0.
+    - ``gradient``, ``input gradient``: the gradient of a parameter (by its name) or of an input (by its
+      position in the batch).
+    - ``buffer``: the new content of a buffer, by its name.
+    - ``renewed``: the new content of an input, which the caller copies into the input.
+    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed
+      as dead code.
+    - ``statistic``: a sum over the rows of a layer, which the backward half computes.
+    """
 
     kind: OutputKind
     target: str
@@ -128,7 +157,11 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A training step as ATen calls in a valid order, with what it reads and what it gives back."""
+    """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce.
+
+    ``values``: every `Value` by name. ``constants``: the real tensors of inputs of kind ``constant``, by
+    value name.
+    """
 
     name: str
     inputs: tuple[StepInput, ...]
@@ -137,14 +170,16 @@ class CapturedStep:
     values: Mapping[str, Value]
     constants: Mapping[str, torch.Tensor]
     inverses: tuple[Call, ...] = ()
-    """Further recipes: each brings one storage of the forward half back from later ones."""
+    """Further calls, which the captured program does not make: each can recompute one storage of the forward
+    half from tensors that were computed from it."""
     attributes: frozenset[str] = frozenset()
-    """The positions of outputs that the forward does not return, but sets as attributes of its modules."""
+    """Positions of outputs that the forward does not return but assigns to attributes of its modules."""
     left_out: frozenset[str] = frozenset()
-    """The positions of outputs with gradients that have no tangent among the inputs, since a scalar output is made of
-    them."""
+    """Positions of outputs that require gradients but have no tangent among the inputs, because a scalar
+    output (a loss) is computed from them."""
     brought: frozenset[str] = frozenset()
-    """The positions of outputs that a scalar output is made of, and that have a tangent all the same."""
+    """Positions of outputs from which a scalar output (a loss) is computed, and that nevertheless have a
+    tangent."""
 
     @cached_property
     def call(self) -> dict[str, Call]:
@@ -153,7 +188,7 @@ class CapturedStep:
 
     @cached_property
     def priced_calls(self) -> tuple[Call, ...]:
-        """The calls that cost time and make storages: all but views, inverses included."""
+        """The calls that take time and allocate storages: all except views, inverses included."""
         return tuple(c for c in (*self.calls, *self.inverses) if not c.is_view)
 
     @cached_property
@@ -166,7 +201,7 @@ class CapturedStep:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where it runs: the accelerator that its inputs are on, if any is, else a CPU."""
+        """The device of the step: the first that is not a CPU, if any value is on one; else the CPU."""
         return next((d for d in self.devices if d.type != "cpu"), self.devices[0])
 
     @cached_property
@@ -175,18 +210,18 @@ class CapturedStep:
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """The device whose generator a random call draws from."""
+        """Return the device whose random number generator a random call uses."""
         return next((self.values[r].fake.device for r in call.results if r), self.device)
 
     @cached_property
     def drawing_devices(self) -> tuple[torch.device, ...]:
-        """The devices whose generators the random calls draw from, each once."""
+        """The devices whose random number generators the random calls use, each once."""
         return tuple(dict.fromkeys(self.drawing_device(c) for c in self.calls if c.seeded))
 
     @cached_property
     def after_turn(self) -> frozenset[str]:
-        """The calls that need a tangent, directly or not, or are marked as late: they run after the turn from forward
-        to backward."""
+        """The names of calls that run after the loss boundary: those that depend on a tangent, directly or
+        not, those marked as late, and those that depend on a late call."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
@@ -196,11 +231,11 @@ class CapturedStep:
         return frozenset(found)
 
     def reads(self, call: Call) -> tuple[str, ...]:
-        """The storages that a call reads, each once."""
+        """Return the names of the storages that a call reads, each once."""
         return tuple(dict.fromkeys(self.values[r.value].storage for r in refs((call.args, call.kwargs))))
 
     def writes(self, call: Call) -> tuple[str, ...]:
-        """The storages that a call makes, each once."""
+        """Return the names of the storages that a call allocates and writes, each once; none for a view."""
         return (
             tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
             if not call.is_view
@@ -209,7 +244,7 @@ class CapturedStep:
 
 
 def refs(args: Any) -> Iterator[Ref]:
-    """The references in nested arguments, in order."""
+    """Yield the references in nested arguments, in order."""
     if isinstance(args, Ref):
         yield args
     elif isinstance(args, (tuple, list)):
@@ -221,7 +256,7 @@ def refs(args: Any) -> Iterator[Ref]:
 
 
 def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
-    """Nested arguments with every reference replaced by ``value_of`` its name."""
+    """Return nested arguments with every `Ref` replaced by ``value_of`` of its name."""
     if isinstance(args, Ref):
         return value_of(args.value)
     if isinstance(args, (tuple, list)):

@@ -1,9 +1,10 @@
-"""The private names of PyTorch that we use, all of them: no other file of runtime/ or rematplan/ says one.
+"""All private names of PyTorch that this package uses. No other file of ``runtime/`` or ``rematplan/``
+mentions one.
 
-PyTorch may move or drop such a name in any version. Then this file says which, as soon as it is imported, rather than
-some step of a training run much later. Who reads the names gets PyTorch's own objects, so that a call costs no more.
-What takes PyTorch long to load (Dynamo, Inductor), or is not in every build of it, is looked up when a file asks for
-it; see `LATER`.
+Any PyTorch release may move or drop such a name. This file then fails at import and says which name is
+missing, so that no training run fails hours later. It exports PyTorch's own objects, without wrappers, so
+that a call costs nothing extra. Names that take long to load (Dynamo, Inductor), or that some builds lack,
+are looked up at first use; see `LATER`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
 TORCH = "torch>=2.11"
-"""The versions that have these names, as pyproject.toml has them."""
+"""The requirement on PyTorch under which these names exist; the same text is in pyproject.toml."""
 TESTED = ("2.11", "2.13", "2.14", "2.15")
-"""The versions that the whole test suite was run with (``make test TORCH=2.15.0``)."""
+"""The versions with which the whole test suite was run (``make test TORCH=2.15.0``)."""
 
 
 def is_tested(version: str = torch.__version__) -> bool:
-    """Whether the test suite was run with a version of PyTorch; its last number and its build do not matter."""
+    """Return whether the test suite was run with this version of PyTorch. Only its first two numbers are
+    compared; the patch number and the build are ignored."""
     return ".".join(version.split("+")[0].split(".")[:2]) in TESTED
 
 
 def _missing(what: str) -> ImportError:
     return ImportError(
         f'torch {torch.__version__} lacks a private name that rematplan uses: {what}; pip install "{TORCH}", or say '
-        f"in rematplan/runtime/graph/compat.py what stands in its place"
+        f"in rematplan/runtime/graph/compat.py what replaces it"
     )
 
 
@@ -87,7 +89,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-    DelayedError = _functions.DelayedError  # of a module that cannot be imported by its name
+    DelayedError = _functions.DelayedError  # its module cannot be imported by name
 except (ImportError, AttributeError) as error:
     raise _missing(str(error)) from error
 
@@ -124,7 +126,8 @@ LATER = {
     "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
     "inductor_config": ("torch._inductor.config", ""),
 }
-"""The module and the name there of what is looked up when it is asked for; no name: the module itself."""
+"""Names that are looked up at first use: the module that defines each, and its name there. An empty name
+stands for the module itself."""
 
 
 def _looked_up(name: str) -> Any:
@@ -136,7 +139,7 @@ def _looked_up(name: str) -> Any:
         raise _missing(str(error)) from error
 
 
-if not TYPE_CHECKING:  # else a checker of types takes any name for one that is here
+if not TYPE_CHECKING:  # a type checker would otherwise accept every name as an attribute of this module
 
     def __getattr__(name: str) -> Any:
         if name not in LATER:
@@ -146,8 +149,14 @@ if not TYPE_CHECKING:  # else a checker of types takes any name for one that is 
 
 
 def _name_in(module: ModuleType, *names: str) -> str:
-    """The first of the names that the module has. PyTorch, or a patch of ours, sets the attribute anew while a program
-    runs, so that it has to be looked up in its module each time."""
+    """Return the first of these names that the module has.
+
+    PyTorch, or a patch of ours, may assign the attribute again while a program runs, so the caller looks it
+    up in its module each time instead of importing its value.
+
+    Raises:
+        ImportError: the module has none of the names.
+    """
     for name in names:
         if hasattr(module, name):
             return name
@@ -155,28 +164,29 @@ def _name_in(module: ModuleType, *names: str) -> str:
 
 
 COMPILING_FLAG = _name_in(torch.compiler, "_is_compiling_flag")
-"""In `torch.compiler`: whether a forward that asks is told that it is being compiled."""
+"""The name of the flag in `torch.compiler` that tells a forward whether it is being compiled."""
 CHECKPOINT_GENERATOR = _name_in(
     checkpoint, "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
 )
-"""In `torch.utils.checkpoint`: what runs before and after a function that is checkpointed without reentry. Its name has
-the suffix from PyTorch 2.14 on."""
+"""The name in `torch.utils.checkpoint` of the generator that runs before and after a function under
+non-reentrant checkpointing. Before PyTorch 2.14 it has no suffix."""
 _name_in(forward_ad, "_current_level")
 _name_in(parametrize, "_cache_enabled")
 
 
 def forward_mode_level() -> int:
-    """How many levels of forward-mode derivatives are open, less one."""
+    """Return the innermost open level of forward-mode differentiation, counted from 0; -1 if none is open."""
     return forward_ad._current_level
 
 
 def any_mode() -> bool:
-    """Whether calls go through a dispatch mode of this thread. Asking costs less than disabling none."""
+    """Return whether a dispatch mode is active in this thread. This check is cheaper than disabling modes
+    when there are none."""
     return bool(dispatch_stack_depth() or pre_dispatch_stack_depth())
 
 
 def parametrizations_are_cached() -> bool:
-    """Whether the caller is in a block of `torch.nn.utils.parametrize.cached`."""
+    """Return whether the caller is inside a `torch.nn.utils.parametrize.cached` block."""
     return bool(parametrize._cache_enabled)
 
 

@@ -1,4 +1,4 @@
-"""Which values of a step are known before it runs: those computed from parameters, buffers and constants alone."""
+"""Constant folding: the values of a step that are computed only from parameters, buffers and constants."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
 
 LARGEST_CONSTANT = 2**20
-"""Elements beyond which a value is not computed: a scale is small."""
+"""The number of elements above which a value is not computed. We look for scales, which are small."""
 DEEPEST = 24
-"""Calls that a known value may be away from what it is computed from."""
+"""The longest chain of calls that is followed from a value back to parameters, buffers and constants."""
 
 
 class KnownValues:
-    """The real tensors behind a step's values, computed when asked for.
+    """The real tensors of a step's values, as far as they are known; computed on demand and cached.
 
-    ``named``: parameters and buffers by name. Without an entry a value is unknown, and so is what depends on it.
+    ``named``: real parameters and buffers by name. A parameter or buffer without an entry is unknown, and so
+    is every value computed from it.
     """
 
     def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:
@@ -28,7 +29,7 @@ class KnownValues:
                 self.known[i.value] = named[i.target].detach()
 
     def __call__(self, value: str) -> torch.Tensor | None:
-        """The tensor, or None where it is not known."""
+        """Return the tensor of a value, by the value's name; None if it is unknown."""
         return self._find(value, DEEPEST)
 
     def _find(self, value: str, depth: int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The kinds of random number generators outside of PyTorch."""
+"""The classes of random number generators outside PyTorch."""
 
 from __future__ import annotations
 

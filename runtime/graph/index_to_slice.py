@@ -1,4 +1,4 @@
-"""Indices that are a slice: at equal distances, rising, and of one dimension all that the others leave open."""
+"""Recognition of index tensors that select a slice: evenly spaced ascending indices along one dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Every ``step``-th of a dimension from ``start`` to ``end``."""
+    """Every ``step``-th index of dimension ``dim`` from ``start`` to ``end`` (exclusive)."""
 
     dim: int
     start: int
@@ -20,8 +20,12 @@ class Slice:
 
 
 def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence[int]) -> Slice | None:
-    """The slice of a tensor of that shape that indices of its leading dimensions (None: all of one) pick, in its
-    order; None if they pick anything else."""
+    """Return the slice that advanced indexing selects in the same order, or None if it selects anything else.
+
+    Args:
+        indices: one index array for each leading dimension; None selects the whole dimension.
+        shape: the shape of the indexed tensor.
+    """
     given = {k: one for k, one in enumerate(indices) if one is not None}
     if not given or not all(one.dtype.kind in "iu" and one.size for one in given.values()):
         return None
@@ -41,7 +45,7 @@ def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence
 
 
 def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
-    """The slice of indices that rise by equal steps."""
+    """Return the slice of these indices if they ascend by equal steps; else None."""
     start, count = int(picked[0]), picked.size
     step = int(picked[1]) - start if count > 1 else 1
     if step < 1 or not np.array_equal(picked, start + step * np.arange(count)):
@@ -50,7 +54,8 @@ def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
 
 
 def _goes_through(found: Slice, shape: Sequence[int], lists: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Whether indices, one list a dimension, go through a slice of these dimensions in order."""
+    """Return whether the index arrays, one per dimension, enumerate a slice of these dimensions in row-major
+    order."""
     ranges = [np.arange(n) for n in shape]
     ranges[found.dim] = ranges[found.dim][found.start : found.end : found.step]
     grid = np.meshgrid(*ranges, indexing="ij")

@@ -1,4 +1,4 @@
-"""The kernel that gives a call the bits that eager mode gets."""
+"""The function to call for an op so that its result has the same bits as in eager mode."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ ATEN = torch.ops.aten
 
 
 def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
-    """The kernel leaves its backward what that reads only where gradients are enabled, whatever its ``train`` says."""
+    """Run the RNN kernel with gradients enabled. Only then does it save what its backward reads, whatever its
+    ``train`` argument says."""
     with torch.enable_grad():
         return ATEN.mkldnn_rnn_layer.default(*args, **kwargs)
 
 
 def _batch_norm_backward(*args: Any) -> Any:
-    """cuDNN's kernel may write over what its forward left for it (autograd's own formula copies that where it is needed
-    again), and a plan may run it twice."""
+    """Pass a copy of the tensor that the forward reserved for cuDNN. cuDNN's kernel may overwrite it, and a
+    plan may run the call twice. Autograd's own formula makes the same copy when it keeps the graph."""
     return ATEN.batch_norm_backward.default(*args[:-1], args[-1].clone())
 
 
@@ -29,6 +30,7 @@ _AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
 
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a call outside of autograd with the results that eager mode gets within it."""
-    kernel: Callable[..., Any] = getattr(target, "_op", target)  # an OpOverload's own call only passes on
+    """Return the function that runs an op outside autograd and produces the same bits as eager mode does
+    under autograd."""
+    kernel: Callable[..., Any] = getattr(target, "_op", target)  # OpOverload.__call__ only forwards to _op
     return _AS_IN_EAGER.get(target, kernel)

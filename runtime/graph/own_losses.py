@@ -1,4 +1,4 @@
-"""The losses among a model's own outputs, and what they are made of."""
+"""The losses among a model's outputs, and the outputs from which they are computed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ CLONE = torch.ops.aten.clone.default
 
 
 def in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """The positions of the outputs that are scalars with tangents, or that such scalars are made of.
+    """Return the positions of all outputs that are scalars with tangents, and of those from which such a
+    scalar is computed.
 
-    A scalar is taken for a loss: a training loop goes backward from it, and not from what it is made of.
+    A scalar output is assumed to be a loss: a training loop calls backward on it, and not on the outputs it
+    is computed from.
     """
     tangents = {i.target for i in step.inputs if i.kind == "tangent"}
     outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
@@ -25,6 +27,7 @@ def in_own_losses(step: CapturedStep) -> frozenset[str]:
 
 
 def _copied(step: CapturedStep, value: str) -> str:
-    """What an output is a copy of (that of a view is), else itself."""
+    """Return the value of which an output is a copy (outputs that are views are cloned), or the output
+    itself."""
     call = step.call.get(step.values[value].call or "")
     return next(refs(call.args)).value if call and call.target is CLONE else value

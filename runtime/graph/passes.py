@@ -1,4 +1,4 @@
-"""Passes over a captured step that keep its results."""
+"""Passes over a captured step that do not change its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rematplan.runtime.graph.captured_step import (
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:
-    """Mark as backward what needs the loss's gradient, and what nothing of the forward's results needs."""
+    """Mark as backward every call after the loss boundary, and every unordered call before it whose results
+    no forward output needs."""
     late = step.after_turn
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()
@@ -24,8 +25,11 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Drop calls whose results nothing needs. Random ones stay, since those after them draw from what they leave;
-    collectives too, since other processes wait for them."""
+    """Drop calls whose results nothing reads.
+
+    Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since
+    other processes wait for them.
+    """
     needed = {o.value for o in step.outputs}
     kept = []
     for call in reversed(step.calls):

@@ -1,4 +1,4 @@
-"""Silence what torch logs of errors that are caught and said in one line."""
+"""Silencing of torch's log messages about errors that we catch and report in one line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOGGERS = ("torch._subclasses.fake_tensor",)  # prints the traceback of every op that does not fit
+LOGGERS = ("torch._subclasses.fake_tensor",)  # prints a traceback for every op that fails on fakes
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, those loggers drop everything."""
+    """Disable the loggers in `LOGGERS` inside the block."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

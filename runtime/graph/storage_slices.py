@@ -1,4 +1,4 @@
-"""How a tensor lies in its storage: all of it, or every period a run of numbers (a slice, whatever it is called)."""
+"""How a tensor covers its storage: entirely, or as a band, the same range of every period."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
-    """The numbers ``start`` .. ``start + length`` of every ``period`` of a storage, in elements.
+    """Elements ``start`` to ``start + length`` (exclusive) of every ``period`` elements of a storage.
 
-    A slice of a dense tensor along any dimension is a band, by whatever calls it came about (chunk, split, narrow, a
-    reshape and a selection, every other channel), permuted or not.
+    A slice of a dense tensor along any dimension is a band, whichever calls produced it (chunk, split,
+    narrow, reshape and select, every other channel), permuted or not.
     """
 
     period: int
@@ -22,11 +22,11 @@ class Band:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the storage."""
+        """Whether the band covers the whole storage."""
         return self.length == self.period
 
     def holds(self, other: Band) -> bool:
-        """Whether another band of the same period lies within."""
+        """Return whether this band contains another one of the same period."""
         return (
             self.period == other.period
             and self.start <= other.start
@@ -35,7 +35,8 @@ class Band:
 
 
 def band(tensor: torch.Tensor) -> Band | None:
-    """The band that a tensor covers in its storage, each number once, or None if it covers no band."""
+    """Return the band of its storage that a tensor covers, each element once; None if it does not cover a
+    band."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     dims = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
@@ -56,12 +57,12 @@ def band(tensor: torch.Tensor) -> Band | None:
 
 
 def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; that of a dimension of 1 says nothing."""
+    """Return whether a tensor has these strides. Strides of dimensions of size 1 are ignored."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def bands_tile(bands: list[Band]) -> bool:
-    """Whether bands of one period cover all of it, each number once."""
+    """Return whether these bands have the same period and together cover it, each element once."""
     at = 0
     for one in sorted(bands):
         if one.period != bands[0].period or one.start != at:
@@ -71,6 +72,12 @@ def bands_tile(bands: list[Band]) -> bool:
 
 
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Size, stride and offset that a view inside a band has in a dense storage that holds that band alone."""
+    """Return the shape, strides and offset of a view of ``part`` in a dense storage that contains only that
+    band.
+
+    Args:
+        tensor: a view whose elements are all in ``part``.
+        part: a band of the storage of ``tensor``.
+    """
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start

@@ -1,8 +1,9 @@
-"""The gradients of a step's outputs as a loss gives them, laid out otherwise than when the step was captured.
+"""Backward calls for gradients of outputs that a loss produces with strides other than those at capture.
 
-A kernel may add up in the order in which numbers stand in memory, so that a gradient that is laid out anew gives other
-last bits than eager mode. A backward therefore takes them as they come, and repeats the choices that eager mode makes
-by the layout: to view a gradient or to copy it. How all else comes to lie is noted in the first backward of a layout.
+A kernel may sum in memory order, so copying a gradient to other strides can change the last bits of the
+result. The backward therefore takes gradients with the strides they arrive with, and repeats eager mode's
+layout-dependent choices, such as to view or to copy a gradient. The first backward with new strides records
+the strides of all other values (`Notes`).
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ _NAMES = (
     "miopen_batch_norm_backward",
 )
 CONTIGUOUS = frozenset(getattr(ATEN, name).default for name in _NAMES)
-"""Calls whose gradients formulas of autograd make contiguous (derivatives.yaml), which is no call where they are so.
-Those that are given strides would else mean other numbers."""
+"""Calls whose gradients autograd's formulas make contiguous (derivatives.yaml). For contiguous gradients that
+adds no call to the trace. Those of the calls that take strides as arguments would compute something else for
+other layouts."""
 
 
 def for_any_layout(step: CapturedStep) -> CapturedStep:
-    """The step with `aten::reshape`, which formulas of gradients call, wherever the layout of a gradient decided at
-    capture whether that is a view or a copy. What it then copies beyond the plan goes with what it copies.
+    """Return the step with calls that give the same bits as eager mode for tangents of any strides.
 
-    Formulas, or backwards that somebody has written, may have asked for contiguous gradients, which nothing shows where
-    they were so: calls of which that is known, or that are not PyTorch's, get them as captured.
+    A view or copy that the layout of a gradient decided at capture becomes `aten::reshape`, which autograd's
+    formulas call. What reshape copies beyond the plan is freed together with its source. Some formulas, and
+    backward functions of users, may have asked for contiguous gradients, which leaves no trace where the
+    gradients were contiguous already. Calls of `CONTIGUOUS`, and calls of ops that are not PyTorch's,
+    therefore get their arguments with the strides at capture (`AsCaptured`).
     """
     late = step.after_turn
     copies = _copies_to_reshape(step)
@@ -73,7 +77,10 @@ def _as_captured(step: CapturedStep, call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class AsCaptured:
-    """An op that gets the arguments for which strides are stated, one a position, laid out so."""
+    """An op whose arguments are first copied to given strides where they have others.
+
+    ``strides``: one entry for each positional argument; None leaves the argument as it is.
+    """
 
     op: Callable[..., Any]
     strides: tuple[Any, ...]
@@ -82,20 +89,21 @@ class AsCaptured:
         return f"{self.op}.as_captured"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the op gives."""
+        """Call the op and return its result."""
         return self.op(*map(_lie, args, self.strides), **kwargs)
 
 
 def _lie(arg: Any, strides: Any) -> Any:
     if isinstance(strides, list):
         return type(arg)(map(_lie, arg, strides))
-    if strides is None or lies_so(arg, strides):  # no formula copies for the sake of a dimension of 1
+    if strides is None or lies_so(arg, strides):  # no formula copies because of a dimension of size 1
         return arg
     return torch.empty_strided(arg.shape, strides, dtype=arg.dtype, device=arg.device).copy_(arg)
 
 
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
-    """The calls that only copy what could not be reshaped otherwise, and the shapes."""
+    """Return the target shapes of clones that exist only because a reshape could not be a view, by the
+    clone's name."""
     outputs = {step.values[o.value].storage for o in step.outputs}
     readers: dict[str, list[Call]] = defaultdict(list)
     for call in step.calls:
@@ -116,17 +124,18 @@ class _Layout:
     strides: tuple[int, ...]
     offset: int
     storage: int
-    """Bytes."""
+    """Bytes of the storage."""
 
 
 @dataclass
 class Notes:
-    """How the values of a step lay when they were made."""
+    """The observed shapes, strides, offsets and storage sizes of a step's values."""
 
     layouts: dict[str, _Layout] = field(default_factory=dict)
 
     def note(self, value: str, tensor: torch.Tensor | None) -> None:
-        """A value is made, or None for a gradient that nobody wants."""
+        """Record the layout of a value. ``tensor``: the value; None for a gradient that nothing needs, which
+        is not recorded."""
         if tensor is None:
             return
         self.layouts[value] = _Layout(
@@ -137,7 +146,7 @@ class Notes:
         )
 
     def lying(self, step: CapturedStep) -> CapturedStep:
-        """The step with fakes that lie as noted."""
+        """Return the step with fakes of the recorded layouts."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
         return replace(step, values={**step.values, **noted})

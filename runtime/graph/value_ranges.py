@@ -1,4 +1,5 @@
-"""Bounds of a step's values, whatever its inputs: a tanh lies in [−1, 1], so its exponential in [1/e, e]."""
+"""Interval arithmetic on a step: bounds of values that hold for all inputs. A tanh is in [−1, 1], so its
+exponential is in [1/e, e]."""
 
 from __future__ import annotations
 
@@ -15,38 +16,41 @@ from rematplan.runtime.graph.constant_values import KnownValues
 aten = torch.ops.aten
 
 DEEPEST = 24
-"""Calls that are looked through for a bound."""
+"""The longest chain of calls that is followed to derive a range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Every element lies between ``low`` and ``high``. ``lasting``: also after parameters have changed."""
+    """An interval [``low``, ``high``] that contains every element of a value. ``lasting``: whether it still
+    holds after parameters change."""
 
     low: float = -math.inf
     high: float = math.inf
     lasting: bool = True
 
     def of(self, *ends: float) -> Range:
-        """The least range with these ends; all, if one of them is no number (∞ · 0)."""
+        """Return the smallest interval that contains these numbers, with this range's ``lasting``. If one of
+        them is NaN (∞ · 0), the interval is unbounded."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)
 
     @property
     def sizes(self) -> tuple[float, float]:
-        """The least and the largest absolute value."""
+        """The smallest and the largest absolute value in the interval."""
         ends = abs(self.low), abs(self.high)
         return (0.0 if self.low <= 0 <= self.high else min(ends)), max(ends)
 
 
 class Ranges:
-    """The ranges of a step's values, worked out when asked for."""
+    """The ranges of a step's values, derived on demand."""
 
     def __init__(self, step: CapturedStep, known: KnownValues) -> None:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Of a number, or of the value that a reference names."""
+        """Return the range of a number, or of the value that a `Ref` names. ``depth``: the number of calls
+        that may still be followed."""
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
         tensor = self.known(value.value)
@@ -70,7 +74,7 @@ def _within(low: float, high: float) -> Row:
 
 
 def _rising(f: Callable[[float], float]) -> Row:
-    """A function that never falls, of one argument."""
+    """Return the rule of a nondecreasing function of one argument."""
 
     def row(call: Call, of: Callable[[Any], Range]) -> Range:
         x = of(call.args[0])
@@ -140,4 +144,4 @@ ROWS: Mapping[Any, Row] = {
     aten.clone: lambda call, of: of(call.args[0]),
     aten._to_copy: lambda call, of: of(call.args[0]),
 }
-"""By ATen op: the range of a result, given those of the arguments."""
+"""How to derive the range of a result from those of the arguments, by ATen op."""

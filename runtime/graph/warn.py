@@ -1,4 +1,5 @@
-"""Warnings that point at the user's line, however many frames of this package and of torch lie below it."""
+"""Warnings that point at the user's line, however many frames of this package and of torch are on the
+stack."""
 
 from __future__ import annotations
 
@@ -7,15 +8,21 @@ import warnings
 from types import FrameType
 
 SKIPPED = frozenset({"rematplan", "torch", "contextlib"})
-"""Top-level names of modules whose frames are not the user's. Blocks of ours are entered and left by contextlib."""
+"""Top-level names of modules whose frames are not the user's. contextlib is among them because it enters and
+leaves the context managers of this package."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning whose place is the first frame outside of this package, of torch and of generated code.
+    """Issue a warning located at the innermost frame outside this package, torch and generated code.
 
-    ``stacklevel`` would count frames, whose number changes with each refactoring and each release of torch.
+    A fixed ``stacklevel`` would count frames, whose number changes with each refactoring and each release of
+    torch.
+
+    Args:
+        message: the text.
+        category: the warning's class.
     """
-    frame = _first_outside(sys._getframe(1))
+    frame = _users_frame(sys._getframe(1))
     variables = frame.f_globals
     warnings.warn_explicit(
         message,
@@ -27,15 +34,19 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
-def _first_outside(frame: FrameType) -> FrameType:
-    """The nearest frame, from this one outwards, that is the user's; the outermost if none is."""
+def _users_frame(frame: FrameType) -> FrameType:
+    """Return the innermost frame, from this one outwards, that is the user's; the outermost frame if none
+    is."""
     while not _is_users(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def _is_users(frame: FrameType) -> bool:
-    """It goes by the name of the frame's module: the package's files lie behind links, so that one has several paths.
-    Generated code is run without such a name, or with that of builtins."""
+    """Return whether a frame is the user's, by the name of its module.
+
+    File paths do not identify the package, because its folders are symbolic links. Generated code runs with
+    no module name or with that of builtins.
+    """
     name = frame.f_globals.get("__name__") or "builtins"
     return name != "builtins" and name.partition(".")[0] not in SKIPPED

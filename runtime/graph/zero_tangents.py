@@ -1,4 +1,4 @@
-"""What tangents that do not come leave as zero: values all of whose summands go through one of these."""
+"""The values of the backward half that are zero when some tangents are missing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """``values``: those that are zero. ``sums``: of calls that add one of these to another value, the result that they
-    equal: by the call, the other value."""
+    """The effect of missing tangents on a step.
+
+    ``values``: names of values that are zero. ``sums``: the additions of a zero to another value: by the name
+    of the addition, the name of the other value, which its result equals.
+    """
 
     values: frozenset[str]
     sums: dict[str, str]
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """What is zero where these tangents (values) are missing.
+    """Return the values that are zero if the tangents ``missing`` (value names) are missing.
 
-    A gradient is linear in the tangents that it is computed from, so a call all of whose tangents are zero gives zero.
+    A gradient is linear in its tangents, so a call whose tangents are all zero returns zero.
     """
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
@@ -42,8 +45,8 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 
 
 def lies_otherwise(step: CapturedStep, missing: Iterable[str]) -> bool:
-    """Whether a sum lies otherwise in memory than its other summand, which takes its place where tangents are
-    missing."""
+    """Return whether, without the tangents ``missing``, some sum would be replaced by a summand with other
+    strides."""
     lies = {name: value.fake.stride() for name, value in step.values.items()}
     sums = zeros_without(step, missing).sums
     return any(lies[str(step.call[name].results[0])] != lies[value] for name, value in sums.items())

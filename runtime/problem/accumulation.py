@@ -1,4 +1,5 @@
-"""A step beside gradients of earlier steps, to which autograd adds those that it gives."""
+"""Planning for gradient accumulation: a step while gradients of earlier steps exist, to which autograd adds
+the new ones."""
 
 from __future__ import annotations
 
@@ -21,40 +22,44 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.segments import gradient_segments
 
 EARLIER = "earlier_gradients"
-"""The input that stands for gradients of earlier steps, where a problem counts them."""
+"""The name of the problem's input that represents the gradients of earlier steps."""
 
 
 class Refinement(Protocol):
-    """The search for a better plan of a step, which goes on while the step is run."""
+    """A search for a better plan of a step, which continues while the step is used."""
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin the search. Each better plan is ``compiled`` before it counts as found, in another thread."""
+        """Begin the search. ``compiled`` is called in another thread for each better plan; the plan is
+        offered once it is compiled."""
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan has been found since the last was taken."""
+        """Whether a better plan was found since the last call of `take`."""
 
     def take(self) -> tuple[StepPlan, Any]:
-        """The better plan, and what ``compiled`` made of it."""
+        """Return the better plan, and what ``compiled`` returned for it."""
 
     @property
     def working(self) -> bool:
-        """Whether the search goes on."""
+        """Whether the search is still running."""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the search has ended, so many seconds at most; whether it has."""
+        """Wait until the search has ended, at most ``seconds`` (None: without limit). Return whether it has
+        ended."""
 
     @property
     def seconds(self) -> float:
-        """How long the search had taken when it was last heard of."""
+        """The duration of the search in seconds, as last reported."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan and the step that it is of, which may have inverses that the captured one has not.
+    """A plan and the step that it plans, which may have inverses that the captured step lacks.
 
-    ``spare``: see `spare_bytes`; empty where new gradients are charged to the end. ``gradients``: bytes of gradients of
-    earlier steps that the plan's problem counts. ``refinement``: the search for a better plan, not begun yet.
+    ``spare``: the unused bytes of the budget at each step of the plan's schedule (see `spare_bytes`); empty
+    if the plan's problem charges new gradients until the step ends. ``gradients``: bytes of gradients of
+    earlier steps that the plan's problem counts. ``refinement``: a search for a better plan, not begun yet;
+    None if there is none.
     """
 
     step: CapturedStep
@@ -67,13 +72,16 @@ class StepPlan:
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """The names of the parameters to whose gradients a step may add, and the bytes of all gradients that may be there,
-    and of the statistics that the step gives, of which there may be earlier ones, too.
+    """Return which gradients of earlier steps may exist during a step, and their size.
 
     Args:
-        step: its own parameters are known by their names.
-        named: all parameters of the model, by the names that steps know them by: those that want gradients may have
-            some of other steps, though this one gives them none.
+        step: the captured step.
+        named: all parameters of the model, under the names that the step uses. A parameter that requires a
+            gradient may have one from another step even if this step computes none for it.
+
+    Returns:
+        The names of the parameters whose gradients the step computes; and the bytes of all gradients that may
+        exist, including earlier values of the statistics that the step returns.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
@@ -88,7 +96,10 @@ def earlier_gradients(
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
-    """The problem beside bytes that others hold during the whole step, by a name for them: further inputs."""
+    """Return the problem with further inputs: bytes that are allocated by others during the whole step.
+
+    ``held``: bytes by a name for them; zeros are ignored.
+    """
     held = {name: size for name, size in held.items() if size}
     return replace(
         graph,
@@ -99,11 +110,12 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """The problem of a step that frees each gradient of the parameters ``names`` as soon as it is computed.
+    """Return the problem of a step in which each gradient of the parameters ``names`` may be freed as soon as
+    it is computed.
 
-    Autograd adds each to the gradient of earlier steps, whose bytes are charged outside of the problem. Zero-byte
-    marker outputs force each gradient to be computed. `spare_bytes` deals with gradients that leave only when a segment
-    ends.
+    Autograd adds each new gradient to that of earlier steps, whose bytes are charged outside the problem.
+    Zero-byte marker outputs force each gradient to be computed. `spare_bytes` charges the gradients that wait
+    for the end of their segment.
     """
     added = _added(step, names)
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}
@@ -113,7 +125,7 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
 
     return replace(
         graph,
-        name=f"{graph.name} beside earlier gradients",
+        name=f"{graph.name} with earlier gradients",
         tensors=(*graph.tensors, *(Tensor(mark, 0) for mark in marks.values())),
         outputs=tuple(marks.get(t, t) for t in graph.outputs),
         ops=tuple(map(marking, graph.ops)),
@@ -121,7 +133,7 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
 
 
 def _added(step: CapturedStep, names: Set[str]) -> frozenset[str]:
-    """The storages that hold nothing but gradients of these parameters, and no more bytes than those."""
+    """Return the storages that contain only gradients of these parameters, and no more bytes than those."""
     bytes_of = {i.target: _bytes(step, i.value) for i in step.inputs if i.kind == "parameter"}
     held: dict[str, float] = {}
     for o in step.outputs:
@@ -139,10 +151,15 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """What each step of a schedule of an `adding_problem` leaves of a budget; None if the schedule goes beyond it.
+    """Return the unused bytes of the budget at each step of a schedule of an `adding_problem`.
 
-    A gradient waits for the end of its segment, and is charged here until then. Segments end early enough where they
-    can; one op may have to run after a gradient is made and before it can leave.
+    A freed gradient stays allocated until its segment ends, and is charged here until then. Segments end
+    early where the budget requires it, except that an op may have to run between the computation of a
+    gradient and the earliest end of a segment.
+
+    Returns:
+        One number for each step of the schedule, in bytes, without waiting gradients; None if waiting
+        gradients exceed the budget somewhere.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     waiting = waiting_bytes(step, schedule, spare, names)
@@ -152,8 +169,11 @@ def spare_bytes(
 def waiting_bytes(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
 ) -> tuple[int, ...]:
-    """At each step of a schedule of an `adding_problem` the bytes of gradients that it has freed, and that wait for the
-    end of their segment. ``spare``: see `spare_bytes`."""
+    """Return the bytes of gradients that the schedule has freed and that still wait for the end of their
+    segment, at each step of a schedule of an `adding_problem`.
+
+    ``spare``: the unused bytes of the budget at each step; see `spare_bytes`.
+    """
     own, added = split_at_loss(step, schedule), _added(step, names)
     left = [spare[at] for at in own.positions]
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}

@@ -1,4 +1,5 @@
-"""What a user wants kept, or never run again, by the names of modules and ops; as ops of the planning problem."""
+"""A user's constraints on recomputation, given by names of modules and ops, as ops of the planning
+problem."""
 
 from __future__ import annotations
 
@@ -10,23 +11,29 @@ from rematplan.ir import UsageError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 
 EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "statistics"})
-"""Namespaces of ops that do more than compute what they return (statistics draw, and add in place): they never run
-again, whoever asks."""
+"""Namespaces of ops with side effects (statistics draw random numbers and accumulate in place). They never
+run again, whatever the user asks."""
 
 Name = str | Callable[..., Any]
-"""A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``, or the op."""
+"""A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``; or the op itself."""
 
 
 def ops_that_run_once(
     step: CapturedStep, keep: Iterable[Name] = (), never_rerun: Iterable[Name] = ()
 ) -> tuple[str, ...]:
-    """The ops that a plan may run only once, so that what they make stays for its last reader.
+    """Return the names of the ops that a plan may run only once, so that their results stay resident until
+    their last reader.
 
-    ``keep``: of a module, the ops that make what others read of it; of an op, the op. ``never_rerun``: of a module, all
-    its ops. Collectives and the like are always among them.
+    Args:
+        step: the captured step.
+        keep: modules or ops. Of a module, the forward ops whose results ops outside the module read; of an
+            op, all its calls.
+        never_rerun: modules or ops. Of a module, all its ops; of an op, all its calls. Ops with side effects,
+            collectives among them, always count.
 
     Raises:
-        UsageError: a name that neither a module nor an op of the step has; shows the nearest.
+        UsageError: neither a module nor an op of the step has one of the names. The message suggests similar
+            ones.
     """
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     for name in keep:
@@ -38,23 +45,24 @@ def ops_that_run_once(
 
 
 def _inside(step: CapturedStep, name: Name) -> set[str]:
-    """The calls of the module of that name."""
+    """Return the names of the calls in the module of that name."""
     return {c.name for c in step.calls if c.module and (c.module == name or c.module.startswith(f"{name}."))}
 
 
 def _named(step: CapturedStep, name: Name) -> set[str]:
-    """The calls of the op of that name, of all its overloads if none is named."""
+    """Return the names of the calls of an op; if the name has no overload, of all its overloads."""
     wanted = _dotted(name)
     found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
     if not found:
         known = {*(c.module for c in step.calls if c.module), *(_packet(c) for c in step.calls)}
         near = difflib.get_close_matches(wanted, sorted(known), 3, 0.3) or sorted(known)[:3]
-        raise UsageError(f"{wanted} is neither a module nor an op of {step.name}; near it: {', '.join(near)}")
+        raise UsageError(f"{wanted} is neither a module nor an op of {step.name}; similar: {', '.join(near)}")
     return found
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
-    """Of some calls those that make what other forward calls read, or what the step gives."""
+    """Return those of ``calls`` whose results other forward calls read, or that make an output of the
+    step."""
     read = {
         step.values[r.value].storage
         for c in step.calls
@@ -71,7 +79,7 @@ def _dotted(target: Name) -> str:
 
 
 def _packet(call: Call) -> str:
-    """The op's name without its overload."""
+    """Return the op's name without its overload."""
     return ".".join(_dotted(call.target).split(".")[:2])
 
 

@@ -1,8 +1,9 @@
-"""What a backward holds beyond the captured one where the gradients of the outputs lie otherwise in memory.
+"""The additional bytes of a backward whose tangents have other strides than at capture.
 
-A loss that permutes an output, or sums it, gives a gradient laid out by its own ways. What takes it may then copy it,
-give results that lie otherwise, too, or copy where a view would have done (`tangents.for_any_layout`). All this is
-followed on fakes, for a few layouts that losses give, from the tangents to where everything lies as captured again.
+A loss that permutes or sums an output produces a gradient with strides of its choice. Calls that read the
+gradient may copy it, return results with other strides themselves, or copy where a view was possible at
+capture (`tangent_layouts.for_any_layout`). This module follows all that on fake tensors, for a few typical
+layouts, from the tangents to the values whose strides are again those at capture.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
-    """Dense, with the dimensions in such an order in memory."""
+    """Return a layout: dense, with the dimensions in that order in memory, outermost first."""
 
     def lay(like: torch.Tensor) -> torch.Tensor:
         dims = order(list(range(like.ndim)))
@@ -36,7 +37,7 @@ def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
 
 
 def _expanded(like: torch.Tensor) -> torch.Tensor:
-    """One number, as the gradient of a sum."""
+    """Return one number expanded to the shape of ``like``, as the gradient of a sum is."""
     return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
@@ -47,13 +48,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "transposed": _dense(lambda dims: dims[::-1]),
     "expanded": _expanded,
 }
-"""How the gradients of outputs may lie."""
+"""Typical layouts of an output's gradient: functions that return a tensor of that layout, of the argument's
+shape, type and device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Bytes beyond the captured step: ``workspace`` by call, while it runs, and ``kept`` by storage, of copies that
-    live as long as it."""
+    """Bytes that a backward needs in addition to the captured one.
+
+    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name,
+    bytes of copies that live as long as that storage.
+    """
 
     workspace: Mapping[str, int]
     kept: Mapping[str, int]
@@ -64,10 +69,12 @@ NONE = Copies({}, {})
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A step as it lies for one layout of its tangents.
+    """A step whose tangents, and the values computed from them, have one of the `LAYOUTS`.
 
-    ``read``: the calls that read what lies otherwise, with the bytes of a copy of that. ``kept``: as in `Copies`.
-    ``spare``: bytes that are charged for tangents and are not there.
+    ``step``: the step, with fakes of these strides. ``read``: by the name of each call that reads a value
+    with other strides than at capture, the bytes of a copy of all such values. ``kept``: as in `Copies`.
+    ``spare``: bytes that are charged for the tangents but not needed in this layout (an expanded tangent is
+    one number).
     """
 
     step: CapturedStep
@@ -77,7 +84,7 @@ class OtherLayout:
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """The step for each of `LAYOUTS` in which its tangents may lie otherwise than captured."""
+    """Yield the step for each of `LAYOUTS` in which some tangent has other strides than at capture."""
     opened = for_any_layout(step)
     for lay in LAYOUTS.values():
         with quiet(), TrueLayouts():
@@ -95,10 +102,13 @@ def most_copied(
     own: Mapping[str, int],
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
-    """What a step holds at most beyond the captured one.
+    """Return the most bytes that the backward needs in addition to the captured one, over all `LAYOUTS`.
 
-    ``own``: the workspaces of its calls, in bytes. ``measured``: gives those of some calls of a step; without it, they
-    copy what lies otherwise.
+    Args:
+        step: the captured step.
+        own: the workspace of each of its calls as captured, in bytes, by call name.
+        measured: a function that measures the workspaces of some calls of a step, in bytes. If it is None,
+            each call is assumed to copy every argument whose strides differ.
     """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
@@ -116,7 +126,8 @@ def most_copied(
 
 
 class _Followed:
-    """One layout of the tangents, followed through the calls that read what lies otherwise."""
+    """One layout of the tangents, followed through all calls that read a value with other strides than at
+    capture."""
 
     def __init__(self, step: CapturedStep, lay: Layout) -> None:
         self.step = step
@@ -148,7 +159,7 @@ class _Followed:
         args, kwargs = substitute((call.args, dict(call.kwargs)), here.__getitem__)
         try:
             results = call.target(*args, **kwargs)
-        except RuntimeError:  # eager mode's own backward would refuse it, too
+        except RuntimeError:  # eager mode's backward would fail, too
             return
         given = {fake.untyped_storage()._cdata for fake in here.values()}
         for name, result in zip(call.results, (results,) if call.single else results, strict=True):
@@ -170,7 +181,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _anew(fake: torch.Tensor) -> torch.Tensor:
-    """The same in the present mode."""
+    """Return the same fake tensor in the current fake mode."""
     storage = torch.empty(
         fake.untyped_storage().nbytes() // fake.itemsize, dtype=fake.dtype, device=fake.device
     )

@@ -1,4 +1,5 @@
-"""The turn of a step from forward to backward, where its outputs leave for a loss and their gradients come back."""
+"""The loss boundary: the moment between forward and backward at which the caller has the outputs and computes
+their gradients."""
 
 from __future__ import annotations
 
@@ -16,36 +17,39 @@ from rematplan.runtime.graph.own_losses import in_own_losses
 from rematplan.runtime.problem.layout_copies import NONE, Copies
 
 OLD_BUFFERS = "old_buffers"
-"""The tensor that stands for the copies of buffers as they were before the step."""
+"""The tensor that represents copies of buffers from before the step."""
 LOSS = "(loss)"
-"""The op that stands for what is done with the outputs until their gradients come, and its tensor, which stands for
-copies of these."""
+"""The op that represents all computation between the outputs and their gradients; also the name of its
+tensor, which represents copies of these gradients."""
 LOSS_VALUE = "(loss value)"
-"""The tensor of that op which stands for what of a loss stays until the step ends."""
+"""The tensor of that op that represents the bytes of the loss that stay allocated until the step ends."""
 OPTIMIZER = "(optimizer)"
-"""The op that stands for the optimizer's step, where a problem has it, and its tensor without bytes."""
+"""The op that represents the optimizer's step, in problems that contain it; also the name of its zero-byte
+tensor."""
 WEIGHTS = "(weight gradients)"
-"""The op that stands for what happens between the input's gradient and the rest of a split backward, and its tensor."""
+"""The op that represents the time between the two parts of a split backward (input gradients, weight
+gradients); also the name of its tensor."""
 OUTSIDE = (LOSS, OPTIMIZER, WEIGHTS)
-"""Ops that others run."""
+"""Ops that the caller runs, not the plan."""
 COPIES = 5
-"""Tensors of the outputs' size, in float32 at least, that almost every loss does with at its peak, the gradients of the
-outputs among them: the mean of squares, l1, dice and divergences hold four, a squared difference written out five."""
+"""The assumed peak of a loss, in tensors of the outputs' size and of float32 or wider, gradients of the
+outputs included. Almost every loss needs at most this many: mean squared error, L1, dice and divergences need
+four, a squared difference written as separate ops needs five."""
 FEWER = 4
-"""As many where the outputs are large. Cross entropy and a mean squared error hold three."""
+"""The same number for large outputs. Cross entropy and mean squared error need three."""
 AMPLE_SHARE = 1 / 8
-"""Share of a step's peak up to which `COPIES` are set aside."""
+"""The share of the step's peak up to which `COPIES` is assumed rather than `FEWER`."""
 SCALARS = 8
-"""Tensors of one number that a loss has besides: a sum of weights, a temperature, a penalty."""
+"""The assumed number of further one-element tensors of a loss: a sum of weights, a temperature, a penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """Bytes that a loss holds beside the outputs and their gradients.
+    """Bytes that a loss needs in addition to the outputs and their gradients.
 
-    ``peak``: at its peak. ``kept``: of these until the step ends. Whoever calls the backward holds the loss and its
-    gradient meanwhile, and the one number that `mse_loss` and `smooth_l1_loss` give lies in a storage of the outputs'
-    size.
+    ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller
+    of backward holds the loss and its gradient meanwhile. (The one-element result of `mse_loss` and
+    `smooth_l1_loss` is a view of a storage of the outputs' size.)
     """
 
     peak: int
@@ -53,26 +57,34 @@ class LossMemory:
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
-        """For a loss of which only the peak is known. ``used``: the positions of outputs that it does not read."""
+        """Return the memory of a loss whose peak in bytes is known.
+
+        ``used``: positions of the outputs that the loss does not read.
+        """
         scalars = 2 * _scalar(step)
         return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
-        """For a loss of so many tensors of the outputs' size."""
+        """Return the memory of a loss whose peak is ``copies`` tensors of the outputs' size, gradients of the
+        outputs included.
+
+        ``used``: positions of the outputs that the loss does not read.
+        """
         given = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
         more = max(0, int(copies * _each(step, used)) - given)
         return cls.of_peak(step, more + SCALARS * _scalar(step), used)
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """For a loss of which nothing is known.
+        """Return the assumed memory of an unknown loss.
 
-        A scalar among the outputs is taken for a loss of the model's own, and what it is made of for used by that:
-        there are none for these, unless a gradient of theirs came before. An auxiliary loss that is made of something
-        else leaves the other outputs theirs.
+        A scalar output is assumed to be a loss that the model computes. That output, and the outputs it is
+        computed from, need no bytes here, except those for which a gradient has arrived before
+        (`CapturedStep.brought`). Other outputs, from which no scalar output is computed, are assumed to have
+        a loss outside the model.
 
-        ``peak``: the step's without recomputation and without a loss, in bytes.
+        ``peak``: bytes, of the step without recomputation and without a loss.
         """
         used = in_own_losses(step) - step.brought
         if not _read(step, used):
@@ -83,18 +95,21 @@ class LossMemory:
 
 NO_LOSS = LossMemory(0, 0)
 LATE = ("gradient", "input gradient", "statistic")
-"""The kinds of a step's outputs that its backward half gives."""
+"""The kinds of outputs that the backward half computes."""
 
 
 def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
-    """The gradients of the outputs that a loss reads. What a forward sets as attributes (a normalised weight, say) is
-    seldom for a loss."""
+    """Return the fake gradients of the outputs that a loss reads.
+
+    Outputs that the forward sets as attributes (a normalised weight, for example) are left out: a loss seldom
+    reads them.
+    """
     others = used | step.attributes
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
 def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
-    """Bytes of the outputs that a loss reads, in float32 at least."""
+    """Return the bytes of the outputs that a loss reads, in float32 or their own wider type."""
     return sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _read(step, used))
 
 
@@ -105,18 +120,24 @@ def _scalar(step: CapturedStep) -> int:
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """The problem of a step whose outputs and new buffers leave before its tangents come.
+    """Return the problem of a step whose outputs and new buffers leave before its tangents arrive.
 
-    ``loss``: what it holds at its peak is the workspace of an op of the backward, so that it divides no blocks, that
-    runs once, after all that makes outputs or new buffers and before all that reads a tangent; what it keeps is a
-    tensor of that op's.
+    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once,
+    after all ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is
+    the peak of the loss; a tensor that it writes represents the bytes that the loss keeps.
 
-    Whatever reads a tangent, or is marked as late, also reads all of them, so that they are there at the turn. The
-    outputs are made once, and so stay from then on, as their owner holds them; no inverse brings them back. New buffers
-    are copied at the turn, and what makes them (batch norm, say) may run again, from copies of what they were: these
-    are charged as one more input. ``copies``, which the backward makes where a loss lays the tangents out otherwise,
-    are charged to what makes them, or to what they are copies of; the loss's own tensor stands for the copies of
-    tangents.
+    Every op that reads a tangent or is marked as late also reads all outputs and new buffers, so that they
+    exist at the boundary. Outputs are computed once and stay resident from then on, since the caller holds
+    them; no inverse recovers them. New buffers are copied at the boundary; the ops that make them (batch
+    norm, for example) may run again, from copies of the old buffers, which are charged as one more input.
+
+    Args:
+        step: the captured step.
+        graph: its planning problem.
+        loss: the bytes that the loss needs.
+        copies: bytes that the backward needs if a loss produces tangents with other strides. They are charged
+            to the ops and storages that they belong to; copies of tangents are charged to the tensor of the
+            loss.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -143,7 +164,7 @@ def with_loss_boundary(
         between,
         *(turned(op) for op in graph.ops if op.name in late),
     )
-    # What is done between the halves may communicate too.
+    # The caller may communicate between the halves, too.
     ordered = {*graph.ordered, *([LOSS] if any(c.collective for c in step.calls) else [])}
     return replace(
         graph,
@@ -164,8 +185,7 @@ def with_loss_boundary(
 
 
 def without_room(graph: TrainingGraph) -> TrainingGraph:
-    """The problem of a `with_loss_boundary` without what it leaves for a loss outside: what the step itself must
-    hold."""
+    """Return the problem of a `with_loss_boundary` with no bytes for the loss: what the step itself needs."""
     free = {LOSS, LOSS_VALUE}
     return replace(
         graph,
@@ -175,17 +195,18 @@ def without_room(graph: TrainingGraph) -> TrainingGraph:
 
 
 def set_aside(graph: TrainingGraph) -> int:
-    """Bytes that a step's `with_loss_boundary` leaves for a loss outside of it."""
+    """Return the bytes that a `with_loss_boundary` reserves for the loss."""
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSchedule:
-    """A schedule as it is run.
+    """The part of a schedule that the plan runs, split at the loss boundary.
 
-    ``schedule`` and ``lanes`` are without the loss and the optimizer's step, which others run, and without the last
-    frees of gradients, which leave. ``positions``: where the steps of ``schedule`` stood. ``turn``: the position of the
-    first after the loss. ``late``: that of the first which a split backward does later, after `WEIGHTS`; None if it is
+    ``schedule``, ``lanes``: without the ops in `OUTSIDE`, which the caller runs, and without the last free of
+    each gradient, since the caller takes it. ``positions``: the position of each of these steps in the
+    original schedule. ``turn``: the index in ``schedule`` of the first step after the loss. ``late``: the
+    index of the first step of the second part of a split backward, after `WEIGHTS`; None if the backward is
     not split.
     """
 
@@ -197,12 +218,13 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """What is to be run of a schedule of a `with_loss_boundary`, and where it turns."""
+    """Return the part of a schedule of a `with_loss_boundary` that the plan runs, and the index of the loss
+    boundary in it."""
     leaving = _leaving(step, schedule)
     outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}
     own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
     shorter, runs = lanes, runs_of(schedule)
-    for name in reversed(OUTSIDE):  # the last run first: its going moves no other
+    for name in reversed(OUTSIDE):  # the last run first, so that positions of the others stay valid
         if shorter and name in runs:
             shorter = _without(shorter, runs.index(name))
     turn = bisect(own, schedule.index(Run(LOSS)))
@@ -211,7 +233,7 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
-    """Where a schedule frees gradients for good."""
+    """Return the positions at which a schedule frees a gradient for the last time."""
     gradients = {step.values[o.value].storage for o in step.outputs if "gradient" in o.kind}
     found: set[int] = set()
     for at in reversed(range(len(schedule))):
@@ -224,7 +246,7 @@ def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:
-    """The lanes without the main lane's run that stands at a position."""
+    """Return the lanes without the run at this position of the main lane."""
 
     def at(other: int) -> int:
         return other - (other > run)

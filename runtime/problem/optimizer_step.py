@@ -1,4 +1,4 @@
-"""The optimizer's step as the last op of a step's problem."""
+"""The optimizer's step as the last op of a planning problem."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 
 
 def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int) -> TrainingGraph:
-    """The problem with one more op at its end, which others run when all outputs are there.
+    """Return the problem with one more op at its end, the optimizer's step, which the caller runs when all
+    outputs exist.
 
     Args:
-        step: the captured step. Its tangents are gone by then, and are charged as inputs of the problem.
-        graph: its problem, with what is planned of gradients.
-        transient: bytes that the optimizer's step holds beyond parameters, gradients and state.
+        step: the captured step. The problem charges its tangents as inputs, but they are freed before the
+            optimizer runs, so their bytes are available to it.
+        graph: the planning problem of the step.
+        transient: bytes that the optimizer's step allocates temporarily, in addition to parameters, gradients
+            and state. If 0, the problem is returned unchanged.
     """
     if not transient:
         return graph

@@ -17,12 +17,15 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """The planning problem of a captured step, priced by ``costs`` (one entry a call that is no view, and an inverse).
+    """Return the planning problem of a captured step.
 
-    Views are folded into the storage they view. The saved generator states of the random calls, needed to
-    draw the same numbers when they run again, are charged as one more input. A call whose results take no more than
-    its state never runs again: they can be held in the state's place. So is what libraries keep for good. Collectives
-    run once, in order among them and random calls, since the plans of other processes may be others.
+    Views are folded into the storage that they view. Random calls must draw the same numbers when they run
+    again: their saved generator states are charged as one more input. A random call whose results take no
+    more bytes than its state never runs again. Bytes that libraries keep allocated are charged as another
+    input. Collectives run once, in a fixed order among themselves and random calls, since the plans of other
+    processes may differ.
+
+    ``costs``: the cost of each call that is not a view, and of each inverse, by name.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -41,10 +44,10 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     state = max(map(_state_bytes, drawing), default=0)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     states = len(seeded) - len(kept) + 1 if len(kept) < len(seeded) else 0
-    states += len(drawing) if step.left_out else 0  # for a forward that runs again, as a whole
+    states += len(drawing) if step.left_out else 0  # in case the whole forward runs again
     if states * state:
         sizes[RNG_STATES] = split[RNG_STATES] = states * state
-    left_over = REST if step.device.type == "cuda" else 0  # of a block, in small steps beyond the share
+    left_over = REST if step.device.type == "cuda" else 0  # the rest of a block beyond `SHARE`
     library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
     if library:
         sizes[LIBRARIES] = split[LIBRARIES] = library
@@ -85,7 +88,8 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
 
 
 def _grain(step: CapturedStep, call: Call) -> float:
-    """Two roundings of a call's result, if it is less precise than what is read; else 0."""
+    """Return the machine epsilon of a call's result (two roundings) if it is coarser than that of the
+    arguments; else 0."""
     results = [step.values[r].fake.dtype for r in call.results if r]
     reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
     coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)

@@ -1,7 +1,7 @@
-"""Where a schedule's backward half is cut, so that gradients leave it as they are ready.
+"""The segments of a schedule's backward half: parts at whose ends gradients are returned.
 
-What waits for them can then begin before the backward is over: an all-reduce of them overlaps the rest, and an
-optimizer that runs in the gradients' hooks frees them.
+A gradient that is returned early can be used before the backward has ended: its all-reduce overlaps the rest
+of the backward, and an optimizer that runs in the gradients' hooks frees it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepOutput
 
 MOST_SEGMENTS = 16
-"""Segments at most: each costs some tens of microseconds on its way through autograd."""
+"""The largest number of segments. Each costs some tens of microseconds in autograd."""
 LEAST_SEGMENT_BYTES = 2**20
-"""Bytes of gradients below which it is not worth a segment."""
+"""The smallest number of gradient bytes for which a segment is worth its cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps ``start`` to ``end`` of a schedule, after which the gradients ``outputs`` are ready, and the ``statistics``
-    that are made on the way."""
+    """Steps ``start`` to ``end`` (exclusive) of a schedule. At its end the gradients ``outputs`` are ready.
+    ``statistics``: the statistics that it computes."""
 
     start: int
     end: int
@@ -39,13 +39,21 @@ def gradient_segments(
     least: int = LEAST_SEGMENT_BYTES,
     late: int | None = None,
 ) -> tuple[Segment, ...]:
-    """The backward half of a schedule, from ``start`` on, in at least one and at most ``most`` segments, of about equal
-    bytes of gradients, but no fewer than ``least``.
+    """Divide the backward half of a schedule into segments with about equal bytes of gradients.
 
-    ``spare``: bytes at each position, if gradients that wait for the end of their segment may hold no more. It ends
-    before a position where they would, so that there may be more segments. ``late``: a position at which one ends.
-    Where the backward communicates, there is no other end: a data-parallel model sends gradients between segments, in
-    all processes at the same place.
+    Args:
+        step: the captured step.
+        schedule: the schedule, without the loss.
+        start: the index of the backward's first step.
+        spare: the unused bytes of the budget at each step. A segment ends early where waiting gradients would
+            exceed them, so there may be more than ``most`` segments. Empty: no limit.
+        most: the largest number of segments.
+        least: the smallest number of gradient bytes of a segment.
+        late: an index at which a segment must end; None if there is none.
+
+    Returns:
+        At least one segment. If the backward communicates, segments end only at ``late``: a data-parallel
+        model reduces gradients between segments, which must happen at the same place in all processes.
     """
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
@@ -57,11 +65,13 @@ def gradient_segments(
     def parts(start: int, end: int, gradients: Sequence[StepOutput]) -> Iterator[Segment]:
         given: list[StepOutput] = []
         waiting = 0
-        for gradient, later in zip(gradients, [*gradients[1:], None], strict=False):  # none of none
+        for gradient, later in zip(
+            gradients, [*gradients[1:], None], strict=False
+        ):  # empty if there are no gradients
             given.append(gradient)
             waiting += sizes[gradient]
             at = ready[gradient]
-            # Gradients that one op makes leave together.
+            # Gradients that one op computes are returned together.
             if later is None or ready[later] == at or communicates:
                 continue
             if waiting >= enough or waiting > min(spare[at + 1 : ready[later] + 1], default=waiting):
@@ -82,7 +92,7 @@ def gradient_segments(
 def _with_statistics(
     step: CapturedStep, schedule: Schedule, segments: Sequence[Segment]
 ) -> tuple[Segment, ...]:
-    """The segments with the statistics that the ops of each make."""
+    """Return the segments, each with the statistics that its ops compute."""
     of = {step.values[o.value].call: o for o in step.outputs if o.kind == "statistic"}
     if not of:
         return tuple(segments)
@@ -96,11 +106,12 @@ def _with_statistics(
 
 
 def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutput, int]:
-    """For each gradient the position from which on it may leave; −1 before all.
+    """Return for each gradient the index of the last step before it may be returned; -1 if it may be returned
+    before all steps.
 
-    That is the last one that reads or writes it, or reads what it is the gradient of: an optimizer that runs in the
-    gradient's hook changes that. Of a ``split`` backward an input's gradient leaves before the gradients of weights
-    that read the input are made.
+    That is the last step that reads or writes the gradient, or that reads the tensor it is the gradient of,
+    because an optimizer that runs in the gradient's hook changes that tensor. In a ``split`` backward, an
+    input's gradient is returned before the weight gradients that read the input are computed.
     """
     last = dict.fromkeys(step.storage_bytes, -1)
     for at, one in enumerate(schedule):
@@ -110,7 +121,7 @@ def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutp
     of = {(GRADIENT_OF.get(i.kind), i.target): step.values[i.value].storage for i in step.inputs}
 
     def changed(o: StepOutput) -> int:
-        """The last read of what is changed once the gradient has left."""
+        """Return the last step that reads the tensor that may change once its gradient is returned."""
         return -1 if split and o.kind == "input gradient" else last[of[o.kind, o.target]]
 
     return {

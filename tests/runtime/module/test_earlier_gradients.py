@@ -209,10 +209,10 @@ def test_gradients_that_some_lack_or_that_go_early_fit_the_same_plan() -> None:
 def test_a_plan_beside_them_says_so_and_is_for_no_other_step(tmp_path: Path) -> None:
     planned, _ = narrow(0.7)
     beside_alone(planned, 2)
-    assert "beside earlier gradients" in str(planned.plan)
+    assert "with earlier gradients" in str(planned.plan)
     assert "beside" not in str(planned.plans[0])
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
-    with pytest.raises(ProblemError, match="another graph than 'Sequential', 'Sequential beside earlier"):
+    with pytest.raises(ProblemError, match="another graph than 'Sequential', 'Sequential with earlier"):
         rematplan.plan_module(network(), (few()[0],), plan=tmp_path / "plan.json")
 
 

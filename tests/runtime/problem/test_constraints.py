@@ -164,7 +164,7 @@ def test_collectives_never_run_again() -> None:
 def test_unknown_names_are_said() -> None:
     with pytest.raises(UsageError, match="neither a module nor an op"):
         planned(keep=["6"])
-    with pytest.raises(UsageError, match=r"near it: .*aten\.sigmoid"):
+    with pytest.raises(UsageError, match=r"similar: .*aten\.sigmoid"):
         planned(never_rerun=["aten.sigmoidal"])
     with pytest.raises(UsageError, match="no part of the model"):
         planned(keep=[nn.Linear(1, 1)])
