@@ -107,6 +107,24 @@ class TrainingGraph:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
+    def structure(self) -> str:
+        """A hash of what makes a schedule valid, by positions: not names, inputs, sizes and costs.
+
+        Problems of one structure have the same ops in order, which read and write the same tensors in the order in
+        which ops write them. Inputs are resident during the whole step, so they do not count. Which ops may run only
+        once does not count either.
+        """
+        number = {t: i for i, t in enumerate(self.producer)}
+        op_number = {o.name: i for i, o in enumerate(self.ops)}
+        rows = [
+            [[number[t] for t in o.reads if t in number], [number.get(t, -1) for t in o.writes], o.phase]
+            for o in (*self.ops, *self.inverses)
+        ]
+        outputs = sorted(number[t] for t in self.outputs if t in number)
+        parts = [len(self.ops), rows, outputs, [op_number[name] for name in self.ordered]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @cached_property
     def has_phases(self) -> bool:
         """Whether at least one op is marked as backward."""
         return any(o.phase == "backward" for o in self.ops)

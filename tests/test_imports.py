@@ -41,6 +41,7 @@ LAYERS = {
     "ir": ("errors training_graph recoverable problem_json cache_folder", "onnx"),
     "planner": (
         "core",
+        "family",
         "caches",
         "arrays",
         "blocks",

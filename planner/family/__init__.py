@@ -1,0 +1,1 @@
+"""Plans of one structure, evaluated for any sizes of its tensors."""

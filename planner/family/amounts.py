@@ -1,0 +1,60 @@
+"""Sizes, workspaces and costs of a problem by position, for all problems of one structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.ir import TrainingGraph
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Amounts:
+    """What tells problems of one structure (`TrainingGraph.structure`) apart.
+
+    ``sizes``: bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: bytes, of
+    the ops, then of the inverses. ``costs``: of the ops, then of the inverses. ``fixed``: bytes of the inputs.
+    ``base_cost``: of running every op once. ``once``: positions of the ops that may run only once.
+    """
+
+    sizes: Ints
+    workspaces: Ints
+    costs: Floats
+    fixed: int
+    base_cost: float
+    once: Ints
+
+    @property
+    def total(self) -> int:
+        """The bytes of all tensors, inputs included."""
+        return self.fixed + int(self.sizes.sum())
+
+    def equals(self, other: Amounts) -> bool:
+        """Whether all amounts are the same."""
+        return (
+            (self.fixed, self.base_cost) == (other.fixed, other.base_cost)
+            and np.array_equal(self.sizes, other.sizes)
+            and np.array_equal(self.workspaces, other.workspaces)
+            and np.array_equal(self.costs, other.costs)
+            and np.array_equal(self.once, other.once)
+        )
+
+
+def amounts_of(graph: TrainingGraph) -> Amounts:
+    """Return the amounts of a problem."""
+    size, recipes = graph.size, (*graph.ops, *graph.inverses)
+    once = set(graph.never_rerun)
+    return Amounts(
+        sizes=np.array([size[t] for t in graph.producer], dtype=np.int64),
+        workspaces=np.array([op.workspace for op in recipes], dtype=np.int64),
+        costs=np.array([op.cost for op in recipes], dtype=np.float64),
+        fixed=graph.input_bytes,
+        base_cost=graph.base_cost,
+        once=np.array([i for i, op in enumerate(graph.ops) if op.name in once], dtype=np.int64),
+    )

@@ -1,0 +1,176 @@
+"""A family: the plans of one structure that are the best at some sizes that were met, for any other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import with_frees
+from rematplan.planner.family.amounts import Amounts, amounts_of
+from rematplan.planner.family.evaluation import Evaluation, Stack, stack
+from rematplan.planner.family.member import Member, member_of, schedule_of, step_table
+
+MEMBERS = 36
+"""The number of members of a family."""
+SIZES_MET = 6
+"""The number of problems at whose sizes members are compared: the largest that was met, and the latest."""
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """``met``: amounts at which members were found. ``evaluations``: of all members, at each of them."""
+
+    members: tuple[Member, ...]
+    stack: Stack
+    met: tuple[Amounts, ...]
+    evaluations: tuple[Evaluation, ...]
+
+
+class PlanFamily:
+    """Plans of one structure.
+
+    The first member runs every op once. Another is kept as long as it is on the Pareto front of peak and cost at sizes
+    that were met; above `MEMBERS` the one leaves whose absence costs least there (`_gains`). Usable from several
+    threads: a change replaces the whole state.
+
+    Args:
+        graph: any problem of the structure.
+    """
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.structure = graph.structure
+        self._tensors = len(graph.producer)
+        self._named = _names(graph), step_table(graph)
+        runs = [op.name for op in graph.ops]
+        first = member_of(graph, with_frees(graph, runs), "store_all")
+        self._state = self._made((first,), (amounts_of(graph),))
+
+    def __len__(self) -> int:
+        return len(self._state.members)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members; positions in an `Evaluation` are positions in it."""
+        return self._state.members
+
+    @property
+    def met(self) -> tuple[Amounts, ...]:
+        """The amounts at which members are compared."""
+        return self._state.met
+
+    def add(self, graph: TrainingGraph, plan: Plan) -> None:
+        """Add a plan of a problem of this structure.
+
+        Raises:
+            ProblemError: the problem is of another structure.
+        """
+        self._check(graph)
+        self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
+
+    def add_member(self, amounts: Amounts, member: Member) -> None:
+        """Add a schedule that was found for a problem of these amounts."""
+        state = self._state
+        members = state.members
+        known = any(np.array_equal(m.steps, member.steps) for m in members)
+        met = _with(state.met, amounts)
+        if known and len(met) == len(state.met) and all(map(Amounts.equals, met, state.met)):
+            return
+        state = self._made(members if known else (*members, member), met)
+        while len(state.members) > MEMBERS:
+            gains = _gains(state.evaluations, state.met)
+            gains[0] = np.inf
+            worst = int(np.argmin(gains))  # of equals the oldest
+            state = self._made((*state.members[:worst], *state.members[worst + 1 :]), met)
+        self._state = state
+
+    def evaluate(self, amounts: Amounts) -> Evaluation:
+        """Return the peaks and costs of all members for a problem of these amounts."""
+        return self._state.stack.evaluate(amounts)
+
+    def best(self, amounts: Amounts, budget: int) -> Member | None:
+        """Return the cheapest member within a budget (bytes), None if none fits."""
+        members = self.fitting(amounts, budget, 1)
+        return members[0] if members else None
+
+    def fitting(self, amounts: Amounts, budget: int, count: int) -> tuple[Member, ...]:
+        """Return the ``count`` cheapest members within a budget (bytes), the cheapest first."""
+        state = self._state
+        return tuple(state.members[m] for m in state.stack.evaluate(amounts).fitting(budget)[:count])
+
+    def nearest_over(self, amounts: Amounts, budget: int) -> Member | None:
+        """Return the member whose peak is over a budget by the fewest bytes; None if all fit."""
+        state = self._state
+        found = state.stack.evaluate(amounts).nearest_over(budget)
+        return None if found is None else state.members[found]
+
+    def least(self, amounts: Amounts) -> Member:
+        """Return the member of the smallest peak."""
+        found = self.nearest_over(amounts, -1)
+        assert found is not None, "the member that runs every op once is always allowed"
+        return found
+
+    def plan(self, graph: TrainingGraph, member: Member, amounts: Amounts | None = None) -> Plan:
+        """Return a member as a plan of a problem. ``amounts``: of the problem, if they are known.
+
+        Raises:
+            ProblemError: the problem is of another structure.
+        """
+        self._check(graph)
+        names, table = self._named
+        if names != _names(graph):
+            table = step_table(graph)
+            self._named = _names(graph), table
+        schedule = schedule_of(member, table)
+        estimate = member.estimate(amounts_of(graph) if amounts is None else amounts)
+        return Plan(graph.name, member.strategy, schedule, estimate, fingerprint=graph.fingerprint)
+
+    def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
+        """Return the cheapest member that fits a problem's budget (bytes) as a plan; None if none fits.
+
+        Raises:
+            ProblemError: the problem is of another structure.
+        """
+        self._check(graph)
+        amounts = amounts_of(graph)
+        member = self.best(amounts, budget)
+        return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
+
+    def _check(self, graph: TrainingGraph) -> None:
+        if graph.structure != self.structure:
+            raise ProblemError(f"{graph.name!r} has other ops or storages than the plans' problem")
+
+    def _made(self, members: tuple[Member, ...], met: tuple[Amounts, ...]) -> _State:
+        rows = stack(members, self._tensors)
+        return _State(members, rows, met, tuple(rows.evaluate(amounts) for amounts in met))
+
+
+def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(graph.op), tuple(graph.producer)
+
+
+def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
+    """The amounts that were met and these: the largest, and the latest ones."""
+    met = (*(known for known in met if not known.equals(amounts)), amounts)
+    if len(met) <= SIZES_MET:
+        return met
+    largest = max(met, key=lambda known: known.total)
+    rest = [known for known in met if known is not largest]
+    return (largest, *rest[1 - SIZES_MET :])
+
+
+def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:
+    """What each member is worth: the area of the (peak, overhead) plane that only it dominates, summed over all
+    sizes met; infinite for the cheapest and the leanest at any of them (Beume, Naujoks and Emmerich 2007, SMS-EMOA)."""
+    gains = np.zeros(evaluations[0].peaks.size)
+    for found, amounts in zip(evaluations, met, strict=True):
+        front = np.array(found.front())
+        peaks = found.peaks[front] / max(1, int(found.peaks.max()))
+        overheads = found.costs[front] / (amounts.base_cost or 1.0)
+        area = np.full(front.size, np.inf)
+        area[1:-1] = (peaks[:-2] - peaks[1:-1]) * (overheads[2:] - overheads[1:-1])
+        gains[front] += area
+    return gains
