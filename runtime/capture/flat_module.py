@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -41,6 +42,26 @@ class Own:
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
     return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
+
+
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
+"""Types of arguments that are leaves themselves."""
+
+
+def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of ``(args, kwargs)``, as `flattened` returns them.
+
+    Calls whose arguments are all leaves share one structure object, which compares with itself by identity.
+    """
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        return leaves, _flat_spec(len(args), tuple(kwargs))
+    return flattened((args, kwargs))
+
+
+@lru_cache(maxsize=256)
+def _flat_spec(positional: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    return flattened(((0,) * positional, dict.fromkeys(names, 0)))[1]
 
 
 def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:

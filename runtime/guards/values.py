@@ -83,7 +83,7 @@ def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator
         args = [_filled(arg, known) for arg in e.args]
         kwargs = {name: _filled(arg, known) for name, arg in e.kwargs.items()}
         result = e.call(*args, **kwargs)
-        leaves = (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
+        leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
         for place, made in zip(e.results, leaves, strict=False):
             if place is not None:
                 known[place] = made

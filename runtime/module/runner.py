@@ -22,7 +22,15 @@ from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime import guards
 from rematplan.runtime.capture.capture import capture, check_traceable
-from rematplan.runtime.capture.flat_module import FlatModel, Given, Own, Place, flattened, refill, tensors_in
+from rematplan.runtime.capture.flat_module import (
+    FlatModel,
+    Given,
+    Own,
+    Place,
+    flattened_call,
+    refill,
+    tensors_in,
+)
 from rematplan.runtime.capture.hidden_tensors import (
     Withheld,
     check_dense,
@@ -196,7 +204,7 @@ class Runner:
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
-        leaves, spec = flattened((args, kwargs))
+        leaves, spec = flattened_call(args, kwargs)
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
         tensors = tensors_in(leaves)
@@ -279,7 +287,7 @@ class Runner:
 
     def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
         """What these arguments take: an entry whose guard holds, or a new one."""
-        leaves, spec = flattened((args, kwargs))
+        leaves, spec = flattened_call(args, kwargs)
         return self._way(planned, leaves, spec, self._state(planned))
 
     def _state(self, planned: Planned) -> guards.ModuleState:
