@@ -7,6 +7,7 @@ from typing import Any
 
 import gloo_tasks
 import pytest
+import torch
 from gloo_workers import Workers
 
 CASES = [
@@ -17,13 +18,16 @@ CASES = [
     ("zbv", 8, 8, "100%"),
     ("dualpipev", 8, 8, "100%"),
 ]
+TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.75
+"""Of a promise, what a peak is at least. The promise counts buffers to receive into for all micro-batches; PyTorch 2.15
+makes each as it is needed."""
 
 
 def check(found: list[dict[str, Any]]) -> None:
     for rank, answer in enumerate(found):
         assert answer["different"] == [], f"rank {rank}"
         assert answer["peak"] <= answer["promise"], f"rank {rank}"
-        assert answer["peak"] >= 0.97 * answer["promise"], f"rank {rank}"
+        assert answer["peak"] >= TIGHT * answer["promise"], f"rank {rank}"
     assert [a["losses"] for a in found if a["losses"] is not None] == [True]
 
 
