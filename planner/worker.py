@@ -165,7 +165,7 @@ def main() -> None:
         os.nice(NICE)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # solvers print there
-    requests: queue.Queue[Any] = queue.Queue()
+    requests: queue.Queue[Any] = queue.LifoQueue()  # the latest size is the likeliest to come again
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
     while True:

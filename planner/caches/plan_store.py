@@ -123,10 +123,11 @@ class PlanStore:
         """Return the latest plans of any problems of this process, converted to this problem where possible."""
         return tuple(plan for plan, _ in self._transferred(problem))
 
-    def serves(self, problem: TrainingGraph, budget: int) -> bool:
-        """Whether a plan of `nearest` fits the budget (bytes) and comes from a problem with the same ops, perhaps
-        of other sizes."""
-        return any(plan.estimate.peak <= budget and same for plan, same in self._transferred(problem))
+    def serving(self, problem: TrainingGraph, budget: int) -> Plan | None:
+        """The cheapest plan of `nearest` that fits the budget (bytes) and comes from a problem with the same ops,
+        perhaps of other sizes; None if there is none."""
+        same = (plan for plan, same in self._transferred(problem) if same and plan.estimate.peak <= budget)
+        return min(same, key=lambda plan: (plan.estimate.cost, plan.estimate.peak), default=None)
 
     def _transferred(self, problem: TrainingGraph) -> Iterator[tuple[Plan, bool]]:
         for ops, plan in self._latest:

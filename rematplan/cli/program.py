@@ -28,6 +28,7 @@ COMMANDS = {
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
     "devices": "list the device models that --device-model names",
+    "warm": "compile the planner's loops ahead, which the first plan of a machine does otherwise",
     "cache": "list or delete the plans and measured costs that are kept",
 }
 """Name and summary. The module `rematplan.cli.NAME` (with _ for -) has ``add`` (its options) and ``run`` (returns the

@@ -22,6 +22,7 @@ from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.at_once import plan_at_once
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.inverting import better_of, plan_either
@@ -336,6 +337,9 @@ class StepPlanner:
         if known is not None:
             self.store.put(graph, amount, known)
             return known
+        if asked.refines and (found := plan_at_once(graph, amount, self.store)):
+            self.store.put(graph, amount, found)
+            return found
         starts = ApproxDP().around(graph, amount) if asked.deterministic else ()
         with self._explaining_refusals(graph):
             for part in self._in_parts(chosen, graph, amount):
@@ -354,7 +358,7 @@ class StepPlanner:
         if isinstance(chosen, Auto):
             if self.options.refines:
                 yield replace(chosen, time_limit=QUICK)
-            elif self.store.serves(graph, budget):
+            elif self.store.serving(graph, budget) is not None:
                 yield replace(chosen, time_limit=FURTHER * chosen.time_limit)
         yield chosen
 

@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rematplan.cli.arguments import MEANINGS
 from rematplan.cli.program import COMMANDS, parser
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.registry import STRATEGIES
 
 
@@ -68,6 +70,16 @@ def test_devices(call) -> None:
             ).status
             == 0
         )
+
+
+def test_warm(call) -> None:
+    said = call("warm", "--json").data
+    assert said["seconds"] >= 0
+    folder = Path(said["folder"])
+    assert folder.is_relative_to(cache_folder())
+    assert any(folder.rglob("*.nbi"))
+    assert str(folder) in call("warm").out.replace("\n", "")
+    assert not call("warm", "--quiet").out
 
 
 def test_cache(call, tmp_path, monkeypatch) -> None:

@@ -204,13 +204,13 @@ def test_the_latest_plans_are_transferred_to_other_sizes(problems):
     graph, store = problems.chain(8), PlanStore()
     for length in (4, 5, 6, 7):
         store.put(problems.chain(length), 1, base(problems.chain(length)))
-    assert not store.serves(graph, 10**9)
+    assert store.serving(graph, 10**9) is None
     store.put(graph, 1, base(graph))
     half = replace(graph, tensors=tuple(replace(t, bytes=t.bytes // 2) for t in graph.tensors))
     assert len(store.nearest(half)) == module.NEAREST
     assert store.nearest(half)[-1].estimate == base(half).estimate
-    assert store.serves(half, base(half).estimate.peak)
-    assert not store.serves(half, base(half).estimate.peak - 1)
+    assert store.serving(half, base(half).estimate.peak).estimate == base(half).estimate
+    assert store.serving(half, base(half).estimate.peak - 1) is None
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first(problems, monkeypatch):

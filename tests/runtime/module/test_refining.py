@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans import refining
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -70,19 +71,21 @@ class Elsewhere:
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     """The stand-in, and a quick search that gives a dear plan which leaves something to improve."""
     (tmp_path / "rematplan").mkdir()
-    (tmp_path / "rematplan" / "kernels").symlink_to(
-        cache_folder() / "kernels"
-    )  # which take a minute to compile
+    # The machine code is everybody's: it takes a minute to compile.
+    (tmp_path / "rematplan" / "kernels").symlink_to(cache_folder() / "kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Elsewhere()
     monkeypatch.setattr(refining, "shared", lambda: one)
 
-    def least(self, graph, budget, progress=None, starts=()):
-        del self, progress, starts
-        plan = min(ApproxDP().curve(graph, ()), key=lambda p: p.estimate.peak)
-        return Plan(**{**{f: getattr(plan, f) for f in plan.__slots__}, "budget": budget, "strategy": "auto"})
+    def least(graph):
+        return min(ApproxDP().curve(graph, ()), key=lambda p: p.estimate.peak)
 
-    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", least)
+    def search(self, graph, budget, progress=None, starts=()):
+        del self, progress, starts
+        return replace(least(graph), budget=budget, strategy="auto")
+
+    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", search)
+    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", least)
     return one
 
 
@@ -255,14 +258,39 @@ def test_a_plan_of_another_process_is_used_without_a_search(elsewhere: Elsewhere
     first = planned(Network())
     problem, budget, _ = elsewhere.searches[0]
     best = elsewhere.find()
-    first._rematplan.planner.store.keep(problem, Plan(**{**fields(best), "budget": budget}), seconds=30.0)
+    first._rematplan.planner.store.keep(problem, replace(best, budget=budget), seconds=30.0)
     later = planned(Network())
     assert later.plan.estimate == best.estimate
     assert len(elsewhere.searches) == 1
 
 
-def fields(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in plan.__slots__}
+def no_search(*_: Any, **__: Any) -> Plan:
+    raise AssertionError("a plan that fits is known")
+
+
+def test_another_size_begins_with_the_best_plan_that_fits_and_no_search(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
+    x = X.repeat(16, 1)
+    model = rematplan.plan_module(Network(), (x,), budget="70%", costs="roofline", loss_memory=0)
+    best = elsewhere.find()
+    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    model(x[:-1]).backward()
+    assert model.plan.schedule == best.schedule
+    assert model.plan.peak <= model.plan.budget == model.plans[0].budget
+    assert len(elsewhere.searches) == 2
+
+
+def test_nothing_is_searched_where_nothing_needs_to_be_recomputed(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
+    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    model = planned(Network())
+    assert (model.plan.status, model.plan.gap, model.plan.estimate.reruns) == ("optimal", 0.0, 0)
+    assert model.plan.budget == model.plan.peak
+    assert not elsewhere.searches
 
 
 # The process itself
@@ -329,7 +357,6 @@ def test_a_process_that_is_killed_ends_its_searches_and_another_takes_over(
 SCRIPT = """
 import sys, torch, rematplan
 from torch import nn
-from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.background import shared
 x = torch.randn(512, 64)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))

@@ -1,0 +1,31 @@
+"""``rematplan warm``: compile the planner's loops ahead of the first plan, for a container image for example."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rematplan.cli.output import Output
+from rematplan.ir.cache_folder import cache_folder
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+    del parser
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Compile what is not compiled yet; the machine code is kept for all later processes."""
+    del args
+    from rematplan.planner.auto.compile_kernels import compile_kernels
+    from rematplan.report.tables import pairs_table
+
+    began = time.monotonic()
+    with out.progress("compiling") as progress:
+        compile_kernels(progress)
+    seconds, folder = time.monotonic() - began, cache_folder() / "kernels"
+    out.show(
+        pairs_table("The planner's loops are compiled", {"folder": str(folder), "time": f"{seconds:.1f} s"})
+    )
+    out.data({"folder": str(folder), "seconds": seconds})
+    return 0

@@ -1,0 +1,34 @@
+"""Plans that need no search, for a training that begins at once and has its plan improved later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import must_run
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.strategies.store_all import no_recompute
+
+
+def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
+    """Return a plan within ``budget`` bytes that is found without a search; None if none is known.
+
+    A plan that recomputes nothing if it fits, since no plan takes less time. Else the best of the store's plans of
+    the same ops, perhaps in other sizes: the plan for one batch size is good for another.
+    """
+    whole = _with_floor(no_recompute(graph), graph)
+    found = whole if whole.peak <= budget else store.serving(graph, budget)
+    return None if found is None else replace(found, budget=budget)
+
+
+def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
+    """The plan with the bound that every needed op runs once."""
+    if not graph.base_cost:
+        return plan
+    needed = must_run(graph)
+    floor = math.fsum(op.cost for op in graph.ops if op.name in needed) / graph.base_cost - 1
+    if plan.estimate.overhead <= floor:
+        return replace(plan, lower_bound=plan.estimate.overhead, status="optimal")
+    return replace(plan, lower_bound=floor)
