@@ -26,6 +26,7 @@ ROOMS = (
     "planner/ilp",
     "planner/overlap",
     "planner/strategies",
+    "rematplan/optim",
     "rematplan/report",
     "runtime",
     "runtime/graph",

@@ -1,1 +1,1 @@
-"""Optimizers on Kronecker-factored statistics."""
+"""The K-FAC optimizer, which reads Kronecker factors of a planned module and preconditions gradients with them."""

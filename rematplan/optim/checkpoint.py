@@ -1,4 +1,4 @@
-"""State of an optimizer on several processes, for a run on another number of them."""
+"""Merge the states of an optimizer that runs on several processes, to continue on another number of processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from rematplan.ir import UsageError
 
 LAYERS = "layers"
-"""The key of the factors' state."""
+"""The key of the layers' state in a ``state_dict``."""
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state from the ``state_dict`` of each process, for any number of processes.
+    """Merge the ``state_dict`` of each process into one that any number of processes can load.
 
-    Each layer's factors are those of its owner; what all processes hold is the first one's.
+    The factors of a layer come from the process that has them. All else is equal in all processes, or taken from the
+    first.
     """
     whole = dict(states[0])
     whole[LAYERS] = {name: _of_owner(name, states) for name in states[0][LAYERS]}
@@ -31,10 +32,12 @@ def _has_factors(layer: Mapping[str, Any]) -> bool:
 
 
 def check_whole(state: Mapping[str, Any], owned: Collection[str]) -> None:
-    """Refuse a state that lacks factors which the run had.
+    """Check that a state has the factors of all layers that a process needs.
+
+    ``owned``: the names of the layers whose factors this process averages and inverts.
 
     Raises:
-        UsageError: a layer of ``owned`` has had statistics, and its factors are not there.
+        UsageError: a layer of ``owned`` had statistics when the state was saved, but the state lacks its factors.
     """
     layers = state[LAYERS]
     missing = [n for n in owned if n in state["met"] and n in layers and not _has_factors(layers[n])]

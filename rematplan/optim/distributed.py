@@ -1,20 +1,21 @@
-"""Data parallel to layer parallel: factors to their owners, updates to everybody (Osawa et al. 2019, 2020).
+"""K-FAC on several processes: each inverts the factors of some layers (Osawa et al. 2019, 2020).
 
-Every process runs forward and backward on its share of the batch. Then
+Every process runs forward and backward on its part of the batch. Then
 
-1. the packed sums of factors are reduced and scattered: each layer's to its owner;
+1. a reduce-scatter adds the packed factors of all processes, each layer's at its owner;
 2. owners average, damp and invert them;
-3. gradients are reduced and scattered to the workers of their layers, who multiply them by the inverses;
-4. updates are gathered by all.
+3. a reduce-scatter averages the gradients, each layer's at its workers, which multiply it by the inverses;
+4. an all-gather distributes the updates to all processes.
 
-Steps 3 and 4 together move the bytes of the all-reduce of gradients that plain data parallelism needs, so that step 1
-is all that is communicated beyond it. Where `torch.nn.parallel.DistributedDataParallel` or FSDP2 has reduced the
-gradients already, step 3 is left out.
+Steps 3 and 4 together move as many bytes as the all-reduce of gradients in plain data parallelism, so only step 1 is
+additional. If `torch.nn.parallel.DistributedDataParallel` or FSDP2 has already averaged the gradients, step 3 is left
+out.
 
-With several workers a layer (``grad_workers``; Pauloski et al. 2021, KAISA) the processes are a grid: ``grad_workers``
-blocks of consecutive ranks, and columns of ranks with the same place in their blocks. The workers of a layer are the
-column of its owner; inverses are sent along columns when they are made, updates within blocks in every step. One worker
-has the least memory; as many as processes need no step 4.
+A layer may have several workers (``grad_workers``; Pauloski et al. 2021, KAISA). The processes then form a grid: each
+row is a block of consecutive ranks, there are ``grad_workers`` blocks, and a column contains the ranks with the same
+position in their blocks. The workers of a layer are the column of its owner. New inverses are sent along columns;
+updates are sent within blocks, in every step. One worker per layer needs the least memory; if every process is a
+worker of every layer, step 4 is not needed.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Ranks:
 
     Args:
         group: the processes; by default all.
-        grad_workers: workers a layer, a divisor of the number of processes.
-        reduce_gradients: whether gradients are this process's own: then they are reduced here, as means weighted by the
-            ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has reduced them.
+        grad_workers: the number of workers of a layer, a divisor of the number of processes.
+        reduce_gradients: whether gradients are those of each process alone. They are then averaged here, weighted by
+            the ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has averaged them.
 
     Raises:
-        UsageError: no process group, or ``grad_workers`` is no divisor.
-        ProcessEnded: from any method, when another process has gone.
+        UsageError: there is no process group, or ``grad_workers`` is no divisor.
+        ProcessEnded: from any method, if another process has ended or cannot be reached.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Ranks:
         self._dtype = torch.float32
 
     def _subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
-        """The part of the group that this process is in; every process makes all parts, in the same order."""
+        """Create a process group for each part, in the same order in every process, and return the one with this
+        process.
+        """
         found: ProcessGroup | None = None
         for part in parts:
             made: Any = self._guarded(distributed.new_group, [self._global(rank) for rank in part])
@@ -81,32 +84,32 @@ class Ranks:
         return rank if self._group is None else distributed.get_global_rank(self._group, rank)
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Owners by the time of inversions, longest first."""
+        """Assign each layer to an owner, so that the time of the inversions is divided evenly."""
         self._layers = layers
         costs = {name: sum(side.cost for side in layer.sides) for name, layer in layers.items()}
         self._owner = longest_first(costs, self._size)
         self._dtype = functools.reduce(torch.promote_types, (layer.a.dtype for layer in layers.values()))
 
     def owned(self) -> Collection[str]:
-        """By `assign`."""
+        """Return the names of the layers that `assign` gave to this process."""
         return tuple(name for name, owner in self._owner.items() if owner == self._rank)
 
     def worked(self) -> Collection[str]:
-        """Those whose owner is in this process's column."""
+        """Return the names of the layers whose owner is in this process's column."""
         return tuple(name for name in self._owner if self._place(name) == self._rank % self._width)
 
     def _place(self, name: str) -> int:
-        """The place in each block of the layer's worker."""
+        """Return the position, in each block, of the layer's worker."""
         return self._owner[name] % self._width
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """A reduce-scatter of what each owner needs."""
+        """Add the statistics of all processes by a reduce-scatter; see `Exchange.sums`."""
         parts = dict(sums)
         summed = self._reduce_scatter(parts, self._owner, range(self._size), self._rank, self._group)
         return summed.items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Broadcasts along the column: what comes from each of its ranks, then the tensors."""
+        """Broadcast new inverses along the column: first their kinds and shapes, then the tensors."""
         if self._width == self._size:
             return
         for rank in range(self._rank % self._width, self._size, self._width):
@@ -130,12 +133,12 @@ class Ranks:
         self._guarded(distributed.broadcast, tensor, source, self._column)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """A reduce-scatter within the block and an all-reduce along the column."""
+        """Average gradients: a reduce-scatter within the block, an all-reduce along the column."""
         places = {name: self._place(name) for name in gradients}
         here = self._rank % self._width
         if not self._reduce:
             return {name: gradients[name] for name, place in places.items() if place == here}
-        # Beside its layers each place gets the sum of the weights.
+        # In addition to its layers, each position in the block receives the sum of the weights.
         weights = {f"{ROWS} {place}": torch.full((1,), rows) for place in range(self._width)}
         parts = {name: gradient * rows for name, gradient in gradients.items()} | weights
         places |= {name: place for place, name in enumerate(weights)}
@@ -148,7 +151,9 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """An all-gather within the block: each process sends its updates and, behind them, its part of the product."""
+        """Distribute updates within the block. Each process broadcasts its updates, followed by its part of
+        ``product``.
+        """
         if self._width == 1:
             return updates, product
         at = {place: [n for n in names if self._place(n) == place] for place in range(self._width)}
@@ -172,7 +177,7 @@ class Ranks:
         return found, torch.stack([buffer[-1] for buffer in buffers]).sum()
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """One all-reduce."""
+        """Average the gradients of parameters without factors, in place, by one all-reduce."""
         if not self._reduce or not gradients:
             return
         total = torch.full((1,), rows, dtype=self._dtype, device=next(iter(gradients)).device)
@@ -190,7 +195,10 @@ class Ranks:
         here: int,
         group: ProcessGroup | None,
     ) -> dict[str, Tensor]:
-        """The sums over a group of the parts whose place is ``here``."""
+        """Return the sums over a group of the tensors in ``parts`` whose place is ``here``.
+
+        ``places``: for each name, the member of the group that gets the sum. ``among``: all members.
+        """
         mine = {name: part for name, part in parts.items() if places[name] == here}
         if len(among) == 1:
             return mine
@@ -200,21 +208,21 @@ class Ranks:
         return dict(zip(mine, _split(total, list(mine.values())), strict=True))
 
     def _all_reduce(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
-        """Replace tensors by their sums over a group, in one buffer."""
+        """Replace tensors by their sums over a group. One buffer contains all of them."""
         buffer = self._flat(tensors)
         self._guarded(distributed.all_reduce, buffer, group=group)
         for tensor, total in zip(tensors, _split(buffer, tensors), strict=True):
             tensor.copy_(total)
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors as one vector."""
+        """Return tensors as one vector, in the factors' type."""
         device = next(iter(self._layers.values())).weight.device
         return torch.cat(
             [torch.empty(0, dtype=self._dtype, device=device), *(_vector(t).to(self._dtype) for t in tensors)]
         )
 
     def _guarded(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function of the process group.
+        """Call a function of `torch.distributed` and return its result.
 
         Raises:
             ProcessEnded: the call failed.
@@ -233,13 +241,13 @@ def _vector(tensor: Tensor) -> Tensor:
 
 
 def _split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a vector, in the shapes and types of others."""
+    """Split a vector into tensors with the shapes and types of ``like``."""
     parts = vector.split([t.numel() for t in like])
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, like, strict=True)]
 
 
 def _map(function: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """A saved inverse with each tensor replaced by what a function makes of it."""
+    """Return a saved inverse with ``function`` applied to each of its tensors."""
     return {
         name: part
         if isinstance(part, str)

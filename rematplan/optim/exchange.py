@@ -1,4 +1,4 @@
-"""What one step of an optimizer hands from process to process; here, the case of one process."""
+"""The communication between processes in a step of the optimizer, as an interface; and its form for one process."""
 
 from __future__ import annotations
 
@@ -11,78 +11,107 @@ from rematplan.optim.layer import Layer
 
 
 class Exchange(Protocol):
-    """The communication of a step, in the order of its methods. Every process calls each with the same layer names.
+    """What processes send each other in a step, in the order of the methods. Each process calls each method, for
+    equal layers.
 
-    A layer has one owner, who averages and inverts its factors, and workers, the owner among them, who multiply its
-    gradient by the inverses; all processes have its weights.
+    Each layer has one owner: the process that averages and inverts its factors. It has workers, among them the owner:
+    the processes that multiply its gradient by the inverses. All processes hold its weights.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Choose the owners and workers of all layers."""
+        """Choose the owner and the workers of each layer; ``layers`` by weight name."""
 
     def owned(self) -> Collection[str]:
-        """The layers whose owner this process is."""
+        """Return the names of the layers that this process owns."""
 
     def worked(self) -> Collection[str]:
-        """The layers that this process is a worker of."""
+        """Return the names of the layers that this process is a worker of."""
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """This process's sums by layer → those of all processes together, of the layers owned here."""
+        """Add the statistics of all processes.
+
+        Args:
+            sums: this process's sums, as vectors, by layer name.
+
+        Returns:
+            The sums over all processes, of the layers that this process owns.
+        """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Give the inverses that this process has just made, sides by layer, to the other workers, and get theirs."""
+        """Send new inverses from each layer's owner to its other workers.
+
+        ``made``: the factors that this process has just inverted, by layer name (0: of the inputs, 1: of the outputs'
+        gradients). Inverses that this process receives are put into its layers.
+        """
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """This process's gradients by layer → means over the processes, of the layers worked on here.
+        """Average gradients over the processes.
 
-        ``rows``: the weight of this process in the mean.
+        Args:
+            gradients: this process's gradients, by layer name.
+            rows: the weight of this process in the mean.
+
+        Returns:
+            The means, of the layers that this process is a worker of.
         """
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """The updates made here → those of all layers named; and the sum over all layers of a number each."""
+        """Collect the updates of all layers from their workers.
+
+        Args:
+            names: the layers to update.
+            updates: the updates that this process has computed.
+            product: a number (a tensor) of this process.
+
+        Returns:
+            The updates of all layers in ``names``, and the sum of ``product`` over all layers.
+        """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Replace gradients of parameters without factors by their mean over the processes, ``rows`` as above."""
+        """Replace gradients of parameters without factors by their means over the processes, in place.
+
+        ``rows``: the weight of this process in the mean.
+        """
 
 
 class Alone:
-    """One process: nothing to hand over."""
+    """The exchange of a single process: it sends nothing."""
 
     def __init__(self) -> None:
         self._names: Collection[str] = ()
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """All layers are owned here."""
+        """Remember the layers: this process owns all."""
         self._names = tuple(layers)
 
     def owned(self) -> Collection[str]:
-        """All of them."""
+        """Return all layers."""
         return self._names
 
     def worked(self) -> Collection[str]:
-        """All of them."""
+        """Return all layers."""
         return self._names
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """As they are."""
+        """Return the sums unchanged."""
         return sums
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """They are where they are needed."""
+        """Do nothing: the inverses are in this process already."""
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """As they are."""
+        """Return the gradients unchanged."""
         del rows
         return gradients
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """As they are."""
+        """Return the updates and the product unchanged."""
         del names
         return updates, product
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """As they are."""
+        """Do nothing."""

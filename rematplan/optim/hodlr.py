@@ -1,10 +1,11 @@
-"""Hierarchical inverses: blocks off the diagonal as low-rank products, level by level (HODLR).
+"""Hierarchical inverses (HODLR): off-diagonal blocks as low-rank products, level by level.
 
-Ambikasaran and Darve (2013): A = diag(A₁, A₂) (I + W P Zᵀ), where the blocks off the diagonal are U Vᵀ and V Uᵀ,
-Z = diag(U, V), W = diag(A₁⁻¹ U, A₂⁻¹ V) and P swaps the two; so A⁻¹ = (I − W (P + Zᵀ W)⁻¹ Zᵀ) diag(A₁⁻¹, A₂⁻¹). All
-nodes of a level are one batch. O(n r log n) numbers and, for a vector, operations.
+Ambikasaran and Darve (2013): A = diag(A₁, A₂) (I + W P Zᵀ). The off-diagonal blocks are U Vᵀ and V Uᵀ, Z = diag(U,
+V), W = diag(A₁⁻¹ U, A₂⁻¹ V), and P swaps the two halves. So A⁻¹ = (I − W (P + Zᵀ W)⁻¹ Zᵀ) diag(A₁⁻¹, A₂⁻¹). All nodes
+of a level are computed as one batch. The inverse has O(n r log n) numbers, and its product with a vector takes as
+many operations.
 
-Factors of trained networks gain nothing by this form: see docs/second-order.md.
+Factors of trained networks do not gain from this form: see docs/second-order.md.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from torch import Tensor
 from rematplan.ir import ProblemError
 
 LEAF = 64
-"""Blocks on the diagonal have at most so many rows."""
+"""The largest number of rows of a block on the diagonal."""
 RANK = 32
-"""The rank of blocks off the diagonal."""
+"""The rank of an off-diagonal block."""
 
 
 class NotDefinite(ProblemError):
-    """The truncated form of a factor is not positive definite."""
+    """The low-rank approximation of a factor is not positive definite."""
 
 
 def inverse(
     matrix: Tensor, damping: float, rank: int = RANK, leaf: int = LEAF
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The inverse of ``matrix`` + ``damping`` I, (n, n), in hierarchical form, for `apply`.
+    """Return the inverse of ``matrix`` + ``damping`` I in hierarchical form, as the two arguments that `apply` takes.
+
+    ``matrix`` is (n, n), symmetric and positive semi-definite. ``rank``: of the off-diagonal blocks. ``leaf``: the
+    largest number of rows of a diagonal block.
 
     Raises:
-        NotDefinite: the form, made dense, is not positive definite, or not finite.
+        NotDefinite: the inverse is not positive definite or not finite.
     """
     side = matrix.shape[-1]
     depth = max(0, (-(-side // leaf) - 1).bit_length())
@@ -52,7 +56,10 @@ def inverse(
 
 
 def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    """The hierarchical inverse times ``x``, (n, columns)."""
+    """Return the product of a hierarchical inverse and ``x``, (n, columns).
+
+    ``leaves``, ``levels``: what `inverse` returned; three tensors a level.
+    """
     side, columns = x.shape
     count, block, _ = leaves.shape
     y = torch.nn.functional.pad(x, (0, 0, 0, count * block - side)).view(count, block, columns)
@@ -68,7 +75,10 @@ def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:
 def _level(
     padded: Tensor, leaves: Tensor, below: tuple[Tensor, ...], half: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """W and Z, (nodes, 2, half, rank), and (P + Zᵀ W)⁻¹, (nodes, 2 rank, 2 rank), of the nodes of 2 × ``half`` rows."""
+    """Return the tensors of one level: W and Z, (nodes, 2, half, rank), and (P + Zᵀ W)⁻¹, (nodes, 2 rank, 2 rank).
+
+    The nodes of the level have 2 × ``half`` rows. ``below``: the tensors of the lower levels.
+    """
     count = padded.shape[0] // (2 * half)
     off = padded.view(count, 2, half, count, 2, half)[:, 0, :, :, 1].diagonal(dim1=0, dim2=2).movedim(-1, 0)
     left, right = _low_rank(off, min(rank, half))
@@ -81,7 +91,9 @@ def _level(
 
 
 def _low_rank(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Blocks ≈ U Vᵀ by a random range and one power iteration (Halko, Martinsson and Tropp 2011)."""
+    """Approximate blocks by U Vᵀ: a random range finder with one power iteration (Halko, Martinsson and Tropp
+    2011).
+    """
     generator = torch.Generator().manual_seed(rank)
     start = torch.randn(blocks.shape[-1], rank, generator=generator, dtype=torch.float64).to(blocks)
     basis = torch.linalg.qr(blocks @ (blocks.mT @ (blocks @ start))).Q

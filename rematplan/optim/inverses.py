@@ -1,4 +1,4 @@
-"""Inverses of damped factors: (F + λ I)⁻¹ of a symmetric positive semi-definite F, in one row of a table each."""
+"""Inverses of damped factors, (F + λ I)⁻¹ with F symmetric and positive semi-definite: a table of methods."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from rematplan.optim import hodlr
 from rematplan.optim.nystrom import nystrom
 
 LOW_RANK_SHARE = 8
-"""A low-rank inverse keeps one eigenvector for each that many rows."""
+"""A low-rank inverse of n rows has n ÷ 8 eigenvectors."""
 MORE_DAMPING = 10.0
-"""The factor by which damping grows until a Cholesky factorisation succeeds."""
+"""The damping grows by this factor until the Cholesky factorisation succeeds."""
 
 
 class Inverse(Protocol):
-    """(F + λ I)⁻¹. Its fields are tensors, so that they can be saved and sent."""
+    """An inverse (F + λ I)⁻¹ in some form. Its fields are tensors, so that it can be saved and sent."""
 
     kind: ClassVar[str]
 
     def apply(self, x: Tensor) -> Tensor:
-        """(F + λ I)⁻¹ ``x`` for ``x`` (…, n, columns)."""
+        """Return (F + λ I)⁻¹ ``x``, for ``x`` of shape (…, n, columns)."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The inverse itself, (…, n, n)."""
+    """The inverse as a matrix, (…, n, n)."""
 
     matrix: Tensor
     kind: ClassVar[str] = "dense"
 
     def apply(self, x: Tensor) -> Tensor:
-        """One product."""
+        """Return the product, by one matrix multiplication."""
         return self.matrix @ x
 
 
 @dataclass(frozen=True)
 class Spectral:
-    """Eigenvectors (…, n, r) and what the inverse multiplies each by, (…, r); the rest of the space by ``rest`` (…)."""
+    """The inverse by eigenvectors.
+
+    ``basis``: eigenvectors, (…, n, r). ``scales``: the factor for each of them, (…, r). ``rest``: the factor for the
+    orthogonal complement, (…).
+    """
 
     basis: Tensor
     scales: Tensor
@@ -50,7 +54,7 @@ class Spectral:
     kind: ClassVar[str] = "spectral"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Two products with the basis."""
+        """Return the product, by two multiplications with the basis."""
         rest = self.rest[..., None, None]
         return x * rest + self.basis @ ((self.scales[..., None] - rest) * (self.basis.mT @ x))
 
@@ -63,29 +67,32 @@ class Diagonal:
     kind: ClassVar[str] = "diagonal"
 
     def apply(self, x: Tensor) -> Tensor:
-        """A product a row."""
+        """Return the product, by scaling each row."""
         return self.scales[..., None] * x
 
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The inverse of a hierarchically off-diagonal low-rank matrix (`hodlr`): leaves, and three tensors a level."""
+    """The inverse of a matrix whose off-diagonal blocks are of low rank; the tensors of `hodlr.inverse`."""
 
     leaves: Tensor
     levels: tuple[Tensor, ...]
     kind: ClassVar[str] = "hierarchical"
 
     def apply(self, x: Tensor) -> Tensor:
-        """The products of each level."""
+        """Return the product; see `hodlr.apply`."""
         return hodlr.apply(self.leaves, self.levels, x)
 
 
 Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
-"""The factor F (…, n, n), λ and the inverse before, if there is one → the inverse."""
+"""A function from a factor F (…, n, n), the damping λ and the previous inverse (or None) to the inverse."""
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """By Cholesky factorisation. Where rounding makes F + λ I indefinite, λ grows tenfold until it is not."""
+    """Invert by Cholesky factorisation.
+
+    If rounding errors make F + λ I indefinite, λ is multiplied by 10 until the factorisation succeeds.
+    """
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
     while True:
@@ -98,16 +105,19 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """By all eigenvectors; five times the time of Cholesky (measured), for an inverse whose spectrum is known."""
+    """Invert by all eigenvectors. It takes five times as long as Cholesky (measured); the eigenvalues are known
+    then.
+    """
     values, vectors = torch.linalg.eigh(factor)
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """By the largest eigenvalues (Nyström), with their mean in place of the others.
+    """Invert by the largest eigenvalues (Nyström approximation), one for 8 rows.
 
-    The sketch begins with the basis of the inverse before, if it has one. The rest of the space is divided by λ + the
-    mean discarded eigenvalue: λ alone makes the error up to 20 times larger (measured).
+    The sketch starts with the eigenvectors of the previous inverse, if it has any. The orthogonal complement is
+    divided by λ + the mean of the other eigenvalues: dividing by λ alone makes the error up to 20 times larger
+    (measured).
     """
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)
@@ -115,22 +125,25 @@ def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> S
 
 
 def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: float) -> Spectral:
-    """The inverse by some eigenvalues (…, r) of F and their vectors (…, n, r)."""
+    """Return the inverse by given eigenvalues ``values`` (…, r) of ``factor`` and eigenvectors ``basis`` (…, n,
+    r).
+    """
     trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
     discarded = (trace - values.sum(-1)).clamp_min(0) / max(1, factor.shape[-1] - values.shape[-1])
     return Spectral(basis, 1 / (values + damping), 1 / (discarded + damping))
 
 
 def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> Diagonal:
-    """By the diagonal alone: a vector (…, n) in place of the factor will do."""
+    """Invert the diagonal, which is what ``factor`` contains: (…, n)."""
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 
 def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None) -> Inverse:
-    """By a hierarchical low-rank form.
+    """Invert by a hierarchical low-rank form. Batches of factors, and factors of at most 64 rows, are inverted by
+    Cholesky.
 
     Raises:
-        NotDefinite: the truncated form is not positive definite.
+        NotDefinite: the low-rank approximation is not positive definite.
     """
     if factor.dim() > 2 or factor.shape[-1] <= hodlr.LEAF:
         return cholesky(factor, damping)
@@ -146,18 +159,18 @@ INVERSES: Mapping[str, Make] = MappingProxyType(
         "hierarchical": hierarchical,
     }
 )
-"""How to invert, by name."""
+"""The methods of inversion, by the name that the option ``inverse`` takes."""
 
 _KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal, Hierarchical)}
 
 
 def saved(inverse: Inverse) -> dict[str, Any]:
-    """An inverse as a dictionary of tensors and its kind."""
+    """Return an inverse as a dictionary: its tensors by field name, and its kind."""
     return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}  # type: ignore[arg-type]
 
 
 def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
-    """The inverse that `saved` gave, on a device."""
+    """Return the inverse that `saved` made a dictionary of, with its tensors on ``device``."""
     parts = {
         name: tuple(t.to(device) for t in part) if isinstance(part, (tuple, list)) else part.to(device)
         for name, part in state.items()
@@ -168,6 +181,6 @@ def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
 
 
 def inverse_bytes(inverse: Inverse) -> int:
-    """Bytes of its tensors."""
+    """Return the bytes of an inverse's tensors."""
     parts = (getattr(inverse, f.name) for f in fields(inverse))  # type: ignore[arg-type]
     return sum(t.nbytes for part in parts for t in (part if isinstance(part, tuple) else (part,)))

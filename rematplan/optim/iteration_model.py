@@ -1,9 +1,10 @@
-"""How long an iteration of data-parallel training takes with SGD and with K-FAC, by a model of device and network.
+"""A model of the time of a data-parallel training iteration, with SGD and with K-FAC, on a given device and network.
 
-Computation: the roofline of a device (`runtime.costs.roofline`). Communication: α-β, each message takes a latency α and
-its bytes ÷ the bandwidth β; a reduce-scatter or an all-gather of n bytes between p processes takes
-⌈log₂ p⌉ α + (p − 1)/p n/β (recursive halving and doubling; Thakur et al. 2005), an all-reduce both. Nothing overlaps.
-It is a model, not a measurement: kernels, above all small Cholesky factorisations, reach a part of a roofline only.
+Computation is modelled by the device's roofline (`runtime.costs.roofline`), communication by the α-β model: a message
+takes a latency α plus its bytes ÷ the bandwidth β. A reduce-scatter or an all-gather of n bytes between p processes
+takes ⌈log₂ p⌉ α + (p − 1)/p n/β (recursive halving and doubling; Thakur et al. 2005), an all-reduce twice that.
+Nothing overlaps. The times are not measured, and real kernels are slower than a roofline, above all small Cholesky
+factorisations.
 """
 
 from __future__ import annotations
@@ -33,28 +34,35 @@ PARTS = (
     "inverses",
     "update",
 )
-"""What an iteration's time is split into, as in figure 4 of Osawa et al. (2019)."""
+"""The parts of an iteration's time, as in figure 4 of Osawa et al. (2019)."""
 NORMALISATION = re.compile("(batch|layer|group|instance|rms)_?norm")
+"""Matches the names of normalisation ops."""
 MOVED_BY_UPDATE = 5
-"""Numbers that SGD with momentum reads and writes for each weight: weight, gradient, momentum; weight, momentum."""
+"""How many numbers SGD with momentum reads and writes per weight: weight, gradient, momentum; weight, momentum."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """``bandwidth``: 10⁹ bytes a second. ``latency``: microseconds."""
+    """A network link. ``bandwidth``: in 10⁹ bytes per second. ``latency``: in microseconds."""
 
     bandwidth: float
     latency: float
 
     def half(self, size: float, ranks: int) -> float:
-        """Microseconds of a reduce-scatter or an all-gather of ``size`` bytes."""
+        """Return the microseconds of a reduce-scatter or an all-gather of ``size`` bytes between ``ranks``
+        processes.
+        """
         rounds = math.ceil(math.log2(ranks))
         return rounds * self.latency + (ranks - 1) / ranks * size / (self.bandwidth * 1e3)
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """``times``: microseconds by part. ``state``: bytes of the optimizer's state in the process that has most."""
+    """The modelled time of one iteration on ``ranks`` processes.
+
+    ``times``: microseconds by the names of `PARTS`. ``state``: bytes of the optimizer's state, in the process with
+    most.
+    """
 
     ranks: int
     times: Mapping[str, float]
@@ -62,16 +70,17 @@ class Iteration:
 
     @property
     def total(self) -> float:
-        """Microseconds of an iteration."""
+        """The microseconds of the iteration."""
         return sum(self.times.values())
 
 
 @dataclass(frozen=True)
 class IterationModel:
-    """``plain``, ``counted``: the step of one process without statistics, and with them; ``forms``: its factors.
+    """The model of one network on one device and link.
 
-    ``every``, ``inverse_every``: iterations from one with statistics, or with a new inverse of a factor, to the next;
-    times are means over iterations.
+    ``plain``, ``counted``: the step of one process without statistics and with them. ``forms``: the factors by weight
+    name, on the device ``meta``. ``every``, ``inverse_every``: in every so many iterations statistics are taken, and
+    each factor is inverted. All times are means over iterations.
     """
 
     plain: CapturedStep
@@ -83,7 +92,7 @@ class IterationModel:
     inverse_every: int
 
     def sgd(self, ranks: int) -> Iteration:
-        """With momentum; gradients are averaged by an all-reduce."""
+        """Return an iteration of SGD with momentum, which averages gradients by an all-reduce."""
         times = self._step | {
             "gradient communication": 2 * self.link.half(self._gradient_bytes, ranks),
             "update": self._plain_update,
@@ -91,7 +100,11 @@ class IterationModel:
         return Iteration(ranks, _ordered(times), self._gradient_bytes)
 
     def kfac(self, ranks: int) -> Iteration:
-        """With factors that go to their owners by a reduce-scatter, as gradients do; updates come by an all-gather."""
+        """Return an iteration of K-FAC.
+
+        Factors and gradients go to the owners of their layers by a reduce-scatter; an all-gather distributes the
+        updates.
+        """
         owners = longest_first({n: sum(s.cost for s in sides) for n, sides in self._sides.items()}, ranks)
         times = self._step | {
             "gradient communication": 2 * self.link.half(self._gradient_bytes, ranks),
@@ -111,7 +124,7 @@ class IterationModel:
 
     @cached_property
     def _step(self) -> dict[str, float]:
-        """Forward, backward and normalisation."""
+        """The times of forward, backward and normalisation."""
         times = dict.fromkeys(PARTS[:3], 0.0)
         for call in self.plain.calls:
             if not call.is_view:
@@ -147,7 +160,9 @@ class IterationModel:
 
     @cached_property
     def _inverse_times(self) -> Mapping[str, float]:
-        """A factorisation and an inverse are n³ operations; the factor is read, the inverse written."""
+        """The time to invert both factors of each weight: n³ operations; the factor is read and the inverse
+        written.
+        """
         return {
             name: sum(
                 self.device.time(
@@ -160,7 +175,7 @@ class IterationModel:
 
     @cached_property
     def _product_times(self) -> Mapping[str, float]:
-        """Two products of a gradient (outputs, inputs) with the inverses."""
+        """The time to multiply each gradient (outputs, inputs) by both inverses."""
         times = {}
         for name, (a, g) in self._sides.items():
             entries = math.prod(a.blocks) * a.size * g.size
@@ -175,7 +190,7 @@ def _side(form: Factors, factor: torch.Tensor) -> Side:
 
 
 def _most(owners: Mapping[str, int], amounts: Mapping[str, float]) -> float:
-    """The amount of the owner that has most."""
+    """Return the largest sum of ``amounts`` over the layers of one owner."""
     loads: dict[int, float] = {}
     for name, owner in owners.items():
         loads[owner] = loads.get(owner, 0.0) + amounts[name]

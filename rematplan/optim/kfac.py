@@ -1,4 +1,4 @@
-"""Natural gradient by Kronecker factors, as a `torch.optim.Optimizer`."""
+"""K-FAC, natural gradient descent with Kronecker factors, as a `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -27,37 +27,45 @@ from rematplan.runtime.statistics.factors import Statistics
 
 
 class KFAC(Optimizer):
-    """Natural gradient with Kronecker-factored curvature (Martens and Grosse 2015; convolutions: Grosse, Martens 2016).
+    """Natural gradient descent with Kronecker-factored curvature.
 
-    For a layer s = W a it keeps moving averages of A = E[a aᵀ] and G = E[g gᵀ] and moves the weight along
-    (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹, with π² the quotient of the mean eigenvalues of A and G.
+    Sources: Martens and Grosse (2015); for convolutions Grosse and Martens (2016). For a layer s = W a the optimizer
+    keeps moving averages of A = E[a aᵀ] and G = E[g gᵀ], where g is the gradient with respect to s. It moves the
+    weight along (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹, where π² is the mean eigenvalue of A ÷ that of G. Call ``step``
+    after a forward and a backward in training mode.
 
     Args:
-        model: a planned module with statistics (``plan_module(..., statistics=...)``), or any module with a ``source``.
-        lr, momentum, weight_decay: as in `torch.optim.SGD`, but the decay is decoupled from the gradient (it multiplies
-            weights by 1 − lr · weight_decay). ``damping``: λ. These four may differ by group and be scheduled.
-        kl_clip: updates V are multiplied by min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)), which bounds the
-            divergence of a step in the quadratic model (Osawa et al. 2019); None: never.
-        decay: by what the sums of factors are multiplied when new ones come.
+        model: a module planned with statistics (``plan_module(..., statistics=...)``), a model that contains such
+            modules, or any module together with ``source``.
+        lr: the learning rate, as in `torch.optim.SGD`. It may differ by param group and be scheduled, as may
+            ``momentum``, ``weight_decay`` and ``damping``.
+        damping: λ, above 0.
+        momentum: as in `torch.optim.SGD`.
+        weight_decay: weights are multiplied by 1 − lr · weight_decay in each step, independently of the gradient.
+        kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied
+            by min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
+        decay: the factor of the earlier sums when new statistics are added to the averages, from 0 to below 1.
         inverse: how factors are inverted: ``cholesky``, ``eigen``, ``low-rank``, ``diagonal``, ``hierarchical``, or
-            ``auto``: diagonal above 16,384 rows, low-rank from 2,048 rows while few eigenvalues exceed the damping,
-            else Cholesky.
-        factors_every: statistics are read at each so many-th step only.
-        inverse_every: an inverse is made again after so many steps at the latest. The inversions are spread over these
-            steps, so that none is long.
-        early_steps: during so many first steps every inverse is made again with all new statistics: inverses age fast
-            early in training.
-        others: makes the optimizer of the parameters without factors from a list of param groups; its groups are among
-            `param_groups`, with their own learning rate.
-        loss_scale: by what the loss was multiplied before ``backward``, beyond its mean or sum, if statistics come from
-            its backward (``fisher="empirical"``): a number, or what gives one, such as ``scaler.get_scale``.
-        params: param groups; all parameters of the model by default. A group may have a key ``others``: a dictionary of
-            options of its parameters without factors.
-        source: what gives statistics in place of the planned module.
-        exchange: the communication with other processes; see `rematplan.optim.distributed`.
+            ``auto``. With ``auto`` only the diagonal of factors above 16,384 rows is used; factors from 2,048 rows
+            get a low-rank inverse while few eigenvalues exceed the damping; all others use Cholesky.
+        factors_every: statistics are read in every so many steps.
+        inverse_every: each factor is inverted again in every so many steps. The inversions are spread over these
+            steps, so that no step takes long.
+        early_steps: during the first so many steps, every factor with new statistics is inverted again, since
+            inverses become outdated quickly early in training.
+        others: makes the optimizer of the parameters without factors from a list of param groups, for example
+            ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
+        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
+            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
+            returns it, such as ``scaler.get_scale``.
+        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
+            of options for its parameters without factors.
+        source: provides the statistics instead of the planned module; see `rematplan.optim.source.Source`.
+        exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
 
     Raises:
-        UsageError: an option that makes no sense; parameters without factors and no ``others``; no statistics.
+        UsageError: an option out of its range; parameters without factors and no ``others``; a model without
+            statistics.
     """
 
     def __init__(
@@ -103,13 +111,13 @@ class KFAC(Optimizer):
         return self._layers
 
     def follow(self, model: nn.Module) -> None:
-        """Take statistics from another planned module of the same parameters.
+        """Take statistics from another planned module with the same parameters, from now on.
 
-        Such as one that is planned again with this optimizer's bytes reserved: ``planned = plan_module(planned, args,
-        statistics=…, budget=…, reserved=[optimizer])``.
+        Use it after planning again with this optimizer's bytes reserved: ``planned = plan_module(planned, args,
+        statistics=…, budget=…, reserved=[optimizer])``, then ``optimizer.follow(planned)``.
 
         Raises:
-            UsageError: it is not planned with statistics, or has other layers.
+            UsageError: the module is not planned with statistics, or lacks layers of this optimizer.
         """
         source = source_of(model)
         if left := sorted(self._layers.keys() - source.layers().keys()):
@@ -120,18 +128,20 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, rows: float = 1.0) -> Any:
-        """Update all parameters; what ``closure`` returns, if there is one.
+        """Update all parameters, and return what ``closure`` returns, if there is one.
 
-        A step whose gradients or first statistics are not finite is skipped: it changes no weight, and a warning
-        says so once. Statistics that are not finite are left out of the averages.
+        A step is skipped if the gradients, or updates by factors that were never inverted, are not finite: no weight
+        changes, and the first such step is reported by a warning. Statistics that are not finite are left out of the
+        averages.
 
         Args:
-            rows: the weight of this process's gradients among those of other processes, if the exchange reduces them:
-                the samples of its loss's mean.
+            closure: computes the loss and the gradients first, as for any optimizer.
+            rows: the weight of this process's gradients in their mean over the processes, if the exchange averages
+                them: the number of samples in the mean of its loss.
 
         Raises:
-            UsageError: the model has given no statistics yet, or gives none for a parameter with a gradient and
-                there is no optimizer for it.
+            UsageError: the model has no statistics yet; or there are none for a parameter with a gradient, and
+                ``others`` is not given.
         """
         loss = None
         if closure is not None:
@@ -163,7 +173,7 @@ class KFAC(Optimizer):
         return loss
 
     def _read(self) -> None:
-        """Fold new statistics into the averages of the layers owned here."""
+        """Add new statistics to the moving averages of the layers that this process owns."""
         if self._clock % self._factors_every:
             return
         found = self._source.statistics()
@@ -187,7 +197,11 @@ class KFAC(Optimizer):
                 self._layers[name].fold(total, self._decay)
 
     def _hand_over(self, found: Statistics) -> None:
-        """Give parameters that have a gradient and never had factors to the others' optimizer."""
+        """Give parameters that have a gradient, but never had factors, to the other optimizer.
+
+        Raises:
+            UsageError: there is no other optimizer.
+        """
         late = [
             layer
             for name, layer in self._layers.items()
@@ -216,10 +230,10 @@ class KFAC(Optimizer):
         self._link()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Refused once the optimizer is made: its groups are those of its layers.
+        """Refuse further param groups: the groups are fixed by the layers with factors.
 
         Raises:
-            UsageError: always, after construction.
+            UsageError: always, once the optimizer is constructed.
         """
         if "_others" in self.__dict__:
             raise UsageError(
@@ -228,7 +242,11 @@ class KFAC(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this process: with several, that of the layers that it owns or works on (see `merged`)."""
+        """Return the state of this process.
+
+        With several processes it contains only factors of layers that this process owns and inverses that it uses;
+        merge the states of all processes with `rematplan.optim.checkpoint.merged`.
+        """
         return super().state_dict() | {
             LAYERS: {name: layer.state() for name, layer in self._layers.items()},
             "clock": self._clock,
@@ -238,10 +256,10 @@ class KFAC(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue to the bit from a `state_dict`, of this process or `merged` from several.
+        """Restore a state, of this process or merged from several. Training then continues with the same bits.
 
         Raises:
-            UsageError: factors of layers that this process owns are not in it.
+            UsageError: the state lacks factors of layers that this process owns.
         """
         check_whole(state_dict, self._exchange.owned())
         self._give_away([name for name in self._layers if name not in state_dict[LAYERS]])
@@ -256,13 +274,19 @@ class KFAC(Optimizer):
             self._source.load(state_dict["source"])
 
     def _link(self) -> None:
-        """The groups of the others' optimizer are groups of this one, for schedulers and scalers."""
+        """Append the param groups of the other optimizer to this one's, so that schedulers and gradient scalers see
+        them.
+        """
         del self.param_groups[self._ours :]
         if self._others is not None:
             self.param_groups.extend(self._others.param_groups)
 
     def reserved_bytes(self) -> int:
-        """Bytes of state of this process between steps, present or to come, the other optimizer's included."""
+        """Return the bytes of this process's state between steps, whether it exists already or not.
+
+        The state consists of factors, inverses, momentum and the state of the other optimizer. So an optimizer can be
+        given to ``plan_module(..., reserved=[optimizer])``.
+        """
         worked, owned = self._exchange.worked(), self._exchange.owned()
         factors = sum(
             (name in owned) * side.average_bytes() + (name in worked) * side.inverse_bytes()
@@ -279,7 +303,10 @@ class KFAC(Optimizer):
         return factors + momentum + (state_bytes(theirs, self._others) if self._others is not None else 0)
 
     def report(self) -> tuple[SideReport, ...]:
-        """How each factor owned here is inverted, with its effective rank now (an eigenvalue solve each)."""
+        """Return, for each factor that this process owns, the kind of its inverse and its effective rank now.
+
+        It computes the eigenvalues of each factor, which takes time.
+        """
         ours = self.param_groups[: self._ours]
         damping_of = {id(p): group["damping"] for group in ours for p in group["params"]}
         return tuple(

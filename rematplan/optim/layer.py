@@ -1,4 +1,4 @@
-"""A layer with factors: its weight and bias as one matrix between the two, and the update of both."""
+"""A layer with two Kronecker factors: its weight and bias as one matrix, and the update of both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from rematplan.runtime.statistics.factors import Factors
 
 @dataclass(frozen=True)
 class Layer:
-    """``form``: the layer's factors on the device ``meta``, which knows how the weight becomes a matrix.
+    """A weight and its bias, with their Kronecker factors.
 
-    ``a``, ``g``: the sides of its inputs and of its outputs' gradients.
+    ``name``: of the weight. ``form``: the factors on the device ``meta``, which define how weight and bias become one
+    matrix. ``a``, ``g``: the factors of the layer's inputs and of the gradients of its outputs.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Layer:
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Both sides."""
+        """Both factors: of the inputs, of the outputs' gradients."""
         return self.a, self.g
 
     @property
@@ -41,11 +42,14 @@ class Layer:
 
     @property
     def inverted(self) -> bool:
-        """Whether both inverses are there."""
+        """Whether both factors have an inverse."""
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """The gradient as a matrix (…, outputs, inputs), in the type of the factors; None without one."""
+        """Return the gradient of weight and bias as a matrix (…, outputs, inputs), in the factors' type.
+
+        The gradient of a missing bias is 0. Without a gradient of the weight, return None.
+        """
         if self.weight.grad is None:
             return None
         weight = whole(self.weight.grad).to(self.a.dtype)
@@ -57,32 +61,37 @@ class Layer:
         return self.form.matrix(weight, bias)
 
     def empty(self) -> Tensor:
-        """A matrix of the shape of `gradient`, not filled."""
+        """Return an uninitialised matrix of `shape`."""
         return torch.empty(self.shape, dtype=self.a.dtype, device=self.weight.device)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of `gradient`."""
+        """The shape of the gradient matrix: (outputs, inputs), or (groups, outputs, inputs)."""
         blocks = (self.form.groups,) if self.form.groups > 1 else ()
         return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float) -> Tensor:
-        """The sums of some statistics as one vector: what is kept of A and of G, the numbers of rows and samples."""
+        """Return the sums of new statistics as one vector.
+
+        It contains the kept part of A, that of G (divided by ``loss_scale``²), the number of rows and that of
+        samples.
+        """
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / loss_scale**2)
         return torch.cat((*(t.flatten() for t in kept), counts))
 
     def fold(self, sums: Tensor, decay: float) -> None:
-        """Add `sums` to the averages."""
+        """Add a vector of `sums` to the moving averages of both factors, which are first multiplied by ``decay``."""
         a = torch.Size(self.a.shape).numel()
         rows, samples = sums[-2:].tolist()
         self.a.fold(sums[:a].view(self.a.shape), rows, decay)
         self.g.fold(sums[a:-2].view(self.g.shape), samples, decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
-        """λ of each side: π √λ and √λ / π, where π² is the quotient of the mean eigenvalues.
+        """Return the damping of each factor: π √λ for the inputs' and √λ ÷ π for the outputs'.
 
-        Martens and Grosse (2015), section 6.3. π is 1 where a factor is zero.
+        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero.
+        ``damping``: λ.
         """
         a, g = torch.stack((self.a.mean_eigenvalue(), self.g.mean_eigenvalue())).tolist()
         quotient = a / g if a > 0 and g > 0 else 1.0
@@ -90,13 +99,16 @@ class Layer:
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """(G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹."""
+        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹."""
         assert self.a.inverse is not None
         assert self.g.inverse is not None
         return self.a.inverse.apply(self.g.inverse.apply(gradient).mT).mT
 
     def updates(self, matrix: Tensor) -> tuple[tuple[Parameter, Tensor], ...]:
-        """Each parameter with its part of a matrix, in the parameter's type."""
+        """Split a matrix of `shape` into the updates of weight and bias, each in the parameter's type and shape.
+
+        A bias without a gradient is left out. Of a sharded parameter the update is this process's part.
+        """
         weight, bias = self.form.tensors(matrix, self.weight.shape)
         parts = [(self.weight, weight)]
         if bias is not None and self.bias is not None and self.bias.grad is not None:
@@ -104,32 +116,34 @@ class Layer:
         return tuple((p, part_of(p, t.to(p.dtype))) for p, t in parts)
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes."""
+        """Return the state that `load` takes."""
         return {"a": self.a.state(), "g": self.g.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Restore what `state` returned."""
         self.a.load(state["a"], self.weight.device)
         self.g.load(state["g"], self.weight.device)
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
-    """The layers of the model's trained weights that have factors of these forms.
+    """Return the model's layers that are trained and have factors, by weight name.
 
-    ``how``: the inverses, a name of `INVERSES` or ``auto``.
+    Args:
+        model: the model.
+        forms: the factors of each weight, on the device ``meta``.
+        how: how factors are inverted: a name of `INVERSES` or ``auto``.
     """
     named = dict(model.named_parameters())
     return {
         name: layer(name, forms[name], weight, named.get(forms[name].bias_name or ""), how)
-        for name, weight in named.items()  # an order that is the same in all processes
+        for name, weight in named.items()  # the same order in all processes
         if name in forms and weight.requires_grad
     }
 
 
 def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, how: str) -> Layer:
-    """The layer of a weight, before its first statistics.
-
-    ``how``: a name of `INVERSES`, or ``auto``.
+    """Return the layer of one weight, before its first statistics. The arguments are those of `Layer` and
+    `layers_of`.
     """
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (
@@ -139,17 +153,19 @@ def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, h
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded over processes, as FSDP2's are."""
+    """Return the whole of a tensor that may be sharded over processes, as with FSDP2."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def part_of(parameter: Tensor, update: Tensor) -> Tensor:
-    """The part of an update that this process has of a parameter, which may be sharded."""
+    """Return this process's part of an update, if ``parameter`` is sharded over processes; otherwise the whole
+    update.
+    """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return update
-    from torch.distributed.tensor import DTensor, Replicate  # slow to load, and only for sharded parameters
+    from torch.distributed.tensor import DTensor, Replicate  # imported here: it is slow to load
 
     everywhere = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

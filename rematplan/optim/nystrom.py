@@ -1,6 +1,7 @@
-"""The largest eigenvalues of a positive semi-definite matrix from one product with a thin matrix.
+"""The largest eigenvalues and eigenvectors of a positive semi-definite matrix, approximated from one matrix product.
 
-The stabilised Nyström approximation of Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3. O(n² r) for rank r.
+The method is the stabilised Nyström approximation of Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3. It takes
+O(n² r) operations for n rows and rank r.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from torch import Tensor
 
 
 def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Approximations of the ``rank`` largest eigenvalues (…, rank), falling, and their vectors (…, n, rank).
+    """Approximate the ``rank`` largest eigenvalues (…, rank), in descending order, and their eigenvectors (…, n,
+    rank).
 
     Args:
-        matrix: (…, n, n), symmetric and positive semi-definite within rounding.
+        matrix: (…, n, n), symmetric and positive semi-definite up to rounding errors.
         rank: from 1 to n.
-        start: a basis to sketch with, (…, n, any), such as that of an earlier state of the matrix; random columns of a
-            fixed seed complete it, or replace it where there is none.
+        start: (…, n, any number), a basis to sketch with, such as the eigenvectors of an earlier state of the matrix.
+            Missing columns are random with a fixed seed; without a start all columns are.
     """
-    # Norms are squares: those of huge or tiny entries would leave the range of float32.
+    # Scaled to a largest diagonal entry of 1: a norm squares entries, which may overflow or underflow float32.
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     scale = torch.where(largest > 0, largest, torch.ones_like(largest))
     scaled = matrix / scale
     sketch = _sketch(matrix, rank, start)
-    if start is None:  # one power iteration; a basis of an earlier state is one already
+    if start is None:  # one power iteration; the basis of an earlier state needs none
         sketch = scaled @ torch.linalg.qr(sketch).Q
     sketch = torch.linalg.qr(sketch).Q
     product = scaled @ sketch
@@ -45,7 +47,7 @@ def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Ten
 def _sketch(matrix: Tensor, rank: int, start: Tensor | None) -> Tensor:
     kept = None if start is None else start[..., : min(rank, start.shape[-1])]
     missing = rank - (0 if kept is None else kept.shape[-1])
-    # The seed is fixed, so that a resumed run continues with the same bits.
+    # The seed is fixed, so that a resumed training run computes the same bits.
     generator = torch.Generator().manual_seed(matrix.shape[-1])
     random = torch.randn(matrix.shape[-1], missing, generator=generator, dtype=torch.float64)
     drawn = random.to(matrix).expand(*matrix.shape[:-2], -1, -1)

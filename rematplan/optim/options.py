@@ -1,4 +1,4 @@
-"""Refusals of options that make no sense."""
+"""Checks of the optimizer's options."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from rematplan.optim.param_groups import Group
 from rematplan.optim.side import AUTO
 
 MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
-"""What makes the optimizer of parameters without factors from their groups."""
+"""Makes an optimizer from param groups, for the parameters without factors."""
 
 
 def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | None) -> None:
-    """Refuse parameters for which there is no optimizer.
+    """Check that parameters without factors have an optimizer.
+
+    Args:
+        model: the model, for the names of parameters.
+        theirs: the param groups of parameters without factors.
+        others: makes the optimizer for ``theirs``, if the user named one.
 
     Raises:
-        UsageError: names them.
+        UsageError: there are such parameters and no optimizer; the message names the first five.
     """
     if others is not None or not theirs:
         return
@@ -40,10 +45,17 @@ def check_numbers(
     decay: float,
     kl_clip: float | None,
 ) -> None:
-    """Refuse numbers out of their range, and unknown kinds of inverses.
+    """Check that numeric options are in their ranges and that the kind of inverse is known.
+
+    Args:
+        numbers: learning rate, momentum, weight decay and damping, by name.
+        inverse: the kind of inverse, a name of `INVERSES` or ``auto``.
+        intervals: numbers of steps, each at least 1.
+        decay: the decay of the moving averages, from 0 to below 1.
+        kl_clip: the bound of the clipping, above 0, or None.
 
     Raises:
-        UsageError: says which.
+        UsageError: one of them is not; the message names it with its value.
     """
     if inverse != AUTO and inverse not in INVERSES:
         raise UsageError(f"unknown inverse {inverse!r}; known: {AUTO}, {', '.join(INVERSES)}")

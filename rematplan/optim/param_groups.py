@@ -1,4 +1,4 @@
-"""Param groups in two: parameters with factors, and the others, which have an optimizer of their own."""
+"""Split param groups into parameters that have Kronecker factors and parameters that need another optimizer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from rematplan.optim.layer import Layer
 Group: TypeAlias = dict[str, Any]
 
 OTHERS = "others"
-"""The key of a group's options for its parameters without factors."""
+"""Key in a param group: a dictionary of options for the group's parameters without factors."""
 
 
 def split_groups(
     model: nn.Module, layers: Mapping[str, Layer], params: Iterable[Group] | None
 ) -> tuple[dict[str, Layer], list[Group], list[Group]]:
-    """The layers whose weights are in ``params``; the groups of their parameters; the groups of the others.
+    """Split param groups by whether a parameter belongs to a layer with factors.
+
+    Args:
+        model: the model whose parameters are optimized.
+        layers: all layers with factors, by weight name.
+        params: param groups; None stands for one group of all parameters of the model.
+
+    Returns:
+        The layers whose weights are in ``params``; the groups of their parameters; and the groups of the other
+        trained parameters, with the options under the key ``others``.
 
     Raises:
-        UsageError: a group is no dictionary, or no weight has factors.
+        UsageError: a group is no dictionary with ``params``, or no weight has factors.
     """
     groups: list[Group] = (
         [{"params": list(model.parameters())}] if params is None else [_group(g) for g in params]

@@ -1,4 +1,4 @@
-"""When which inverse is made again: spread over steps, so that none is long."""
+"""Decide in which step each factor is inverted again, so that no single step takes long."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from rematplan.optim.slots import longest_first
 
 
 class Refresh:
-    """Makes the inverses of the layers that this process owns.
+    """Inverts the factors of the layers that this process owns, some in each step.
 
-    Each side of a layer has a slot among ``every`` steps, by `longest_first`, and is inverted again in the step of its
-    slot if its average has changed. In the first ``early`` steps, and where it has no inverse, it is inverted as soon
-    as its average changes.
+    Each factor of each layer is assigned to one of ``every`` slots by `longest_first`. In the steps of its slot (step
+    number mod ``every``) it is inverted again if its average has changed. During the first ``early`` steps, and while
+    a factor has no inverse, it is inverted as soon as its average changes.
     """
 
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[str], every: int, early: int) -> None:
         self._layers = {name: layer for name, layer in layers.items() if name in owned}
         self._every, self._early = every, early
         costs = {(n, s): side.cost for n, layer in layers.items() for s, side in enumerate(layer.sides)}
-        # Those of all layers: when a layer is inverted must not depend on how many processes there are.
+        # Slots are assigned to all layers, owned or not: a layer's slot must not depend on the number of processes.
         slots = longest_first(costs, every)
         self._slots = {key: slot for key, slot in slots.items() if key[0] in self._layers}
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
-        """Invert what is due at the step ``clock``: by layer, which sides were (0: inputs, 1: outputs)."""
+        """Invert the factors that are due in step number ``clock``.
+
+        Args:
+            clock: the number of steps so far.
+            damping: returns λ of a layer.
+
+        Returns:
+            The factors that were inverted, by layer name (0: of the inputs, 1: of the outputs' gradients).
+        """
         made: dict[str, tuple[int, ...]] = {}
         for name, at in self._due(clock):
             made[name] = (*made.get(name, ()), at)

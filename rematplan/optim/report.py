@@ -1,4 +1,4 @@
-"""What is known of each factor: its size, how it is inverted, its effective rank."""
+"""A report on each Kronecker factor: its size, the kind of its inverse, its effective rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from rematplan.optim.layer import Layer
 
 @dataclass(frozen=True)
 class SideReport:
-    """A factor of the weight ``layer``: ``side`` is A (inputs) or G (outputs' gradients), of ``size`` rows.
+    """A row of the report: one factor of the weight called ``layer``.
 
-    ``rank``: eigenvalues above the side's damping. ``kind``: the form of its inverse; empty before the first.
+    ``side``: ``A`` (of the inputs) or ``G`` (of the outputs' gradients). ``size``: its number of rows. ``rank``: the
+    number of eigenvalues above the damping. ``kind``: the form of its inverse; empty if it has not been inverted yet.
     """
 
     layer: str
@@ -22,7 +23,7 @@ class SideReport:
 
 
 def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
-    """Both factors of a layer; none before its first statistics."""
+    """Return the rows of both factors of a layer; none before its first statistics. ``damping``: λ of the layer."""
     if layer.a.total is None or layer.g.total is None:
         return ()
     return tuple(

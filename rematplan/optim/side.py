@@ -1,4 +1,4 @@
-"""One of the two factors of a layer: its moving average, its inverse, and how the inverse is made."""
+"""One of the two Kronecker factors of a layer: its moving average, its inverse, and how it is inverted."""
 
 from __future__ import annotations
 
@@ -25,22 +25,27 @@ from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace
 
 AUTO = "auto"
 DIAGONAL_ABOVE = 16_384
-"""Larger factors are diagonal with ``auto``: a factor of 16,384 rows and its inverse hold 1.5 GiB."""
+"""With ``auto``, only the diagonal is kept of factors with more rows; a whole one and its inverse would hold 1.5
+GiB.
+"""
 LOW_RANK_FROM = 2_048
-"""Smaller factors are never low-rank with ``auto``: Cholesky takes as long."""
+"""With ``auto``, factors with fewer rows never get a low-rank inverse: Cholesky takes no longer."""
 LOW_RANK_BELOW = 16
-"""With ``auto`` a factor is low-rank while at most one eigenvalue in so many is above its damping."""
+"""With ``auto``, a factor gets a low-rank inverse if at most rows ÷ 16 of its eigenvalues are above the damping."""
 MEASURE_EVERY = 10
-"""With ``auto`` the rank of a factor that was too high is measured again after so many inverses."""
+"""With ``auto``, the rank of a factor that was too high is measured again at every tenth inversion."""
 
 
 @dataclass
 class Side:
-    """A factor of ``size`` rows; ``blocks``: () or (groups,) of such factors. ``how``: a name of `INVERSES`, or `AUTO`.
+    """One factor of ``size`` rows.
 
-    ``total``: Σ of outer products, packed, or its diagonal, decayed; ``count``: the rows it has, decayed alike, so that
-    their quotient is a moving average whose start needs no correction. ``rank``: eigenvalues above the damping when
-    they were last counted.
+    ``blocks``: () for one factor, (groups,) for a grouped layer, which has one for each group. ``how``: a name of
+    `INVERSES`, or ``auto``. ``dtype``: of the average and the inverse. ``vector``: whether the statistics contain
+    only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or its diagonal. ``count``: the
+    number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that needs no
+    correction at the start. ``made``: how often the factor has been inverted. ``changed``: whether the average has
+    changed since. ``rank``: the number of eigenvalues above the damping when they were last counted.
     """
 
     size: int
@@ -63,22 +68,25 @@ class Side:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is kept of the factor."""
+        """The shape of ``total``."""
         return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
 
     @property
     def cost(self) -> float:
-        """Operations of an inversion, up to a constant."""
+        """The number of operations of an inversion, up to a constant factor."""
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
-        """What is kept of a factor (…, size, size) or of its diagonal (…, size), of `shape`."""
+        """Return the part of a factor that is kept, in the shape `shape`: packed, or the diagonal.
+
+        ``factor``: (…, size, size), or (…, size) if statistics contain only the diagonal.
+        """
         if not self.diagonal:
             return pack(factor.to(self.dtype))
         return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
 
     def fold(self, kept: Tensor, count: float, decay: float) -> None:
-        """Add the sums over ``count`` rows, after earlier ones have decayed."""
+        """Add the sum over ``count`` rows to the moving average, after multiplying the earlier sum by ``decay``."""
         if self.total is None:
             self.total = torch.zeros_like(kept)
         self.total.mul_(decay).add_(kept)
@@ -86,19 +94,19 @@ class Side:
         self.changed = True
 
     def mean(self) -> Tensor:
-        """The averaged factor, or its diagonal."""
+        """Return the average: (…, size, size), or its diagonal (…, size)."""
         assert self.total is not None
         mean = self.total / self.count
         return mean if self.diagonal else unpack(mean, self.size)
 
     def mean_eigenvalue(self) -> Tensor:
-        """The trace of the averaged factor ÷ its rows, over all blocks."""
+        """Return the trace of the average ÷ its number of rows, as the mean over all blocks."""
         assert self.total is not None
         trace = self.total.sum(-1) if self.diagonal else packed_trace(self.total, self.size)
         return trace.mean() / (self.count * self.size)
 
     def invert(self, damping: float) -> None:
-        """Make the inverse of the average + ``damping`` I."""
+        """Compute the inverse of the average + ``damping`` I."""
         self.inverse = self._inverse(self.mean(), damping)
         self.made, self.changed = self.made + 1, False
 
@@ -113,7 +121,10 @@ class Side:
             return cholesky(mean, damping)
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
-        """A low-rank inverse, if few eigenvalues are above the damping now; None if that was not so lately."""
+        """Return a low-rank inverse if few eigenvalues are above the damping.
+
+        Otherwise, and if a recent measurement found too many, return None.
+        """
         few = self.size // LOW_RANK_BELOW
         lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
         if self.size < LOW_RANK_FROM or lately:
@@ -124,30 +135,35 @@ class Side:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """How many eigenvalues of the average are above ``damping``, of the block that has most. O(size³)."""
+        """Return how many eigenvalues of the average are above ``damping``, the most of any block. It takes O(size³)
+        operations.
+        """
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
         return int((values > damping).sum(-1).max())
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes."""
+        """Return the state that `load` takes."""
         inverse = None if self.inverse is None else saved(self.inverse)
         parts = ("total", "count", "made", "changed", "rank")
         return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Continue from a `state`."""
+        """Restore what `state` returned, on a device."""
         for part in ("count", "made", "changed", "rank"):
             setattr(self, part, state[part])
         self.total = None if state["total"] is None else state["total"].to(device, copy=True)
         self.inverse = None if state["inverse"] is None else restored(state["inverse"], device)
 
     def average_bytes(self) -> int:
-        """Bytes of the average, present or to come."""
+        """Return the bytes of the average, whether it exists already or not."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def inverse_bytes(self) -> int:
-        """Bytes of the inverse, at most, present or to come. The truncated kinds may fall back to a dense one."""
+        """Return an upper bound of the bytes of the inverse, whether it exists already or not.
+
+        With ``auto`` and ``hierarchical`` the bound is that of a dense inverse, to which both may fall back.
+        """
         if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
             return inverse_bytes(self.inverse)
         blocks, n = torch.Size(self.blocks).numel(), self.size

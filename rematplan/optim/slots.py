@@ -1,4 +1,4 @@
-"""Spreading work: jobs over slots, so that no slot has much more than another."""
+"""Divide jobs of known cost among a number of slots, evenly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ Job = TypeVar("Job")
 
 
 def longest_first(costs: Mapping[Job, float], slots: int) -> dict[Job, int]:
-    """A slot for each job: the longest jobs first, each into the slot that has least so far.
+    """Assign each job to a slot, from 0 to ``slots`` − 1: the longest job first, each to the slot with the least
+    total cost.
 
-    The fullest slot has at most 4/3 of the best possible (Graham 1969). Equal jobs keep the order of ``costs``.
+    The total of the fullest slot is at most 4/3 of the smallest possible (Graham 1969). Jobs of equal cost are
+    assigned in the order of ``costs``, so the result is the same in every process.
     """
     loads = [(0.0, slot) for slot in range(slots)]
     found = {}

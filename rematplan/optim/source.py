@@ -1,4 +1,4 @@
-"""Where an optimizer takes Kronecker factors from: anything that gives sums of outer products by weight name."""
+"""The interface through which the optimizer gets Kronecker factors: sums of outer products by weight name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 @runtime_checkable
 class Source(Protocol):
-    """What gives statistics."""
+    """An object that provides Kronecker statistics to `KFAC`."""
 
     def layers(self) -> Mapping[str, Factors]:
-        """By weight name: the factors that statistics will have, as tensors of the device ``meta``."""
+        """Return the factors that the statistics will have, by weight name, as tensors of the device ``meta``."""
 
     def statistics(self) -> Statistics | None:
-        """The sums over the micro-batches since the last update of the weights.
+        """Return the sums over the micro-batches since the last update of the weights.
 
-        None, or statistics whose ``step`` was read before, say that there is nothing new.
+        None, or statistics whose ``step`` the optimizer has read before, mean that there is nothing new.
         """
 
     def state(self) -> Any:
-        """What has to be saved for statistics to go on as they would have, after an optimizer's step."""
+        """Return what must be saved, after a step of the optimizer, so that later statistics are the same after
+        `load`.
+        """
 
     def load(self, state: Any) -> None:
-        """Continue from a `state`."""
+        """Restore the state that `state` returned."""

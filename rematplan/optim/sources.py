@@ -1,4 +1,4 @@
-"""The statistics of planned modules as a source."""
+"""The statistics of planned modules as a `Source`."""
 
 from __future__ import annotations
 
@@ -14,35 +14,47 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 
 class PlannedSource:
-    """What planned modules give. ``parts``: each with the prefix that its parameters' names have in the whole model."""
+    """The statistics of one planned module or of several inside of a model.
+
+    ``parts``: the planned modules, by the prefix that their parameters' names have in the whole model.
+    """
 
     def __init__(self, parts: Mapping[str, Planning]) -> None:
         self._parts = parts
 
     def layers(self) -> Mapping[str, Factors]:
-        """The factors that the statistics will have, on the device ``meta``."""
+        """Return the factors that the statistics will have, on the device ``meta``, by weight name in the whole
+        model.
+        """
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:
-        """Those of the present training step, of all modules; None if none of them takes any."""
+        """Return the statistics of the current training step, of all modules; None if no module has taken any in
+        it.
+        """
         found = {prefix: part.statistics() for prefix, part in self._parts.items()}
         factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
         skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
         return Statistics(factors, skipped, sum(one.step for one in found.values())) if len(factors) else None
 
     def state(self) -> Sequence[tuple[int, int]]:
-        """Of each module the number of the next training step, and of draws of labels so far."""
+        """Return, for each module, the number of the next training step and how often labels have been drawn so
+        far.
+        """
         states = (part.statistics_state for part in self._parts.values())
         return [(step + 1, draws) for step, draws in states]
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
-        """Continue with these steps."""
+        """Continue with the step numbers and counts of draws that `state` returned."""
         for part, (step, draws) in zip(self._parts.values(), state, strict=True):
             part.statistics_state = step, draws
 
 
 class _Joined(Mapping[str, Factors]):
-    """Factors of several modules under their names in the whole model. None is made dense before somebody reads it."""
+    """The factors of several modules, by weight name in the whole model.
+
+    A factor is unpacked only when it is read.
+    """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
         self._places = {
@@ -62,10 +74,10 @@ class _Joined(Mapping[str, Factors]):
 
 
 def source_of(model: nn.Module) -> Source:
-    """The source that a planned module is, or that planned modules inside of a module are.
+    """Return the statistics of a planned module, or of all planned modules inside of ``model``.
 
     Raises:
-        UsageError: none of them is planned with statistics.
+        UsageError: no module is planned with statistics.
     """
     parts, reasons = {}, []
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The bytes that an optimizer's state will have, before it has any."""
+"""The size of an optimizer's state, known before the optimizer has made a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch.optim import Optimizer
 
 
 def state_bytes(groups: list[dict[str, Any]], optimizer: Optimizer) -> int:
-    """Bytes of the state that ``optimizer`` holds for the parameters of ``groups`` once it has made a step.
+    """Return the bytes of state that ``optimizer`` holds for the parameters of ``groups`` after its first step.
 
-    A step of an optimizer of the same class on tensors without memory says it, whatever the class keeps.
+    A new optimizer of the same class makes one step on parameters of the device ``meta``, which take no memory. So
+    the result is right for any class. Tensors that the class creates on another device, such as step counters, do not
+    count.
     """
     twins = [
         {k: v for k, v in group.items() if k != "params"}

@@ -1,4 +1,4 @@
-"""From gradients to moved weights: the preconditioned gradient, its clipping, momentum and decay."""
+"""The update of the weights: preconditioned gradients, clipping, momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ MOMENTUM = "momentum_buffer"
 def preconditioned(
     layers: Mapping[str, Layer], gradients: Mapping[str, Tensor], group_of: Mapping[int, Group]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The update of each layer that has a gradient, and Σ lr² ⟨update, gradient⟩; NaN where an inverse is missing.
+    """Multiply gradients by the inverses of their layers' factors.
 
-    ``group_of``: the param group by the parameter's id.
+    Args:
+        layers: the layers, by weight name.
+        gradients: matrices (…, outputs, inputs), by weight name.
+        group_of: the param group of each parameter, by the parameter's ``id``.
+
+    Returns:
+        The updates by weight name, of the gradients' shapes; and Σ lr² ⟨update, gradient⟩ over these layers. The
+        update of a layer without inverses is NaN, which makes `finite` false.
     """
     product = torch.zeros((), dtype=torch.float64, device=next(iter(layers.values())).weight.device)
     updates = {}
@@ -33,7 +40,10 @@ def preconditioned(
 
 
 def clipped(product: float, most: float | None) -> float:
-    """By what updates are multiplied, so that the divergence of a step is at most ``most`` in the quadratic model."""
+    """Return the factor of the updates that bounds a step's divergence in the quadratic model by ``most``.
+
+    ``product``: Σ lr² ⟨update, gradient⟩. The factor is min(1, √(most ÷ product)), and 1 if ``most`` is None.
+    """
     return 1.0 if most is None or product <= most else math.sqrt(most / product)
 
 
@@ -42,7 +52,13 @@ def move(
     group_of: Mapping[int, Group],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> None:
-    """Decay parameters and move each against its update, with the momentum that ``state`` holds."""
+    """Update parameters in place: weight decay first, then the update times −lr, with momentum.
+
+    Args:
+        updates: pairs of a parameter and its update.
+        group_of: the param group of each parameter, by the parameter's ``id``.
+        state: the optimizer's state by parameter; the momentum buffer is kept in it.
+    """
     for parameter, update in updates:
         group = group_of[id(parameter)]
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -58,6 +74,6 @@ def move(
 
 
 def finite(product: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether a number and all gradients are finite."""
+    """Return whether ``product`` and all gradients are finite. Norms are tested: one transfer to the host in all."""
     norms = [product, *(torch.linalg.vector_norm(whole(g)) for g in gradients)]
     return all(math.isfinite(norm) for norm in torch.stack([n.double() for n in norms]).tolist())
