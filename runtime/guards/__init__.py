@@ -1,4 +1,4 @@
-"""What a forward depends on besides its arguments, and whether that still holds."""
+"""Guards: checks that everything a captured forward depends on, besides its arguments, still holds."""
 
 from rematplan.runtime.guards.call_key import call_key
 from rematplan.runtime.guards.guard import Guard

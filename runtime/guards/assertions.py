@@ -1,8 +1,9 @@
-"""Conditions that a forward only checks: it raises for one outcome, and goes on for the other.
+"""Speculated assertions: conditions for which a forward raises if they have one outcome, and continues if
+they have the other.
 
-A condition on what depends on a trained parameter is not known before a step runs. Where the forward raises for one of
-its outcomes it has a single graph all the same, that of the other outcome, with a check of the condition in it. Which
-of the two it is, is found by tracing both.
+A condition on a value that depends on a trained parameter is unknown before the step runs. If the forward
+raises for one outcome, it still has a single graph, that of the other outcome, with a check of the condition
+in it. Which outcome raises is found by tracing the forward with both.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ TRACERS = ("torch._", "torch.fx.", "torch.utils._", "rematplan.")
 
 
 @dataclass(frozen=True)
-class Presumption:
-    """The outcome that a condition is presumed to have, and the error of the other: a built-in type and its text."""
+class Assertion:
+    """A condition that a forward asserts.
+
+    ``outcome``: the outcome with which the forward continues. ``kind``, ``text``: the error of the other
+    outcome, as the name of a built-in exception type and its message.
+    """
 
     outcome: bool
     kind: str = "RuntimeError"
@@ -34,50 +39,55 @@ class Presumption:
 
 @dataclass
 class SpeculatedAssertions:
-    """The conditions of a forward, in the order in which it looks at them."""
+    """The assertions of a forward, in the order in which it evaluates their conditions."""
 
-    known: list[Presumption] = field(default_factory=list)
+    known: list[Assertion] = field(default_factory=list)
     trial: bool | None = None
-    """The outcome that is tried of the first condition that is not known."""
+    """The outcome to be assumed for the first unknown condition; None to assume none."""
     asked: int = 0
 
     def begin(self) -> None:
-        """The forward begins."""
+        """Start a trace of the forward: the next condition is its first."""
         self.asked = 0
 
-    def next(self) -> Presumption | None:
-        """What the condition that the forward now looks at is presumed to be; None: nothing is."""
+    def next(self) -> Assertion | None:
+        """Return the assertion for the condition that the forward evaluates now; None if its outcome is
+        unknown."""
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]
-        return None if at > len(self.known) or self.trial is None else Presumption(self.trial)
+        return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """What ``trace`` gives once all conditions of the forward that it traces are presumed.
+        """Call ``trace``, which traces a forward, until the assertion behind each condition is known. Return
+        its result.
 
         Raises:
-            DataDependentOutputException, DynamicOutputShapeException: the forward goes on for both outcomes of one, or
-                looks at something else than conditions.
+            DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for
+                both outcomes of a condition, or depends on values in another way.
         """
         while True:
             try:
                 return trace()
             except VALUES_DECIDE:
-                if self.asked <= len(self.known):  # it was no condition that was looked at
+                if self.asked <= len(self.known):  # the forward depends on a value that is not a condition
                     raise
                 errors = {outcome: self._error(outcome, trace) for outcome in (False, True)}
                 raising = [outcome for outcome, error in errors.items() if error]
                 if len(raising) != 1:
                     raise
                 error = errors[raising[0]]
-                self.known.append(Presumption(not raising[0], type(error).__name__, str(error)))
+                self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
 
     def _error(self, outcome: bool, trace: Callable[[], object]) -> Exception | None:
-        """What the forward raises for an outcome of the first condition that is not known."""
+        """Return the error that the forward raises if the first unknown condition has this outcome; None if
+        it raises none."""
         self.trial = outcome
         try:
             trace()
-        except Exception as error:  # a forward or the tracer may raise anything; which of them did, decides
+        except (
+            Exception
+        ) as error:  # the forward or the tracer may raise anything; only the forward's errors count
             return error if _is_raised_by_forward(error) else None
         finally:
             self.trial = None
@@ -85,7 +95,8 @@ class SpeculatedAssertions:
 
 
 def _is_raised_by_forward(error: Exception) -> bool:
-    """Whether it is a built-in error that a ``raise`` or ``assert`` raised which is none of a tracer's."""
+    """Return whether this is an error of a built-in type that a ``raise`` or ``assert`` statement outside the
+    tracer raised."""
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next

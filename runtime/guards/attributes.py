@@ -1,5 +1,8 @@
-"""The attributes that a forward reads of its modules, of records that these hold, and of the classes of both: numbers,
-flags, tensors, functions, containers."""
+"""The attributes that a forward reads from its modules, from records in their attributes, and from the
+classes of both.
+
+A record is an object that exists for its attributes, such as a configuration (`is_record`).
+"""
 
 from __future__ import annotations
 
@@ -31,25 +34,30 @@ _DEPTH = 2
 
 
 class Reads:
-    """What was read while it listened."""
+    """The attribute reads and writes that were recorded while a forward ran.
+
+    Its methods named ``note_…`` are called at each access. ``modules``: all modules of the model, each once.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.owners: dict[int, Owner] = {}
-        """By the id of their attributes, which a planned module shares with its model."""
+        """Modules and records by the id of their ``__dict__``, which a planned module shares with its
+        model."""
         self.things: set[int] = set()
         self.kinds: set[type] = {nn.Module}
         self.found: dict[tuple[Owner, str], Any] = {}
         self.met: dict[int, tuple[Any, dict[Owner, None]]] = {}
-        """By id, records that were read, with all owners that they are."""
+        """By id, the records that were read, each with all owners under which it was found."""
         self.asked: set[tuple[Owner, str]] = set()
         self.fresh: set[tuple[Owner, str]] = set()
-        """What was set before it was asked for: attributes that a forward gives, and does not depend on."""
+        """Attributes that were set before they were read: the forward produces them and does not depend on
+        them."""
         self.holders: dict[Owner, Any] = {}
         self.inherited: dict[Owner, dict[str, None]] = {}
-        """What was found in an owner's class, or nowhere."""
+        """By owner, names that were found in its class or nowhere."""
         self.classes: dict[type, dict[str, Any]] = {}
         self.answering: dict[int, Owner] = {}
-        """By id, records that answer to more than their attributes."""
+        """By id, records whose class has a ``__getattr__``."""
         self.answers: dict[Owner, tuple[Any, dict[str, Any]]] = {}
         self.modules, self.own = modules, packages_of(modules)
         for at, module in enumerate(modules):
@@ -65,7 +73,8 @@ class Reads:
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
     def _may_answer(self, holder: Any, owner: Owner) -> None:
-        """Note a record whose class has a ``__getattr__``; kept, for ids of what is gone are given anew."""
+        """Note a record whose class has a ``__getattr__``. The record is kept alive, because Python reuses
+        the ids of dead objects."""
         if is_record(holder) and hasattr(type(holder), "__getattr__"):
             self.answering[id(holder)] = owner
             self.answers.setdefault(owner, (holder, {}))
@@ -74,7 +83,7 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """An attribute was read."""
+        """Record that an attribute was read. ``holder``: the module or record."""
         owner = self._owner(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
@@ -100,7 +109,8 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """The dictionary of the attributes was read: of these, those count that the reading code names."""
+        """Record a read of ``holder.__dict__``: the attributes that the reading code names count as read.
+        ``reader``: the frame of that code."""
         known = self._owner(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
@@ -111,19 +121,19 @@ class Reads:
                     self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
-        """An attribute is about to be read, whether or not it is there."""
+        """Record that an attribute is about to be looked up, whether or not it exists."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
-        """An attribute was asked for that neither the holder nor its class has."""
+        """Record that an attribute was looked up that neither the holder nor its class has."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """A ``__getattr__`` was asked for an attribute that is not there."""
+        """Record the result of a record's ``__getattr__``."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -136,14 +146,17 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """An attribute was set."""
+        """Record that an attribute of a module was set."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
     def given(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """The attributes of a module that the forward only gives, where these are tensors, plain values or containers
-        of such. ``before``: what it had when the forward began."""
+        """Return the attributes that the forward set on a module before reading them: tensors, plain values
+        and containers of these.
+
+        ``before``: the module's attributes at the start of the forward.
+        """
         owner = self.owners[id(vars(module))]
         return {
             name: value
@@ -152,8 +165,8 @@ class Reads:
         }
 
     def found_in_places(self) -> list[Found]:
-        """All that a plan depends on. What the forward itself sets is not among it: what it read there has another
-        value now, when all is as it was before."""
+        """Return everything that a plan depends on, by place. Values that the forward itself changed are left
+        out: by now they differ from those that it read."""
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for (owner, name), value in self.found.items():
             owned.setdefault(owner, {})[name] = value
@@ -173,7 +186,7 @@ class Reads:
         return [*own, *answers, *classes]
 
     def shared(self) -> list[SharedRecord]:
-        """The records that the forward came upon."""
+        """Return the records that the forward read, each with all owners under which it is still found."""
         attributes = [vars(module) for module in self.modules]
         return [
             SharedRecord(type(record), tuple(owners))
@@ -190,15 +203,18 @@ def _is_at(owner: Owner, record: Any, attributes: Attributes) -> bool:
 
 
 BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
-"""What every module keeps of its parts, hooks, tensors and mode; the key of its state has these."""
+"""Names of attributes in which `nn.Module` keeps its submodules, hooks, tensors and mode. `ModuleState`
+covers these."""
 
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """A block in which what is read of the modules' attributes, and of records that they hold, is noted. What
-    other threads read or set, which may run the same modules, is nothing of the forward's."""
+    """Record what the block reads from the attributes of the modules and of the records in them.
+
+    Other threads may run the same modules; their accesses are not recorded.
+    """
     reads = Reads(modules)
-    thread = get_ident()  # the methods are everybody's
+    thread = get_ident()  # all threads see the replaced methods
 
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
@@ -245,12 +261,15 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
 @contextmanager
 def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """A block in which classes have another method in place of the one that they have, or inherit."""
+    """Replace a method of some classes inside the block, whether they define or inherit it.
+
+    ``by``: a function from the plain method to its replacement.
+    """
     plain = {kind: getattr(kind, name) for kind in kinds}
     own = {kind for kind in kinds if name in vars(kind)}
     try:
         for kind, method in plain.items():
-            with suppress(TypeError):  # a class of C's does not let itself be changed
+            with suppress(TypeError):  # classes implemented in C are immutable
                 setattr(kind, name, by(method))
         yield
     finally:
@@ -263,7 +282,8 @@ def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> I
 
 
 def is_record(value: Any) -> bool:
-    """Whether an object is there for its attributes: neither a module, nor a tensor, nor something to call."""
+    """Return whether an object exists for its attributes: it has a ``__dict__``, is not of a built-in type, a
+    container, a tensor or a generator, and is not callable (which excludes modules and classes)."""
     kind = type(value)
     return (
         kind.__module__ != "builtins"

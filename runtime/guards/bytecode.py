@@ -1,4 +1,4 @@
-"""What a piece of code names, and whose it is."""
+"""The names that a code object mentions, and whether a module is library code."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from typing import Any
 Names = frozenset[str]
 
 _OURS = tuple(f"rematplan.{part}." for part in ("ir", "planner", "plans", "runtime"))
-"""Our modules, those of models apart."""
+"""Prefixes of this package's modules, except those of bundled models."""
 
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
-"""Where packages are installed."""
+"""The folders in which packages are installed."""
 _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
-"""Instructions that name global variables."""
+"""Bytecode instructions that name global variables."""
 
 
 @cache
 def named_in(code: CodeType) -> Names:
-    """What a code names besides its own variables, keys of dictionaries and the functions within it included."""
+    """Return all names that a code object mentions: attributes, global variables and string constants, which
+    may be keys. Nested functions are included, local variables are not."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
 
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """The global variables that a code reads or sets, the functions within it included; attributes may have the same
-    names."""
+    """Return the global variables that a code object reads or sets, nested functions included.
+
+    If the code calls ``globals()``, all its string constants count.
+    """
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()
@@ -39,18 +42,18 @@ def variables_in(code: CodeType) -> Names:
 
 
 def strings_in(code: CodeType) -> Names:
-    """The strings that stand in a code."""
+    """Return the string constants of a code object, without those of nested functions."""
     return frozenset(const for const in code.co_consts if isinstance(const, str))
 
 
 def packages_of(things: Iterable[Any]) -> Names:
-    """The packages that the classes of some things are of, PyTorch apart."""
+    """Return the top-level packages of the classes of these objects, except torch."""
     return frozenset(type(thing).__module__.partition(".")[0] for thing in things) - {"torch"}
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
-    """Whether nobody looks into a module's functions: it is PyTorch's, Python's, ours, or installed and of none of
-    the model's ``own`` packages; what such go by is theirs, and too much."""
+    """Return whether guards ignore a module's functions: those of PyTorch, of Python, of this package, and of
+    installed packages other than the model's ``own``. What library code depends on is too much to track."""
     module = module or "builtins"
     package = module.partition(".")[0]
     if module.startswith(_OURS):

@@ -1,4 +1,4 @@
-"""How a module is called, as a key: its arguments, autocast, and what is set for the whole process."""
+"""A key for how a module is called: its arguments, autocast, and process-wide settings."""
 
 from __future__ import annotations
 
@@ -36,12 +36,21 @@ SETTINGS = (
     lambda: tuple(get_sdp_priority_order()),
     lambda: device_mode.CURRENT_DEVICE or torch.device("cpu"),
 )
-"""What is set for the whole process, or a block of it, and decides which ops a forward makes: its default type and
-device, and which kernels it may use."""
+"""Process-wide settings, some of which context managers change, that decide which ops a forward calls: the
+default type and device, and which kernels are enabled."""
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """What a plan depends on in a call: the arguments but for the numbers in tensors, autocast and `SETTINGS`."""
+    """Return a hashable key of everything in a call that a plan depends on: the arguments, except the values
+    of tensors; autocast; and `SETTINGS`.
+
+    Args:
+        leaves: the leaves of the arguments.
+        spec: the structure of the arguments.
+
+    Raises:
+        ModelError: an argument can be neither hashed nor pickled.
+    """
     at: dict[int, int] = {}
     described = [
         (at.setdefault(id(leaf), len(at)), *like(leaf)) if isinstance(leaf, torch.Tensor) else _exactly(leaf)
@@ -53,16 +62,16 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What the ops that a forward makes depend on of a tensor, but for its numbers."""
+    """Return all properties of a tensor, except its values, on which the ops of a forward may depend."""
     try:
-        lazy = tensor.is_conj(), tensor.is_neg()  # what its memory holds is still to be conjugated, negated
+        lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
-    except RuntimeError:  # it has no shape or no strides
+    except RuntimeError:  # the tensor has no shape or no strides
         return tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _exactly(leaf: Any) -> Any:
-    """A key in which 1, 1.0 and True are told apart, and 0.0 from −0.0."""
+    """Return a key that distinguishes 1, 1.0 and True, and 0.0 and −0.0."""
     try:
         hash(leaf)
     except TypeError:
@@ -73,8 +82,8 @@ def _exactly(leaf: Any) -> Any:
 def _pickled(leaf: Any) -> bytes:
     try:
         return pickle.dumps(leaf)
-    except Exception as error:  # whatever the object's own methods raise
+    except Exception as error:  # the object's methods may raise anything
         raise ModelError(
-            f"an argument of type {type(leaf).__name__} can be neither hashed nor pickled, so that no call can be told "
-            f"from another; give what it holds in a tuple or dictionary"
+            f"an argument of type {type(leaf).__name__} can be neither hashed nor pickled, so calls cannot be told "
+            f"apart by it; pass its content in a tuple or dictionary"
         ) from error

@@ -1,9 +1,9 @@
-"""What the code of a forward names outside of its modules: global variables, cells of closures, default arguments,
-the environment, attributes of the classes and objects among them, of those in its arguments and of those that its
-modules hold.
+"""What the code of a forward refers to outside its modules: global variables, closure cells, default
+arguments, environment variables, and attributes of the objects and classes among these, in the arguments, and
+in the modules' attributes.
 
-It is found in the code, not by listening while it runs, which would double the time of a trace: what a function names
-counts as read, also on a branch that is not taken.
+These references are found in the bytecode, not by tracing execution, which would double the time of a
+capture. Whatever a function names counts as read, even in a branch that is not taken.
 """
 
 from __future__ import annotations
@@ -36,21 +36,26 @@ from rematplan.runtime.guards.places import Fixed, Found
 from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, unchanged
 
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
-"""What is called without being named."""
+"""Methods that are called without being named."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-"""What code names that looks at variables of the environment."""
+"""Names whose use means that code reads environment variables."""
 
 
 @dataclass
 class _Shelf:
-    """A place with values by name, and those that were found there."""
+    """A namespace, and the values that were found in it by name."""
 
     values: Mapping[str, Any]
     found: dict[str, Any] = field(default_factory=dict)
 
 
 class GlobalReads:
-    """What the forwards of some modules name, as it is when this is made."""
+    """What the forwards of some modules refer to outside these modules, as of construction.
+
+    Args:
+        modules: all modules of the model, each once.
+        arguments: the leaves of the forward's arguments.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
         self.shelves: dict[int, _Shelf] = {}
@@ -58,7 +63,7 @@ class GlobalReads:
         self.met: set[tuple[int, Names]] = set()
         self.names: Names = frozenset()  # of all code that was looked into
         self.generators: dict[int, Any] = {}
-        """By id, the generators of random numbers that were met."""
+        """By id, the random number generators that the code refers to."""
         self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
         kinds = dict.fromkeys(map(type, modules))
         self.own = packages_of(modules)
@@ -68,7 +73,7 @@ class GlobalReads:
         for value in held:
             self._meet(value, _UNNAMED)
         self._follow()
-        # What is passed on, or held in a container, goes by other names where its attributes are read.
+        # Arguments, and objects in containers, have other names in the code that reads their attributes.
         for thing in (*parts_of(arguments), *(part for value in held for part in parts_of(value))):
             self._meet(thing, self.names)
         self._follow()
@@ -81,8 +86,11 @@ class GlobalReads:
                     self._note(thing, holder, values, name, named)
 
     def found_in_places(self, model: str) -> list[Found]:
-        """What a plan depends on. What the forward has changed meanwhile is not among it; a warning tells that a
-        planned one does not. ``model``: its name."""
+        """Return everything that a plan depends on, by place. Values that the forward has changed meanwhile
+        are left out; a warning says that a planned forward will not change them.
+
+        ``model``: the model's name, for the warning.
+        """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
             objects, copies = unchanged(shelf.found, shelf.values)
@@ -93,16 +101,17 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """A code that names all of ``named`` names what a thing has under ``name``, in one of its holders."""
+        """Record that code which mentions the names ``named`` refers to ``thing.name``, as found in
+        ``values``, the namespace of ``holder``."""
         value = values[name]
-        # A registry may grow: its keys are names of their own.
+        # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
         if not isinstance(value, ModuleType):
             shelf = self.shelves.setdefault(id(holder), _Shelf(values))
             shelf.found.setdefault(name, value if registry else kept(value))
         self._meet(value, named)
         function = _inside(value) if isinstance(thing, type) or self._is_object(thing) else None
-        if function:  # a method names others of its object
+        if function:  # a method refers to other methods of its object
             self._meet(thing, named_in(function.__code__))
 
     def _meet(self, thing: Any, names: Names) -> None:
@@ -113,8 +122,13 @@ class GlobalReads:
             self.waiting.append((thing, names))
 
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-        """Where a thing keeps what is meant by those who name ``names`` beside it: holder, values by name, the names
-        looked for, and all names of the code that they are in."""
+        """Yield the namespaces in which code that mentions ``names`` together with ``thing`` may look
+        something up.
+
+        Yields:
+            The object that has the namespace; the namespace; the names to look up in it; and all names of the
+            code.
+        """
         own: Names = _UNNAMED
         if function := _inside(thing):
             own = named_in(function.__code__)
@@ -138,9 +152,9 @@ class GlobalReads:
             yield thing, thing, names, names
         elif isinstance(thing, ContextVar):
             yield thing, _ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
-        elif isinstance(thing, nn.Module):  # one that is no part of the model
+        elif isinstance(thing, nn.Module):  # outside the model
             if id(vars(thing)) in self.walked or isinstance(thing, torch.jit.ScriptModule):
-                return  # what is scripted has its settings in its own code
+                return  # a scripted module's settings are in its compiled code
             function = _inside(getattr_static(type(thing), "forward"))
             settings = named_in(function.__code__) if function else names
             yield thing, vars(thing), settings - BOOKKEEPING | settings & {"training"}, names
@@ -155,7 +169,8 @@ class GlobalReads:
                 yield home, vars(home), names | _UNNAMED, names
 
     def _is_object(self, thing: Any) -> bool:
-        """Whether something is there for its attributes, or is called and may go by them."""
+        """Return whether a thing is a record, or an instance of a non-library class whose attributes may
+        matter when it is called."""
         if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
             return is_record(thing)
         kind = type(thing)
@@ -168,7 +183,7 @@ class GlobalReads:
 
 
 class _ByName(Mapping[str, Any]):
-    """What there is of some names; what there is of one is asked for each time."""
+    """A read-only mapping from some names to values. Each value is looked up at every access."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
         self.names, self.get_named = frozenset(names), get
@@ -194,8 +209,11 @@ def _current(variable: ContextVar[Any]) -> Any:
 
 
 def _held(function: FunctionType, library: bool) -> _ByName:
-    """What a function has of the functions around it, as far as it is there yet, and the default arguments that may
-    change of one that is no library's: a library's decorator has there what it decorates."""
+    """Return the closure cells of a function, and, unless it is library code, its mutable default arguments.
+
+    Cells may be empty so far. Defaults of library functions are skipped: decorators of libraries store the
+    decorated function there.
+    """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     defaults = {} if library else _defaults(function)
     return _ByName((*cells, *defaults), lambda n: defaults[n] if n in defaults else cells[n].cell_contents)
@@ -209,7 +227,7 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
 
 
 def _slots(holder: Any) -> _ByName:
-    """The attributes that an object has in slots."""
+    """Return the attributes that an object has in slots."""
     slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
     names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
     return _ByName(names, partial(getattr, holder))
@@ -223,18 +241,19 @@ _AROUND = {
     partial: "func",
     type(cache(len)): "__wrapped__",
 }
-"""Where things to call have the function that they are made of, by type."""
+"""By the type of a callable, the attribute that has the function it wraps."""
 
 
 def _inside(thing: Any) -> FunctionType | None:
-    """The function that runs where a thing is called, or asked for."""
+    """Return the Python function that runs if a thing is called or looked up as an attribute; None if there
+    is none."""
     while type(thing) in _AROUND:
         thing = getattr(thing, _AROUND[type(thing)])
     return thing if isinstance(thing, FunctionType) else None
 
 
 def _bound(thing: Any) -> tuple[Any, ...]:
-    """What a bound method or a partial function runs with."""
+    """Return the objects that a bound method or a partial function passes on."""
     if isinstance(thing, (MethodType, BuiltinMethodType)):
         return (thing.__self__,)
     return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()

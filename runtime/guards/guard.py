@@ -1,4 +1,5 @@
-"""Whether a forward would be traced to the same graph as before: all that it read and decided by, checked at once."""
+"""The guard of a captured forward: checks at once whether everything that the forward read still has the same
+value."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ from rematplan.runtime.guards.tables import Table, picked
 from rematplan.runtime.guards.values import ValueGuard
 
 _GONE = (LookupError, AttributeError, RuntimeError, ValueError)
-"""What looking for a value raises that is no longer there."""
+"""Exceptions raised by the lookup of a value that no longer exists."""
 
 
 class Guard:
-    """What a traced forward depends on besides what the keys of a call state.
+    """A check that tracing a forward again would give the same graph. It covers what `call_key` and
+    `ModuleState` do not.
 
-    ``modules``: how many there are. ``found``: what the forward found, by place. ``shared``: records that are one
-    object in several places. ``decided``: what it decided by the values of inputs and buffers.
+    Args:
+        modules: the number of modules.
+        found: what the forward found, by place.
+        shared: records that are the same object in several places.
+        decided: the control-flow decisions that depended on values of inputs and buffers.
     """
 
     def __init__(
@@ -50,7 +55,8 @@ class Guard:
         self.decided = decided
 
     def _position(self, place: Place, modules: int) -> int:
-        """The position of a place among those of a call: modules, fixed places, others."""
+        """Return the position of a place in the list that `holds` makes: modules, then fixed places, then
+        others."""
         if isinstance(place, Attribute) and not place.owner[1]:
             return place.owner[0]
         if isinstance(place, Fixed):
@@ -60,7 +66,12 @@ class Guard:
         return modules + len(self.fixed) + len(self.others) - 1
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the forward would be the same for a module in this state and these tensors among the arguments."""
+        """Return whether the forward would have the same graph now.
+
+        Args:
+            state: the module's present state.
+            tensors: the tensors among the arguments.
+        """
         attributes = state.attributes
         try:
             places = [*attributes, *self.fixed, *[place.find(attributes) for place in self.others]]
@@ -77,8 +88,12 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A record by its first owner; ``modules`` and ``names``, in pairs: the modules that hold the same one as an
-    attribute; ``deeper``: its other owners."""
+    """A record that is the same object in several places.
+
+    ``first``: one of its owners. ``modules`` and ``names``: pairs of a module's position and the name of the
+    attribute in which that module has the record. ``deeper``: its owners that are themselves records in
+    records.
+    """
 
     kind: type
     first: Owner

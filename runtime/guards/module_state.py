@@ -1,4 +1,5 @@
-"""The state that a module is in when it is called: its parts, their classes, modes and hooks, and its tensors."""
+"""The state of a module when it is called: its submodules, their classes, modes and hooks, and its
+tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from rematplan.runtime.guards.tables import picked
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types of tensors that the guard in C compares without calling into Python."""
+"""Tensor types that the guard in C++ compares without calling Python."""
 
 
 class StateKey:
-    """A key that is hashed once. Equal keys come to share their value, so that they compare in no time from then on."""
+    """A key whose hash is computed once. Keys that were found equal share their value from then on, so that
+    comparing them again is fast."""
 
     __slots__ = ("_hash", "value")
 
@@ -42,9 +44,13 @@ class StateKey:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """``attributes``: of a module and all in it, each once, in one order. ``named``: parameters and buffers, each once,
-    by the name that ``named_parameters`` gives them. ``key``: classes, modes, hooks of the parts, and what the tensors
-    are like."""
+    """The state of a module at a call.
+
+    ``attributes``: the ``__dict__`` of the module and of each submodule, each once, in a fixed order.
+    ``named``: parameters and buffers, each once, under the names of ``named_parameters`` and
+    ``named_buffers``. ``key``: classes, modes and hooks of the modules, and the properties of the tensors,
+    without their values.
+    """
 
     attributes: list[dict[str, Any]]
     named: dict[str, torch.Tensor]
@@ -53,8 +59,10 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A state that the module was in without hooks of its parts. ``kinds``: classes and modes. ``tensors``: what its
-    tensors are like."""
+    """The last state without hooks in submodules.
+
+    ``kinds``: classes and modes. ``tensors``: a check of the tensors' properties. ``key``: the state's key.
+    """
 
     kinds: list[Any]
     tensors: TensorGuards
@@ -62,14 +70,15 @@ class _Seen:
 
 
 class ModuleTree:
-    """A module and its parts, found once and checked at every call.
+    """A module and its submodules, listed once and checked at every call.
 
-    A call looks at each part, and a network has hundreds: what can be compared in C is.
+    A network has hundreds of submodules and each call looks at all of them, so as much as possible is
+    compared in C.
     """
 
     def __init__(self, module: nn.Module) -> None:
         named = list(module.named_modules())
-        self.parts = [m for _, m in named][1:]  # not the module: it would hold itself
+        self.parts = [m for _, m in named][1:]  # without the module, to avoid a reference cycle
         self.attributes = [m.__dict__ for _, m in named]
         children = [a["_modules"] for a in self.attributes]
         holders = [
@@ -94,7 +103,8 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """The module's state; None if it has other parts, or tensors of other names, by now."""
+        """Return the module's state; None if by now it has other submodules, or its tensors have other names
+        or are tied differently."""
         tensors = _values(self.holders)
         if (
             self.attributes[0] is not module.__dict__

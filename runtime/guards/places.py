@@ -1,4 +1,5 @@
-"""Where a forward finds values: attributes of modules, of records that these hold, and of what lies outside of them."""
+"""The places in which a forward finds values: attributes of modules and of their records, and namespaces
+outside the modules."""
 
 from __future__ import annotations
 
@@ -8,52 +9,53 @@ from functools import reduce
 from typing import Any, Protocol
 
 Attributes = Sequence[dict[str, Any]]
-"""The attributes of all modules, each module once, in the order of the walk over them."""
+"""The ``__dict__`` of each module, each module once, in the order of `ModuleState.attributes`."""
 Owner = tuple[int, tuple[str, ...]]
-"""Who has an attribute: a module, by its position in the walk over all of them, or a record that it holds, such as a
-configuration, by the attributes that lead to it."""
+"""A module or a record: the position of a module, and the attribute names that lead from it to the record
+(none for the module itself)."""
 
 
 def record_of(owner: Owner, attributes: Attributes) -> Any:
-    """The record that is an owner.
+    """Return the record that an owner denotes.
 
     Raises:
-        LookupError, AttributeError: there is none.
+        LookupError, AttributeError: it no longer exists.
     """
     at, (name, *path) = owner
     return reduce(getattr, path, attributes[at][name])
 
 
 class Place(Protocol):
-    """Where values have names."""
+    """A namespace in which a forward found values."""
 
     def find(self, attributes: Attributes) -> Any:
-        """What is indexed by the names.
+        """Return the namespace, which is indexed by names.
 
         Raises:
-            LookupError, AttributeError: the place is gone.
+            LookupError, AttributeError: it no longer exists.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A place that is always the same: the variables of a module of Python's, a class, the cells of a closure."""
+    """A namespace that is the same object at every call: the variables of a Python module, a class, the cells
+    of a closure."""
 
     values: Any
 
     def find(self, _attributes: Attributes) -> Any:
-        """The values by name."""
+        """Return the namespace."""
         return self.values
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """The attributes of an owner, in its dictionary."""
+    """The ``__dict__`` of a module or record."""
 
     owner: Owner
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
-        """The dictionary."""
+        """Return the ``__dict__``."""
         at, path = self.owner
         place = attributes[at]
         for name in path:
@@ -63,18 +65,18 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a record's ``__getattr__`` says where it is asked for names that are no attributes: of a configuration that
-    keeps its entries in a dictionary of its own, say."""
+    """The results of a record's ``__getattr__``, for names that are no attributes (a configuration may keep
+    its entries in a dictionary, for example)."""
 
     owner: Owner
 
     def find(self, attributes: Attributes) -> Asked:
-        """The record, by whose index it is asked."""
+        """Return the record, wrapped so that indexing it reads attributes."""
         return Asked(record_of(self.owner, attributes))
 
 
 class Asked:
-    """An object's attributes by name, for whoever indexes."""
+    """A wrapper that reads an object's attributes by indexing."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
@@ -87,8 +89,8 @@ class Asked:
 class Found:
     """What a forward found in one place.
 
-    ``objects``: by name, values that are there as they were found. ``copies``: copies of those whose content may
-    change. ``absent``: names that it found nothing of.
+    ``objects``: by name, values that are compared by identity first. ``copies``: by name, copies of values
+    whose content may change. ``absent``: names that the forward looked up in vain.
     """
 
     place: Place
@@ -99,7 +101,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SharedRecord:
-    """A record that a forward came upon: its class, and all owners that are this one."""
+    """A record that a forward read: its class, and all owners under which it is found."""
 
     kind: type
     owners: tuple[Owner, ...]

@@ -1,4 +1,4 @@
-"""What a forward depends on, noted while it is traced."""
+"""Recording of everything that a forward depends on, while it is traced."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ from rematplan.runtime.guards.values import ValueGuardRecorder
 
 @dataclass(frozen=True)
 class Record:
-    """``reads``: the attributes that are read. ``outside``: what the code names outside of the modules. ``values``:
-    what is decided by the values of inputs and buffers."""
+    """What a forward depends on.
+
+    ``reads``: the attributes that it reads. ``global_reads``: what its code refers to outside the modules.
+    ``values``: the decisions that depend on values of inputs and buffers.
+    """
 
     reads: Reads
-    outside: GlobalReads
+    global_reads: GlobalReads
     values: ValueGuardRecorder
 
     @property
     def generators(self) -> Collection[Any]:
-        """The generators of random numbers that the code names."""
-        return self.outside.generators.values()
+        """The random number generators, other than PyTorch's, to which the code refers."""
+        return self.global_reads.generators.values()
 
     def guard(self, model: str) -> Guard:
-        """What must hold for what was traced to be the forward's graph. Warns of what the forward sets outside of the
-        modules. ``model``: its name."""
-        found = (*self.reads.found_in_places(), *self.outside.found_in_places(model))
+        """Return the guard of the traced graph. Warn about values outside the modules that the forward
+        changes.
+
+        ``model``: the model's name, for the warning.
+        """
+        found = (*self.reads.found_in_places(), *self.global_reads.found_in_places(model))
         return Guard(len(self.reads.modules), found, self.reads.shared(), self.values.guard())
 
 
@@ -44,12 +50,15 @@ def recording(
     buffers: Mapping[str, torch.Tensor],
     batch: Sequence[torch.Tensor],
 ) -> Iterator[Record]:
-    """A block in which the forward of ``model`` is traced, and what it depends on is noted.
+    """Record what the forward of ``model`` depends on while the block traces it.
 
-    ``leaves``: of its arguments. ``buffers``: by name, its parameters and buffers; ``batch``: the tensors among the
-    leaves; both real.
+    Args:
+        model: the model.
+        leaves: the leaves of the forward's arguments.
+        buffers: the real parameters and buffers by name.
+        batch: the real tensors among the leaves.
     """
     modules = list(model.modules())
-    outside = GlobalReads(modules, leaves)
+    global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:
-        yield Record(reads, outside, ValueGuardRecorder(buffers, batch))
+        yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch))

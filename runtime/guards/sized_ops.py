@@ -1,4 +1,5 @@
-"""ATen ops whose results' shapes depend on values, as ops that are told the shapes: a tracer has no values."""
+"""Variants of ATen ops with data-dependent result shapes: they take the shapes as an argument, so that a
+tracer, which has no values, can run them."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ ATEN = torch.ops.aten
 
 
 def sizes_of(result: Any) -> list[int]:
-    """The sizes of an op's results, one dimension after the other."""
+    """Return the shapes of an op's results as one flat list."""
     return [size for tensor in pytree.tree_leaves(result) for size in tensor.shape]
 
 
 def _told(op: OpOverload) -> Any:
-    """The op with one more argument, ``sizes``: those of its results."""
+    """Return a variant of an op with one more keyword argument, ``sizes``: the shapes of its results, as
+    `sizes_of` returns them."""
     name = f"rematplan::{op._opname}"
     arguments, results = str(op._schema).split("(", 1)[1].split(") -> ")
     torch.library.define(name, f"({arguments}, *, int[] sizes) -> {results}")
@@ -28,7 +30,9 @@ def _told(op: OpOverload) -> Any:
         return op(*args, **kwargs)
 
     def fake(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
-        with disable_current_modes():  # how many dimensions there are, and of what type, single zeros show
+        with (
+            disable_current_modes()
+        ):  # a run on one-element zeros shows the number of dimensions and the types
             small = op(*pytree.tree_map_only(torch.Tensor, _single_zero, args), **kwargs)
         left = iter(sizes)
         return pytree.tree_map(
@@ -52,7 +56,7 @@ TOLD = {
         ATEN.unique_dim.default,
     )
 }
-"""By the op as it is."""
+"""The variant of each op."""
 
 
 @torch.library.custom_op("rematplan::ctc_loss", mutates_args=())
@@ -65,7 +69,8 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses, and the table of alphas for the backward. ``longest``: the greatest of ``target_lengths``."""
+    """Return the losses, and the table of alphas for the backward. ``longest``: the maximum of
+    ``target_lengths``, which determines the table's shape."""
     del longest
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity

@@ -1,5 +1,7 @@
-"""Values that a forward finds outside of its arguments, parameters and buffers: constants in what is traced, so that a
-plan holds for as long as they do."""
+"""Copies and comparison of values that a forward finds outside its arguments, parameters and buffers.
+
+The traced graph has these values as constants, so a plan is valid only while they do not change.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import numpy as np
 import torch
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-"""Types of which a value says all that there is to know."""
+"""Immutable types whose values are compared by type and content."""
 
 UNSET = object()
-"""Stands for a value that is not there; it is the same as no value, itself included."""
+"""A marker for a missing value. It never compares as the same as anything, itself included."""
 
 _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
@@ -26,20 +28,23 @@ _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
     frozenset: frozenset.__iter__,
     deque: deque.__iter__,
 }
-"""What is in a container of a kind, whatever the methods of a class of its own say or refuse to say."""
+"""How to iterate over a container of each kind. The built-in method is used, since subclasses may override
+it."""
 _MOST = 1000
-"""Entries of a container that is looked into: all are looked at in every call."""
+"""The largest number of entries of a container whose content is compared, since the comparison happens at
+every call."""
 _MOST_NUMBERS = 1 << 16
-"""Of an array that is looked into."""
+"""The largest number of elements of an array whose content is compared."""
 _DEEPEST = 4
-"""Containers within each other that are looked into."""
+"""The largest nesting depth of containers whose content is compared."""
 
 
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was found by name and is the same there now: what is the very object, and what is a copy of it."""
+    """Return the found values, by name, that ``place`` still has: those that are the same object, and those
+    that are equal copies."""
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
-        with suppress(LookupError, AttributeError, ValueError):  # it is gone, or an empty cell
+        with suppress(LookupError, AttributeError, ValueError):  # it no longer exists, or its cell is empty
             now = place[name]
             if same(now, value):
                 (objects if now is value else copies)[name] = value
@@ -47,7 +52,7 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """The value, or a copy if it is a container or an array, whose content may change."""
+    """Return a copy of a container or array, whose content may change; any other value itself."""
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()
@@ -57,12 +62,12 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
         return {key: kept(part, depth - 1) for key, part in dict.items(value)}
     parts = [kept(part, depth - 1) for part in _CONTAINERS[kind](value)]
     if kind is tuple and all(map(is_, parts, _CONTAINERS[kind](value))):
-        return value  # which is soon compared
+        return value  # the same object is compared faster
     return kind(parts)
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """A value, or what is in it if it is a container, or in a container within."""
+    """Yield a value, or the values in it if it is a container, containers in it included."""
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
@@ -72,7 +77,7 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
 
 
 def is_data(value: Any) -> bool:
-    """Whether it is a plain value, a tensor, or a container of such."""
+    """Return whether a value is plain, a tensor, or a container of such values."""
     kind = type(value)
     if kind in (*_CONTAINERS, torch.Size):
         return all(map(is_data, value.values() if kind is dict else value))
@@ -80,10 +85,10 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether a value is the one that was kept.
+    """Return whether a value equals one that was kept.
 
-    Plain values are compared with their type (1, 1.0 and True are three), containers and NumPy's arrays by what is in
-    them, and all else, tensors among it, by identity.
+    Plain values are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by
+    content, and everything else, tensors included, by identity.
     """
     if a is b:
         return a is not UNSET
@@ -103,11 +108,12 @@ def same(a: Any, b: Any) -> bool:
             and (a.dtype, a.shape) == (b.dtype, b.shape)
             and a.tobytes() == b.tobytes()
         )
-    return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0 is not −0
+    return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0.0 is not −0.0
 
 
 def _kind(value: Any) -> type[Any]:
-    """The value's type; of a container the built-in one that it is, and of a number of NumPy's that of an array."""
+    """Return a value's type: for subclasses of a container the built-in container, for NumPy scalars and
+    arrays ``ndarray``."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
     kind = type(value)

@@ -1,4 +1,5 @@
-"""Calls whose results' shapes depend on values, as calls whose results have the shape that was decided by."""
+"""Rewriting of calls with data-dependent result shapes to calls with fixed shapes. The shape is computed from
+the known values and becomes part of the guard."""
 
 from __future__ import annotations
 
@@ -15,22 +16,23 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """What a row needs of the tape on which calls are noted (`guards.values`)."""
+    """The part of `values.OpTape`, which records calls, that the rewriting functions need."""
 
     drawn: dict[int, torch.Tensor]
-    """By id, the results of ``rand`` that nothing has written to since."""
+    """By id, results of ``rand`` that no call has written to since."""
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call, and note it if everything that it depends on is known."""
+        """Make a call and return its result. Record the call if everything that it depends on is known."""
 
     def read(self, of: Callable[..., Any], *given: Any) -> Any:
-        """A function of the values of known tensors; the outcome becomes part of the guard."""
+        """Return a function of the values of known tensors. Its result becomes part of the guard."""
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """As `read`, for a number; None if the tensor's values are not known."""
+        """Return a number that depends on a tensor's values, as `read` does; None if the values are
+        unknown."""
 
     def knows(self, given: Any) -> bool:
-        """Whether the values of all tensors in nested arguments are known."""
+        """Return whether the values of all tensors in nested arguments are known."""
 
 
 def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +49,8 @@ def _detach(tape: Tape, x: torch.Tensor) -> Any:
 
 
 def _less(tape: Tape, x: torch.Tensor, limit: float) -> Any:
-    """None of what `rand` gives is below 0: that a layer is not dropped at a rate of 0 is no matter of chance."""
+    """Compare with a limit. Random numbers in [0, 1) are never below a limit of 0 or less, so a layer that is
+    dropped at rate 0 does not depend on chance."""
     if id(x) in tape.drawn and limit <= 0:
         return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
     return tape.run(ATEN.lt.Scalar, x, limit)
@@ -94,8 +97,8 @@ def _repeat_interleave(tape: Tape, repeats: torch.Tensor, *, output_size: int | 
 
 
 def _batch_sizes(lengths: torch.Tensor) -> list[int]:
-    """How many sequences reach each step."""
-    longest = int(lengths[0])  # of sorted ones; the kernel refuses others
+    """Return the number of sequences that are longer than t, for each time step t."""
+    longest = int(lengths[0])  # the kernel refuses lengths that are not sorted
     sizes: list[int] = TO_LIST(
         ATEN._pack_padded_sequence(lengths.new_empty(longest, len(lengths)), lengths, False)[1]
     )
@@ -103,7 +106,8 @@ def _batch_sizes(lengths: torch.Tensor) -> list[int]:
 
 
 def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """The sizes are a real tensor: recurrent layers and what pads again read them where they lie."""
+    """Pack sequences. The batch sizes are returned as a real tensor, since recurrent layers and unpacking
+    read its memory directly."""
     if not tape.knows(lengths):
         return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
     sizes = tape.read(_batch_sizes, lengths)
@@ -135,7 +139,7 @@ def _ctc_loss(
 
 
 def _found(op: Any) -> Callable[..., Any]:
-    """For an op whose results' sizes only itself can say."""
+    """Return the rewriting function of an op whose result shapes only the op itself can compute."""
 
     def sizes(*given: Any) -> list[int]:
         return sizes_of(op(*given))
@@ -160,5 +164,5 @@ STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN._ctc_loss.Tensor: _ctc_loss,
     **{op: _found(op) for op in TOLD},
 }
-"""By op, how its call is made instead: for a tape, with the call's arguments. Among them is what is known of a result
-whatever is drawn."""
+"""By op, the function that replaces its call; it takes a tape and the call's arguments. Some functions return
+a result that is known whatever numbers are drawn."""

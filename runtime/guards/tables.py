@@ -1,7 +1,7 @@
-"""Values by name in many places, compared all at once.
+"""Tables of values by place and name, compared all at once.
 
-A forward reads hundreds of attributes, and nearly always finds the very objects that it found before. So they are
-fetched and compared by identity in a few calls that loop in C; Python looks only at what is another object now.
+A forward reads hundreds of attributes and nearly always finds the same objects as before. A table fetches and
+compares them by identity in a few calls that loop in C; Python code looks only at the objects that differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from rematplan.runtime.guards.snapshots import same
 
 
 def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What gets the values of keys, or the items at positions, as a tuple."""
+    """Return a function that returns the values of these keys, or the items at these positions, as a
+    tuple."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return lambda held: tuple(held[key] for key in keys)
@@ -23,7 +24,7 @@ def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
 class Table:
     """Values that were found in some places.
 
-    ``rows``: of each place its position among all, and the values by name.
+    ``rows``: for each place, its position in the list of all places, and its values by name.
     """
 
     def __init__(self, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -33,10 +34,10 @@ class Table:
         self.values = [value for _, _, value in cells]
 
     def holds(self, places: Sequence[Any]) -> bool:
-        """Whether the places have these values still, or the same ones in the sense of `snapshots.same`.
+        """Return whether the places still have these values, or ones that are the same by `snapshots.same`.
 
         Raises:
-            LookupError, AttributeError, RuntimeError, ValueError: something is gone.
+            LookupError, AttributeError, RuntimeError, ValueError: a value no longer exists.
         """
         found = list(map(getitem, self.places(places), self.names))
         return all(map(is_, found, self.values)) or all(

@@ -1,4 +1,4 @@
-"""What a forward reads of a tensor without making a call: its numbers as a list, or as an array of NumPy's."""
+"""Interception of `tolist` and `numpy`, by which a forward reads a tensor's values without calling an op."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
 
 @contextmanager
 def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
-    """A block in which ``answer`` says what `tolist` and `numpy` give, which make no call that a mode could see.
+    """Let ``answer`` return the results of `Tensor.tolist` and `Tensor.numpy` inside the block.
 
-    Both read the memory of a tensor that is no traced one; of others `numpy` refuses all, or reads what lies there.
+    These methods call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or
+    returns arbitrary memory.
+
+    ``answer``: a function of the method and the tensor. For `numpy` it is called with a function that returns
+    type, shape and bytes of the array.
     """
-    thread = get_ident()  # the methods are everybody's
+    thread = get_ident()  # all threads see the replaced methods
 
     def to_list(tensor: torch.Tensor) -> Any:
         return answer(TO_LIST, tensor) if get_ident() == thread else TO_LIST(tensor)
@@ -41,7 +45,7 @@ def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator
     try:
         yield
     finally:
-        del torch.Tensor.tolist, torch.Tensor.numpy  # they are inherited
+        del torch.Tensor.tolist, torch.Tensor.numpy  # the base class has the original methods
 
 
 def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
@@ -51,10 +55,10 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """A block that may not decide by values.
+    """Forbid decisions that depend on values inside the block.
 
     Raises:
-        DataDependentOutputException: it looks at what a tensor holds.
+        DataDependentOutputException: the block reads a tensor's values by `tolist` or `numpy`.
     """
 
     def refuse(read: Any, _: torch.Tensor) -> Any:
@@ -66,6 +70,6 @@ def undecided() -> Iterator[None]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """A block in which calls are made on real tensors as they are."""
+    """Run calls inside the block on real tensors, without dispatch modes, gradients or autocast."""
     with disable_current_modes() if any_mode() else nullcontext(), torch.no_grad(), DisableAutocast():
         yield

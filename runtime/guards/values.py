@@ -1,8 +1,10 @@
-"""What a forward decides by the values of its inputs: whether a mask is all ones, how many of its elements are set.
+"""Guards on values: what a forward decides by the values of its inputs, such as whether a mask is all ones,
+or how many of its elements are set.
 
-What is traced holds for these values alone. So the calls that lead from the inputs and buffers to each such value are
-kept, and made again at a later call: if a value is another then, that call has another graph. Values that depend on a
-trained parameter or on random numbers are not known before a step runs, and cannot be decided by.
+A trace is valid only for these outcomes. The calls that lead from inputs and buffers to each such value are
+recorded and made again at a later call; if an outcome differs, that call needs another graph. Values that
+depend on a trained parameter or on random numbers are unknown before the step runs, so no decision may depend
+on them.
 """
 
 from __future__ import annotations
@@ -30,15 +32,19 @@ _Pools = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """The place of a tensor among those that a tape knows."""
+    """A reference to a tensor by its number on the tape."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A call. ``touches``: the memories that it makes, views or writes. ``expected``: what it gave, where a forward
-    decided by it; else `_UNDECIDED`."""
+    """A recorded call.
+
+    ``reads``: the memories that it reads, each by the number of the first tensor in it. ``touches``: the
+    memories that it allocates, views or writes. ``expected``: its result, if the forward decided by it; else
+    `_UNDECIDED`.
+    """
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -58,16 +64,19 @@ _UNDECIDED = object()
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """The calls between a module's inputs and the values that its forward decided by, if there are any."""
+    """The recorded calls from a module's inputs to the values by which its forward decided, and the
+    outcomes."""
 
     entries: tuple[_Entry, ...] = ()
     sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
-    """By place, the tensors that the calls begin with; those that are neither input nor buffer are here themselves."""
+    """The tensors with which the calls begin, by number: where each comes from, or the tensor itself if it is
+    neither an input nor a buffer."""
     written: frozenset[int] = frozenset()
-    """The places of those sources that a call writes to."""
+    """The numbers of those source tensors whose memory a call writes to."""
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-        """Whether the forward would decide alike for these. They are left as they are."""
+        """Return whether the forward would decide in the same way for these real tensors. The tensors are not
+        changed."""
         if not self.entries:
             return True
         pools: _Pools = {"batch": batch, "buffer": buffers}
@@ -78,7 +87,8 @@ class ValueGuard:
 
 
 def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator[tuple[_Entry, Any]]:
-    """Make the calls; each with what it gives. ``known``: tensors by place, and what the calls make of them."""
+    """Make the calls again and yield each with its result. ``known``: tensors by number; the results are
+    added to it."""
     for e in entries:
         args = [_filled(arg, known) for arg in e.args]
         kwargs = {name: _filled(arg, known) for name, arg in e.kwargs.items()}
@@ -91,7 +101,7 @@ def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator
 
 
 def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
-    """An argument with tensors in the places of theirs."""
+    """Return an argument with tensors in place of references."""
     if type(arg) is _At:
         return known[arg.place]
     if not isinstance(arg, (list, tuple, dict)):
@@ -109,12 +119,17 @@ def _is_functional(tensor: torch.Tensor) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return repr(a) == repr(b)  # nan is nan, and −0 is not 0
+    return repr(a) == repr(b)  # repr treats nan as equal to itself, and distinguishes −0 from 0
 
 
 class ValueGuardRecorder(TorchDispatchMode):
-    """The values that a forward decides by, for real ``buffers`` and a real ``batch``: a block in which it is traced,
-    with its backward, which picks by the same masks."""
+    """A context manager that records by which values a forward decides while the forward and its backward are
+    traced inside it. (The backward indexes with the same masks.)
+
+    Args:
+        buffers: the real parameters and buffers by name.
+        batch: the real tensors among the arguments.
+    """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,8 +147,12 @@ class ValueGuardRecorder(TorchDispatchMode):
         self._asking.__exit__(*raised)
 
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
-        """A forward begins, with traced tensors in the places of the real ones. It may be traced several times, of
-        which the last counts."""
+        """Start the trace of a forward. If it is traced several times, the last trace counts.
+
+        Args:
+            buffers: the traced tensors in place of the real buffers, by name.
+            batch: the traced tensors in place of the real inputs.
+        """
         self._tape = OpTape(self)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
@@ -147,12 +166,16 @@ class ValueGuardRecorder(TorchDispatchMode):
         return self._tape.answer(func, args, kwargs or {})
 
     def guard(self) -> ValueGuard:
-        """What must be so for what was traced to be the forward's graph."""
+        """Return the guard of the last trace."""
         return self._tape.guard()
 
 
 class OpTape:
-    """Notes the calls on what is known before a step runs, and answers what is asked of their values."""
+    """A record of the calls whose arguments are known before a step runs. It answers questions about their
+    values.
+
+    ``decisions``: the recorder, which has the real tensors.
+    """
 
     def __init__(self, decisions: ValueGuardRecorder) -> None:
         self.decisions = decisions
@@ -161,18 +184,21 @@ class OpTape:
         self.places: dict[int, int] = {}  # id of a traced tensor → its place
         self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
         self.memory: list[int] = []  # by place: the first place that shares its memory
-        self.drawn: dict[int, torch.Tensor] = {}  # by id, what `rand` gave; of nothing written since
-        self.written: set[int] = set()  # memories that a call was noted to write to
-        self.lost: set[int] = set()  # memories that something unknown was written to
-        self.real: dict[int, torch.Tensor] = {}  # by place, of the entries made so far and of the sources
+        self.drawn: dict[int, torch.Tensor] = {}  # by id, results of `rand`; cleared by any write
+        self.written: set[int] = set()  # memories that a recorded call writes to
+        self.lost: set[int] = set()  # memories that unknown values were written to
+        self.real: dict[
+            int, torch.Tensor
+        ] = {}  # by place, real sources and real results of entries made so far
         self.made = 0  # entries
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
-        """A tensor that the calls may begin with."""
+        """Add a tensor with which recorded calls may begin. ``source``: where its real tensor comes from, or
+        the tensor itself."""
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """The decisions among the entries, with all that they depend on."""
+        """Return the decisions on the tape, with all calls and sources that they depend on."""
         needed: set[int] = set()
         entries = []
         for entry in reversed(self.entries):
@@ -184,7 +210,8 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call, or say what it would give."""
+        """Make a call and return its result, or, if the forward decides by it, compute its result from the
+        known values."""
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)
         instead = STATIC.get(func)
@@ -193,7 +220,7 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call, noted if all that it depends on is known."""
+        """Make a call and return its result. Record the call if everything that it depends on is known."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
@@ -205,17 +232,18 @@ class OpTape:
         return result
 
     def read(self, of: Callable[..., Any], *given: Any) -> Any:
-        """What is found in what tensors hold, decided by.
+        """Return a function of the values of known tensors. Its result becomes part of the guard.
 
         Raises:
-            DataDependentOutputException: they are not known.
+            DataDependentOutputException: the values are unknown.
         """
         if not self.knows(given):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, given, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """A number of a tensor's values, decided by; None if it is not known."""
+        """Return a number that depends on a tensor's values, as `read` does; None if the values are
+        unknown."""
         return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,34 +288,35 @@ class OpTape:
         return _Entry(func, tuple(args), kwargs, results, reads, touches, expected)
 
     def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
-        """The place of a tensor, a new one where it has none; ``viewed``: whose memory it shares."""
+        """Return a tensor's number, a new one if it has none. ``viewed``: the tensor whose memory it shares;
+        None if it has its own memory."""
         if id(tensor) not in self.places:
             self.places[id(tensor)] = place = len(self.alive)
             if isinstance(tensor, FunctionalTensor):
-                self.places[id(tensor.elem)] = place  # what its `tolist` goes through
+                self.places[id(tensor.elem)] = place  # `tolist` reads this tensor
             self.alive.append(tensor)
             self.memory.append(place if viewed is None else self.memory[self.places[id(viewed)]])
         return self.places[id(tensor)]
 
     def knows(self, given: Any) -> bool:
-        """Whether all tensors in it are known before the step runs."""
+        """Return whether the values of all tensors in nested arguments are known before the step runs."""
         return all(self._is_known(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         if id(tensor) not in self.places and type(tensor) is torch.Tensor and not _is_functional(tensor):
-            self.begin(tensor, tensor)  # it is no traced one: made from numbers, or held as a plain attribute
+            self.begin(tensor, tensor)  # not traced: made from numbers, or a plain attribute
         return id(tensor) in self.places and self.memory[self.places[id(tensor)]] not in self.lost
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes to."""
+    """Return the tensors that a call writes to."""
     if not func._schema.is_mutable:
         return []
     return _given(func, args, kwargs, lambda alias: alias.is_write)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor whose memory a call's results share."""
+    """Return the tensor whose memory a call's results share; None if there is none."""
     if not any(r.alias_info for r in func._schema.returns):
         return None
     return next(iter(_given(func, args, kwargs, bool)), None)
@@ -296,7 +325,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
 def _given(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Any], bool]
 ) -> list[torch.Tensor]:
-    """The arguments whose aliasing is of that kind."""
+    """Return the tensor arguments whose alias annotation satisfies ``which``."""
     by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
     leaves = pytree.tree_leaves([by_name.get(name) for name in named])

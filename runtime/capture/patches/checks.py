@@ -12,7 +12,7 @@ from rematplan.runtime.graph.compat import TorchDispatchMode
 from rematplan.runtime.guards.assertions import (
     CHECK_CONDITION,
     VALUES_DECIDE,
-    Presumption,
+    Assertion,
     SpeculatedAssertions,
 )
 
@@ -50,7 +50,7 @@ _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
 for _check in _WITH_RESULT:
     torch.fx.has_side_effect(_check)
 
-_VALID = Presumption(
+_VALID = Assertion(
     True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
 )
 """What is so of all that a distribution validates, and the error where it is not. Its own text would print values."""
@@ -90,6 +90,6 @@ class Checks(TorchDispatchMode):
                 raise
         return self._presume(condition, presumed)
 
-    def _presume(self, condition: torch.Tensor, presumed: Presumption) -> bool:
+    def _presume(self, condition: torch.Tensor, presumed: Assertion) -> bool:
         self.results.append(CHECK_CONDITION(condition, presumed.outcome, presumed.kind, presumed.text))
         return presumed.outcome
