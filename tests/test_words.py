@@ -30,6 +30,8 @@ ROOMS = (
     "rematplan/report",
     "runtime",
     "runtime/graph",
+    "runtime/guards",
+    "runtime/inversion",
     "runtime/problem",
 )
 ABOLISHED = {

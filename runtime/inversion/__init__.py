@@ -1,1 +1,1 @@
-"""Recipes that recover a tensor from what was computed from it."""
+"""Inverses: ops that recompute a tensor from tensors that were computed from it."""

@@ -1,9 +1,10 @@
-"""How wrong what inverses bring back has become since the plan was made, followed while a step runs.
+"""Error tracking of recomputed tensors while a step runs.
 
-Scales change in training, and with them the errors of a chain of inverses: through 24 scales that fall from 0.9 to 0.5
-they are a million times as large. A plan's anchors stand where the scales at planning wanted them. So every inverse
-passes on, from what it reads to what it gives, the relative error that was predicted and the one that its scales make
-of it now; where these are too far apart the step ends with a clear line, not with wrong gradients.
+Scales change during training, and with them the errors of a chain of inverses: through 24 scales that fall
+from 0.9 to 0.5, errors grow a million times. A plan's anchors are chosen for the scales at planning time. So
+every inverse propagates, from its arguments to its result, both the relative error predicted at planning time
+and the error with the present scales. If they differ too much, the step stops with an error instead of
+computing wrong gradients.
 """
 
 from __future__ import annotations
@@ -18,24 +19,30 @@ from torch import Tensor
 from rematplan.ir import ModelError
 
 GROWN, WRONG, HOPELESS = 10.0, 100.0, 0.1
-"""An error may be this many times the predicted one; or this many times the default limit of its type, u^(2/3), but not
-above a tenth."""
+"""Limits of the present error: this many times the predicted error; or this many times the default limit of
+the type, u^(2/3) with u the unit roundoff, but at most a tenth. The larger of the two applies."""
 
 _rows: dict[int, tuple[weakref.ref[Tensor], float, float]] = {}
-"""By the address of a storage that an inverse made: it, its predicted error, and its error now."""
+"""By the address of a storage that an inverse made: a reference to the tensor, its predicted error, and its
+present error."""
 
 
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
-    """Note the errors of what an inverse has made.
+    """Record the errors of a tensor that an inverse has recomputed.
 
-    ``gain``, ``noise``: as planned (`planner.inversion_error`). ``drift``: by how much its scales have made the gain
-    larger since.
+    Args:
+        reads: the inverse's arguments.
+        made: the recomputed tensor.
+        gain: the factor by which the inverse multiplies a relative error, as planned
+            (`planner.core.inversion_error`).
+        noise: the relative error that its rounding adds, as planned.
+        drift: the factor by which its scales have increased the gain since planning.
 
     Raises:
-        ModelError: they have made the error too large.
+        ModelError: the present error exceeds the limits.
     """
     if not (made.is_floating_point() or made.is_complex()):
-        return  # whole numbers are only moved
+        return  # integers are only copied, without error
     rows = [_rows.get(t.untyped_storage().data_ptr()) for t in reads]
     alive = [row for row in rows if row is not None and row[0]() is not None]
     planned = gain * max((row[1] for row in alive), default=0.0) + noise
@@ -43,8 +50,8 @@ def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, 
     usual = (torch.finfo(made.dtype).eps / 2) ** (2 / 3)
     if now > max(GROWN * planned, min(WRONG * usual, HOPELESS)):
         raise ModelError(
-            f"scales by which the plan divides have changed since it was made: what it brings back would be wrong by "
-            f"{now:.1e}, not by {planned:.1e}; plan again, or without inverses"
+            f"scales by which the plan divides have changed since it was made: recomputed tensors would have a "
+            f"relative error of {now:.1e}, not {planned:.1e} as planned; plan again, or without inverses"
         )
     address = made.untyped_storage().data_ptr()
     if address and now:

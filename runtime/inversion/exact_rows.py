@@ -1,4 +1,5 @@
-"""Rows of the table of inverses that only move numbers, and so bring back the very bits."""
+"""Rows of the inverse table for ops that only copy or move numbers, so that the inverse is exact to the
+bit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rematplan.runtime.inversion.facts import Facts, Found, Undone, fits, result
 
 
 def copied(call: Call, facts: Facts) -> Found:
-    """A copy, also one into a wider type: the numbers are all there."""
+    """Yield how to recover the argument of a copy, which may have a wider type: copy the result."""
     x, y = facts.arguments(call)["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
@@ -19,12 +20,12 @@ def copied(call: Call, facts: Facts) -> Found:
 
 
 def concatenated(call: Call, facts: Facts) -> Found:
-    """Each part stands in the whole."""
+    """Yield how to recover each argument of a concatenation: copy its slice of the result."""
     given, y = facts.arguments(call), result(call, facts)
     start = 0
     for x in given["tensors"]:
         fake = facts.value(x).fake
-        if fake.dim() != y.fake.dim():  # an old kind of empty tensor
+        if fake.dim() != y.fake.dim():  # cat ignores one-dimensional empty tensors
             continue
         end = start + fake.shape[given["dim"]]
         if fake.dtype == y.fake.dtype:
@@ -33,7 +34,7 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 
 def stacked(call: Call, facts: Facts) -> Found:
-    """Each part stands in the whole."""
+    """Yield how to recover each argument of a stack: copy its entry of the result."""
     given, y = facts.arguments(call), result(call, facts)
     for index, x in enumerate(given["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
@@ -41,7 +42,8 @@ def stacked(call: Call, facts: Facts) -> Found:
 
 
 def padded(call: Call, facts: Facts) -> Found:
-    """What is not padding."""
+    """Yield how to recover the argument of a pad: copy the result without the padding. Nothing is yielded for
+    negative padding, which crops."""
     given, y = facts.arguments(call), result(call, facts)
     x, pad = given["self"], given["pad"]
     if all(p >= 0 for p in pad):
@@ -52,7 +54,7 @@ def padded(call: Call, facts: Facts) -> Found:
 
 
 def scattered(call: Call, facts: Facts) -> Found:
-    """A tensor written into a slice of another: it stands there."""
+    """Yield how to recover the source of a slice scatter: copy that slice of the result."""
     given, y = facts.arguments(call), result(call, facts)
     whole = y.fake.shape[given["dim"]]
     start = 0 if given["start"] is None else given["start"]
@@ -63,26 +65,27 @@ def scattered(call: Call, facts: Facts) -> Found:
 
 
 def rolled(call: Call, facts: Facts) -> Found:
-    """Rolled back."""
+    """Yield how to recover the argument of a roll: roll the result by the opposite shifts."""
     given, y = facts.arguments(call), result(call, facts)
     back = tuple(-s for s in given["shifts"])
     yield Undone(given["self"].value, (y.name,), "roll", (back, tuple(given["dims"])), exact=True)
 
 
 def flipped(call: Call, facts: Facts) -> Found:
-    """Flipped again."""
+    """Yield how to recover the argument of a flip: flip the result."""
     given, y = facts.arguments(call), result(call, facts)
     yield Undone(given["self"].value, (y.name,), "flip", (tuple(given["dims"]),), exact=True)
 
 
 def shuffled(call: Call, facts: Facts) -> Found:
-    """Pixels put back among the channels."""
+    """Yield how to recover the argument of a pixel shuffle: unshuffle the result."""
     given, y = facts.arguments(call), result(call, facts)
     yield Undone(given["self"].value, (y.name,), "pixel_unshuffle", (given["upscale_factor"],), exact=True)
 
 
 def picked(call: Call, facts: Facts) -> Found:
-    """Indices that name every place once: an order."""
+    """Yield how to recover the argument of an indexing op whose index is a known permutation of one
+    dimension: reorder the result."""
     given, y = facts.arguments(call), result(call, facts)
     x = given["self"]
     at = {given["dim"]: given["index"]} if "dim" in given else dict(enumerate(given["indices"]))

@@ -1,4 +1,4 @@
-"""What the rows of the table of inverses are given and what they say."""
+"""The types that rows of the inverse table take and return."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from rematplan.runtime.graph.value_ranges import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """``value`` can be had from ``reads`` by a kernel with these constants.
+    """A rule that recovers a value: ``value`` can be recomputed from ``reads`` by a kernel of
+    `kernels.KERNELS`.
 
-    ``gain``: the growth of relative errors. ``exact``: numbers are only moved. ``scale``: what the kernel returns for
-    the scale that it divides by, where training may change that; else 0.
+    ``constants``: further arguments of the kernel. ``gain``: the factor by which it multiplies relative
+    errors. ``exact``: whether it only moves numbers. ``scale``: what the kernel returns at planning time for
+    a scale that training may change; 0 if there is none.
     """
 
     value: str
@@ -33,7 +35,8 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value that would have been undone, were it not for ``why`` (one line for a person)."""
+    """A value that cannot be recovered for a reason that a user can change. ``why``: the reason, in one
+    line."""
 
     value: str
     why: str
@@ -41,7 +44,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Facts:
-    """A step, and which of its values are known before it runs."""
+    """A step, with what is known about its values before it runs.
+
+    ``known``: values computed from parameters, buffers and constants. ``scales``: by storage, the factor by
+    which undoing a scaling multiplies errors, for storages that are scaled tensors; rows fill it in.
+    """
 
     step: CapturedStep
     known: KnownValues
@@ -49,11 +56,11 @@ class Facts:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """Bounds of the others."""
+        """Bounds of all values."""
         return Ranges(self.step, self.known)
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """A call's arguments by name, defaults included."""
+        """Return a call's arguments by name, defaults included."""
         found = {}
         for i, a in enumerate(call.target._schema.arguments):  # type: ignore[attr-defined]
             given = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
@@ -61,7 +68,7 @@ class Facts:
         return found
 
     def value(self, ref: Ref) -> Value:
-        """The value that a reference names."""
+        """Return the value that a reference names."""
         return self.step.values[ref.value]
 
 
@@ -70,12 +77,13 @@ Row: TypeAlias = Callable[[Call, Facts], Found]
 
 
 def result(call: Call, facts: Facts) -> Value:
-    """What a call makes, or the first of that."""
+    """Return the first result of a call."""
     return facts.step.values[call.results[0] or ""]
 
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
-    """Whether an argument is a real tensor of y's shape that y holds in full precision."""
+    """Return whether an argument ``x`` is a floating-point tensor with the shape of ``y`` and no more
+    precision than ``y``."""
     if not isinstance(x, Ref):
         return False
     fake = facts.value(x).fake

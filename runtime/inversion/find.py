@@ -1,7 +1,8 @@
-"""Finds the inverses of a captured step: recipes that bring a tensor back from later ones, by closure over the table.
+"""Find the inverses of a captured step: ops that recompute a tensor from later ones.
 
-Nothing of a network is declared. A row of `inverse_table` undoes one call, and rows for all slices of a storage make an
-inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that can be used: x = y − F(x) cannot.
+No declaration in the model is needed. A row of `table.TABLE` undoes one call, and rows for all slices of a
+storage together form an inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that are
+usable: x = y − F(x) is not.
 """
 
 from __future__ import annotations
@@ -27,35 +28,40 @@ from rematplan.runtime.problem.planning_problem import training_graph
 
 aten = torch.ops.aten
 
-WAYS = 4
-"""Inverses of one storage at most."""
+MOST_INVERSES = 4
+"""The largest number of inverses of one storage."""
 ROUNDS = 3
-"""How often halves are looked for in halves."""
+"""The number of passes that split storages, since a part may itself consist of parts."""
 
 
 @dataclass(frozen=True)
 class Invertible:
-    """A step with the inverses found. ``refused``: one line for each tensor that was not inverted for a reason that a
-    person can change."""
+    """A step with its inverses. ``refused``: one line for each tensor that has no inverse for a reason that a
+    user can change."""
 
     step: CapturedStep
     refused: tuple[str, ...] = ()
 
 
 def with_exact_inverses(step: CapturedStep) -> CapturedStep:
-    """The step with the inverses that only move numbers (of concatenations, copies, pads), so that whatever a plan
-    does with them is equal bit by bit."""
+    """Return the step with those inverses that only move numbers (of concatenations, copies, pads), so that
+    every plan computes the same bits."""
     return _with_inverses(step, {}, exact=True).step
 
 
 def with_inverses(
     step: CapturedStep, named: Mapping[str, torch.Tensor], renormalise: bool = False
 ) -> Invertible:
-    """The step with all inverses that are found, its halves parted (`parting`) where that serves one.
+    """Return the step with all inverses that were found. Storages are split (`split_storages`) where an
+    inverse needs it.
 
-    ``named``: parameters and buffers by name, whose present values say which scales are too near zero.
-    ``renormalise``: give every batch norm a further recipe that leaves the running statistics alone, for steps in which
-    what makes an output may run only once.
+    Args:
+        step: the captured step.
+        named: the real parameters and buffers by name. Their present values decide which scales are too close
+            to zero.
+        renormalise: add, for every batch norm in training, an op without running statistics that computes the
+            same result. Needed if an op that makes an output, such as new running statistics, may run only
+            once.
     """
     found = _found(scatter_to_cat(step, named), named)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
@@ -63,12 +69,13 @@ def with_inverses(
 
 
 def is_exact(call: Call) -> bool:
-    """Whether an inverse brings back the very bits of what was, if it reads them."""
+    """Return whether an inverse recomputes the same bits if its arguments have the bits they had."""
     return not call.noise
 
 
 def _renormalisations(step: CapturedStep) -> Iterator[Call]:
-    """The same kernels without running statistics, so the same bits."""
+    """Yield batch norms without running statistics. They call the same kernels, so they compute the same
+    bits."""
     for call in step.calls:
         row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
         twin = row and row(*call.args)
@@ -83,7 +90,7 @@ _RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
     aten._native_batch_norm_legit_functional.default: lambda x, weight, bias, mean, variance, training, *how: (
         (aten._native_batch_norm_legit.no_stats, x, weight, bias, True, *how) if training else None
     ),
-    # Captured of cuDNN's kernel alone.
+    # Captured only if cuDNN's kernel is used.
     aten._batch_norm_with_update_functional.default: lambda x, weight, bias, mean, variance, *how: (
         aten.cudnn_batch_norm.default,
         x,
@@ -95,7 +102,8 @@ _RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
         *how,
     ),
 }
-"""By a batch norm that gives new running statistics: the op that gives the same without them, and its arguments."""
+"""By a batch norm that returns new running statistics: a function of its arguments that returns the op
+without them and that op's arguments, or None if the norm is frozen."""
 
 
 def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
@@ -116,7 +124,7 @@ def _parted(step: CapturedStep, leave: set[str]) -> SplitStep:
         parted = split_storages(step, {*leave, *copied})
         if parted.step is step:
             break
-        step = scatter_to_cat(parted.step, {})  # a part copied out need not be copied again
+        step = scatter_to_cat(parted.step, {})  # replaces copies of copied parts by the parts
         copied |= parted.copied
     return SplitStep(step, copied)
 
@@ -133,7 +141,7 @@ def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact:
             if step.values[found.value].storage in there:
                 continue  # an input
             if isinstance(found, Refused):
-                refused.append(f"{found.value} is not brought back from {call.name}: {found.why}")
+                refused.append(f"{found.value} cannot be recomputed from {call.name}: {found.why}")
             elif found.exact or not exact:
                 undone.append(found)
     candidates = replace(step, inverses=tuple(_inverses(step, undone)))
@@ -144,7 +152,7 @@ def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact:
 
 
 def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
-    """Inverses of whole storages from rows for values, which may be pieces of them."""
+    """Yield inverses of whole storages, made of rules for values, which may be parts of the storages."""
     by_storage: dict[str, dict[Band, list[Undone]]] = {}
     for one in undone:
         value = step.values[one.value]
@@ -157,15 +165,15 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
     for storage, pieces in by_storage.items():
         maker = makers.get(storage)
         if maker is None or maker.backward:
-            continue  # an input, which is there anyway
+            continue  # inputs are always resident
         bases = [r for r in maker.results if r and step.values[r].storage == storage]
         if len(bases) == 1:
-            for index, ways in enumerate(itertools.islice(_ways(pieces), WAYS)):
+            for index, ways in enumerate(itertools.islice(_covers(pieces), MOST_INVERSES)):
                 yield _inverse(step, bases[0], ways, index)
 
 
-def _ways(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
-    """Sets of rows that together give all of a storage, the simplest first."""
+def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
+    """Yield sets of rules that together recompute all of a storage, the simplest first."""
     for covered, ways in pieces.items():
         if covered.whole:
             yield from ((way,) for way in ways)

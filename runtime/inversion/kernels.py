@@ -1,4 +1,4 @@
-"""What an inverse runs: it makes a storage anew and fills it, whole or piece by piece, from later tensors."""
+"""The ops of inverses: allocate a storage and fill it, in one piece or several, from later tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from rematplan.ir import ModelError
 from rematplan.runtime.inversion.drift import passed_on
 
 LEAST_SCALE = 1e-3
-"""A scale with a smaller factor than this is not inverted: what is divided by it is mostly rounding errors."""
+"""The smallest factor that is inverted. Dividing by a smaller one would return mostly rounding errors."""
 
 Kernel: TypeAlias = Callable[..., object]
-"""Writes into ``out`` what it finds from tensors and constants. One that divides by a scale that training may change
-returns by how much that makes errors larger (root of the mean square)."""
+"""A function ``(out, *tensors, *constants)`` that writes its result into ``out``. A kernel that divides by a
+scale that training may change returns the root mean square factor by which it increases errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One piece of an inverse: a kernel of `KERNELS` writes the view of the storage that ``size``, ``stride`` and
-    ``offset`` describe (in elements), from the next ``arity`` tensors. ``scale``: what the kernel
-    returned when the plan was made, if it returns a number."""
+    """One piece of an inverse: a kernel of `KERNELS` writes one view of the storage.
+
+    ``kernel``, ``constants``: the kernel's name and its further arguments. ``arity``: how many of the
+    inverse's tensors it reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: what the
+    kernel returned at planning time; 0 if it returns nothing.
+    """
 
     kernel: str
     constants: tuple[Any, ...]
@@ -39,10 +42,11 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """A function of tensors that gives a storage's first value back: of this size, stride and type.
+    """A function of tensors that recomputes the first value of a storage.
 
-    ``gain``: by how much it multiplies a relative error of what it reads. ``noise``: the relative error that its own
-    rounding adds; 0 for one that only moves numbers, whose result is exact.
+    ``size``, ``stride``, ``dtype``: of that value. ``fills``: its pieces. ``gain``: the factor by which it
+    multiplies a relative error of its arguments. ``noise``: the relative error that its rounding adds; 0 if
+    it only moves numbers, so that its result is exact.
     """
 
     size: tuple[int, ...]
@@ -54,14 +58,14 @@ class Inverse:
 
     @property
     def exact(self) -> bool:
-        """Whether it brings back the very bits."""
+        """Whether it recomputes the same bits."""
         return self.noise == 0.0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Run it.
+        """Return the recomputed tensor.
 
         Raises:
-            ModelError: scales have changed since the plan was made, and now would make the result wrong.
+            ModelError: scales have changed since planning so that the result would be wrong.
         """
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
         at, drift = 0, 1.0
@@ -75,7 +79,7 @@ class Inverse:
         return base
 
     def __str__(self) -> str:
-        # What its cost depends on, the arguments apart: the key of a profile, and its name in a generated source.
+        # Everything its cost depends on, except the arguments: its key in a profile.
         fills = "+".join(f"{f.kernel}{f.constants}{f.size}{f.stride}" for f in self.fills)
         return f"invert {fills} into {self.size}{self.stride}{self.dtype}"
 
@@ -108,22 +112,23 @@ def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
 
 
 def _checked(least: Tensor, inverse: Tensor) -> float:
-    """What a scale does to errors, ``inverse``.
+    """Return ``inverse``, the factor by which a scale increases errors.
 
     Raises:
-        ModelError: its least size is too near zero; it was larger when the plan was made.
+        ModelError: ``least``, the smallest absolute value of the scale, is too close to zero. It was larger
+            at planning time.
     """
     size, found = torch.stack((least, inverse)).tolist()
-    if not size >= LEAST_SCALE:  # NaN is refused too
+    if not size >= LEAST_SCALE:  # also true for NaN
         raise ModelError(
-            f"a scale by which the plan divides has come near zero ({size:.3g} is below {LEAST_SCALE:g}); plan "
-            f"again, or without inverses"
+            f"a scale by which the plan divides has come near zero (its smallest absolute value {size:.3g} is below "
+            f"{LEAST_SCALE:g}); plan again, or without inverses"
         )
     return float(found)
 
 
 def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
-    """x of y = beta · x + factor · (a product of tensors)."""
+    """Return the kernel that computes x from y = beta · x + factor · (a product of tensors)."""
 
     def kernel(out: Tensor, y: Tensor, a: Tensor, b: Tensor, by: float, beta: float) -> None:
         product(y, a, b, **{factor: -by}, out=out)
@@ -149,7 +154,7 @@ def _reorder(out: Tensor, y: Tensor, order: Tensor, dim: int) -> None:
     places = order % y.shape[dim]
     if not torch.equal(places.sort().values, torch.arange(len(places), device=places.device)):
         raise ModelError(
-            "an order by which the plan puts back what was picked names some place twice; plan again"
+            "an index that the plan inverts is no permutation any more: it has an entry twice; plan again"
         )
     out.index_copy_(dim, places, y)
 
@@ -157,12 +162,12 @@ def _reorder(out: Tensor, y: Tensor, order: Tensor, dim: int) -> None:
 def _log(out: Tensor, y: Tensor) -> None:
     torch.log(
         y.clamp_min(torch.finfo(y.dtype).tiny), out=out
-    )  # what underflowed comes back as the least there is
+    )  # values that underflowed to 0 become the smallest normal number
 
 
 def _elu(out: Tensor, y: Tensor, alpha: float, scale: float, input_scale: float) -> None:
-    # y = scale · x for x > 0, scale · alpha · (exp(input_scale · x) − 1) below; where it has saturated at −1, the
-    # largest x that does is taken.
+    # y = scale · x for x > 0, scale · alpha · (exp(input_scale · x) − 1) for x ≤ 0. Where the exponential has
+    # saturated at −1, use the largest x for which it does.
     least = torch.finfo(y.dtype).eps / 2 - 1
     below = torch.log1p((y / (scale * alpha)).clamp(least, 0)) / input_scale
     out.copy_(torch.where(y > 0, y / scale, below))
@@ -178,7 +183,8 @@ def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> float | None:
 def _normalised(
     out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> float | None:
-    """x of y = (x − mean) · scale · weight + bias, all broadcast over y; in float32 at least."""
+    """Write x for y = (x − mean) · scale · weight + bias, where all are broadcast to y; computed in float32
+    or wider."""
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
     grown = None
@@ -190,8 +196,8 @@ def _normalised(
 
 
 def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
-    """``affine``: weight and bias where there are, then which of them are, and the ε of a frozen one (whose
-    ``scale`` is the running variance) or None."""
+    """Undo a batch norm. ``affine``: weight and bias, if present; then two flags that say whether they are;
+    then ε for a frozen norm, whose ``scale`` is the running variance, or None."""
     *tensors, has_weight, has_bias, eps = affine
     shape = (1, -1, *(1,) * (y.dim() - 2))
     given = iter(tensors)
@@ -262,4 +268,4 @@ KERNELS: Mapping[str, Kernel] = {
     "flip": lambda out, y, dims: out.copy_(torch.flip(y, dims)),
     "pixel_unshuffle": lambda out, y, factor: out.copy_(functional.pixel_unshuffle(y, factor)),
 }
-"""By name: ``(out, *tensors, *constants)``."""
+"""Kernels by name."""

@@ -1,9 +1,9 @@
-"""Tensors that are written slice by slice, as the concatenations that they are; bit by bit the same.
+"""Rewrite tensors that are written slice by slice as concatenations, with the same bits.
 
-A tracer that knows no writing in place makes ``x[:, :h] += f(x[:, h:])`` a copy of all of x with a slice scattered into
-it, and then once more with what stands there already. Said as ``cat([a + f(b), b])`` it is one call, whose parts can be
-told apart. Likewise indices that are known and come at equal distances are slices, and a copy that is laid out like its
-original, which nothing here changes any more, is the original.
+A functional trace turns ``x[:, :h] += f(x[:, h:])`` into a scatter of a slice into a copy of all of x,
+followed by a second scatter of the same values. As ``cat([a + f(b), b])`` it is one call whose parts are
+separate tensors. In the same way, known evenly spaced indices become slices, and a copy with the strides of
+its original becomes the original, because nothing in a functional trace changes it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 
 
 def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
-    """The step with its forward half's scatters said as concatenations, where that changes no layout.
+    """Return the step with scatters of the forward half replaced by concatenations, where no strides change.
 
-    ``named``: parameters and buffers by name, which indices may be computed from.
+    ``named``: the real parameters and buffers by name, from which indices may be computed.
     """
     if not any(_row(call) for call in step.calls):
         return step
@@ -39,9 +39,9 @@ class _Rewriter:
     known: KnownValues
     calls: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
-    made: dict[str, Call] = field(default_factory=dict)  # by value, its call as it is now
-    same: dict[str, str] = field(default_factory=dict)  # by value, the one that it is
-    storage: dict[str, str] = field(default_factory=dict)  # by storage, the one that it is a part of now
+    made: dict[str, Call] = field(default_factory=dict)  # by value, the rewritten call that makes it
+    same: dict[str, str] = field(default_factory=dict)  # by replaced value, the value that replaces it
+    storage: dict[str, str] = field(default_factory=dict)  # by replaced storage, the storage that replaces it
 
     def rewritten(self) -> CapturedStep:
         step = self.step
@@ -66,7 +66,7 @@ class _Rewriter:
         self.made.update({name: call for name in call.results if name})
 
     def given(self, call: Call) -> dict[str, Any]:
-        """A call's arguments by name, defaults included."""
+        """Return a call's arguments by name, defaults included."""
         schema = call.target._schema.arguments  # type: ignore[attr-defined]
         named = {a.name: call.kwargs.get(a.name, a.default_value) for a in schema}
         return named | {a.name: v for a, v in zip(schema, call.args, strict=False)}
@@ -75,7 +75,8 @@ class _Rewriter:
         return self.values[ref.value].fake
 
     def equate(self, result: str, source: str) -> bool:
-        """Let a result be a value that is laid out like it; whether it may be."""
+        """Replace a result by another value of the same shape, type and strides. Return whether that is
+        possible."""
         old, new = self.values[result], self.values[source]
         outside = {self.step.values[o.value].storage for o in self.step.outputs}
         whole = band(new.fake)
@@ -88,7 +89,8 @@ class _Rewriter:
         return True
 
     def view(self, name: str, target: Any, args: tuple[Any, ...], result: str | None = None) -> Ref:
-        """Append a view of the first argument; ``result``: the value that it is to be, by default a new one."""
+        """Append a view of the first argument and return a reference to it. ``result``: the name of an
+        existing value for it; None makes a new value."""
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
@@ -110,7 +112,8 @@ class _Rewriter:
         ]
 
     def scatter(self, call: Call, base: Ref, source: Ref, at: Slice) -> bool:
-        """Write ``call``, which puts ``source`` into a slice of ``base``, as a concatenation; whether it could be."""
+        """Append a concatenation in place of ``call``, which writes ``source`` into a slice of ``base``.
+        Return whether that is possible."""
         result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
         with torch.no_grad():
             there = aten.slice.Tensor(self.fake(base), dim, at.start, at.end, at.step)
@@ -130,8 +133,12 @@ class _Rewriter:
     def _joined(
         self, call: Call, target: Any, base: Ref, rest: list[Slice | None], source: Ref, dim: int
     ) -> bool:
-        """Put a concatenation (or, of combs, a stack) of slices of the base, with the source where a slice is None, in
-        a call's place: in the order in which the dimensions lie in memory."""
+        """Append a concatenation in place of a call, with the dimensions in their memory order. Return
+        whether that is possible.
+
+        ``target``: ``cat``, or ``stack`` for slices with a step. ``rest``: the slices of the base that are
+        joined; None for the source.
+        """
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])
         rest = [s for s in rest if s is None or s.start < s.end]
@@ -162,7 +169,8 @@ class _Rewriter:
         return True
 
     def _original(self, source: Ref) -> Ref:
-        """What a value is a copy of, if it has its shape and type."""
+        """Return the value that a value is a copy of, if it has the same shape and type; else the value
+        itself."""
         while (call := self.made.get(source.value)) and call.target is aten.copy.default:
             original = call.args[1]
             if _kind(self.fake(original)) != _kind(self.fake(source)):
@@ -179,7 +187,8 @@ class _Rewriter:
         )
 
     def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
-        """The slice that known indices of the leading dimensions pick, in its order."""
+        """Return the slice that known indices of the leading dimensions select in the same order; None if
+        there is none."""
         lists = [None if i is None else self.known(i.value) for i in indices]
         if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
             return None
@@ -232,7 +241,7 @@ def _index_select(now: _Rewriter, call: Call) -> bool:
 
 
 def _picked(now: _Rewriter, call: Call, base: Ref, indices: Sequence[Ref | None]) -> bool:
-    """What known indices pick, as a copy of a slice."""
+    """Replace indexing with known indices by a copy of a slice. Return whether that is possible."""
     at, old = now.regular(base, indices), now.values[call.results[0] or ""]
     if at is None:
         return False
@@ -257,7 +266,7 @@ ROWS: Mapping[Any, Row] = {
     aten.index: _index,
     aten.index_select: _index_select,
 }
-"""By ATen op: puts other calls in a call's place, or says False."""
+"""By ATen op, a function that appends other calls in place of a call, or returns False."""
 
 
 def _row(call: Call) -> Row | None:

@@ -1,9 +1,9 @@
-"""A tensor that is only concatenated to be taken apart again, or only made to be taken apart, as parts of its own.
+"""Split tensors that are only made to be taken apart into their parts, each with its own storage.
 
-The halves of a reversible network often are slices of one tensor. To bring that tensor back, one half must be there
-before the other: what is computed from the first is subtracted for the second. So each half needs a storage of its
-own. Parting changes no number; the calls that read a half read it densely instead of with gaps, so that a kernel may
-choose another order of summation.
+The halves of a reversible network are often slices of one tensor. To recompute that tensor, one half must
+exist before the other, because a function of the first is subtracted to get the second. So each half needs
+its own storage. The split changes no number by itself; but the calls that read a half now read it dense
+instead of with gaps, so a kernel may choose another order of summation.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, lies_
 aten = torch.ops.aten
 
 TOGETHER = (aten.cat.default, aten.stack.default)
-"""Calls whose first argument lists the parts of what they make."""
+"""Calls whose first argument is the list of the parts of their result."""
 
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step whose halves are storages of their own. ``copied``: by the storage that was taken apart, the storages of
-    those parts that had to be copied out of it (the others were there before it)."""
+    """A step whose parts have their own storages.
+
+    ``copied``: by the storage that was split, the storages of those parts that had to be copied out of it.
+    (The other parts existed before it.)
+    """
 
     step: CapturedStep
     copied: dict[str, tuple[str, ...]]
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Take apart every storage of the forward half whose views tile it, but for those of ``leave``."""
+    """Split every storage of the forward half whose views tile it, except those in ``leave``."""
     return _Parter(step, frozenset(leave)).part()
 
 
 @dataclass
 class _Apart:
-    """How one storage is taken apart."""
+    """How one storage is split."""
 
     base: Value
-    tops: dict[
-        str, Band
-    ]  # the views that are wholly within a part, no further view between them and the base
+    tops: dict[str, Band]  # outermost views of the base that are entirely in one part
     parts: list[Band]
-    sources: dict[Band, str] = field(default_factory=dict)  # by part the value that holds it
+    sources: dict[Band, str] = field(default_factory=dict)  # by part, the value that has its numbers
     copies: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)  # new and changed
-    views: dict[str, list[Call]] = field(default_factory=dict)  # by view call, what stands in its place
+    views: dict[str, list[Call]] = field(default_factory=dict)  # by view call, the calls that replace it
     copied: list[str] = field(default_factory=list)
 
 
@@ -98,7 +99,7 @@ class _Parter:
         self._find_sources(producer, apart)
         try:
             fits = self._move(apart)
-        except (RuntimeError, ValueError, TypeError):  # a view call that the parts' layout does not allow
+        except (RuntimeError, ValueError, TypeError):  # a view call is not possible with the parts' strides
             return
         if fits:
             self.values |= apart.values
@@ -108,7 +109,8 @@ class _Parter:
                 self.copied[base.storage] = tuple(apart.copied)
 
     def _bands(self, producer: Call, base: Value) -> _Apart | None:
-        """The parts: the storage's first partial views, if they tile it, or what it is put together from."""
+        """Return the parts of a storage: its largest partial views, or the operands it is concatenated from,
+        if these tile it; else None."""
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
@@ -148,7 +150,8 @@ class _Parter:
                 self._copy_out(apart, one, f"{base.name}_part_{index}")
 
     def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
-        """What a call puts together, each with the view of the result where it stands."""
+        """Yield the operands that a call concatenates or stacks, each with the view of the result that it
+        fills."""
         dim = producer.args[1] if len(producer.args) > 1 else producer.kwargs.get("dim", 0)
         start = 0
         for index, ref in enumerate(producer.args[0] if producer.target in TOGETHER else ()):
@@ -181,7 +184,8 @@ class _Parter:
         apart.copied.append(name)
 
     def _move(self, apart: _Apart) -> bool:
-        """Re-point views of the old storage, and their views, to the parts; False if a reader's result would change."""
+        """Re-point the views of the old storage, and their views, to the parts; False if a reader's result
+        would change."""
         now = {**self.values, **apart.values}
         touched: list[str] = []
         for value, one in apart.tops.items():
@@ -198,7 +202,7 @@ class _Parter:
                 name, aten.as_strided.default, (Ref(source.name), size, stride, offset), is_view=True
             )
             view = replace(view, results=(value,), backward=maker.backward)
-            # A call that gives several views keeps those that stay.
+            # A call that returns several views keeps those that do not move.
             left = apart.views.setdefault(maker.name, list(self.views.get(maker.name, [maker])))
             apart.views[maker.name] = [
                 c if c.name != maker.name else replace(c, results=_without(c.results, value)) for c in left
@@ -210,10 +214,11 @@ class _Parter:
         return self._follow(apart, now, touched)
 
     def _follow(self, apart: _Apart, now: dict[str, Value], touched: list[str]) -> bool:
-        """Lay out the views of the views anew; whether no other result that is read off them changes its layout."""
+        """Recompute the strides of views of the moved views. Return whether no other call's result changes
+        its strides."""
         moved = set(touched)
         pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]
-        heapq.heapify(pending)  # in order, so that views of views come after what they view
+        heapq.heapify(pending)  # in order, so that a view is handled before its own views
         last = -1
         while pending:
             at = heapq.heappop(pending)

@@ -1,8 +1,10 @@
-"""Which ATen calls can be undone, a row each: from a call's result to one of its arguments, given the others.
+"""The inverse table: which ATen calls can be undone. Each row recovers an argument of a call from the call's
+result and its other arguments.
 
-Sound rules only. Not here, and why: ReLU, max-pool, dropout and strided convolution lose numbers; reductions and
-narrowing casts too; sigmoid and tanh saturate, so that what they lost is most of the number; sine and square have two
-arguments for one result; a product with an activation may be a product with zero, unless the activation has bounds.
+All rows are sound. Left out: ReLU, max-pool, dropout, strided convolution, reductions and narrowing casts,
+which lose numbers; sigmoid and tanh, which saturate and lose most digits; sine and square, where two
+arguments have the same result; products with an activation that may be zero (those with bounded activations
+are included).
 """
 
 from __future__ import annotations
@@ -31,21 +33,24 @@ from rematplan.runtime.inversion.kernels import LEAST_SCALE
 aten = torch.ops.aten
 
 ROUNDING = 0.15
-"""What one inverse adds to a relative error (root of the mean square), in units of half the last place: less than its
-two roundings alone, since errors of different sign cancel along a chain. Measured on chains of 6 to 96 couplings."""
+"""The root mean square relative error that one inverse adds, in units of half the last place. It is less than
+two roundings, since errors of different sign cancel along a chain. Measured on chains of 6 to 96
+couplings."""
 STEEP = 4.0
-"""Gain of an ELU's inverse: the root of the mean square of its slope for arguments of unit variance, and some more."""
+"""The gain of an ELU's inverse: the root mean square of its slope for arguments of unit variance, with a
+margin."""
 
 
 def undo(call: Call, facts: Facts) -> Found:
-    """All that can be had back from a call's results, and what cannot for a reason that a person should hear of."""
+    """Yield the rules that recover values from a call's result, and the values that cannot be recovered for a
+    reason that a user can change."""
     packet = getattr(call.target, "overloadpacket", None)
     for row in TABLE.get(packet, ()):
         yield from row(call, facts)
 
 
 def _sum(sign: int) -> Row:
-    """y = self ± alpha · other, the other a tensor or a number."""
+    """Return the row of y = self ± alpha · other, where other is a tensor or a number."""
 
     def row(call: Call, facts: Facts) -> Found:
         given = facts.arguments(call)
@@ -73,11 +78,12 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
     for one, other in ((first, second), (second, first)):
         if _broadcast_part(one, y, facts) and isinstance(other, Ref):
             shape, whole = list(facts.value(one).fake.shape), list(y.fake.shape)
-            yield Refused(one.value, f"its shape {shape} is spread over {whole}: no split to undo")
+            yield Refused(one.value, f"its shape {shape} is broadcast to {whole}, which cannot be undone")
 
 
 def _fused(kernel: str, *names: str) -> Row:
-    """y = beta · self + a product of others, undone by the same call with the product's factor turned."""
+    """Return the row of y = beta · self + factor · (a product of other arguments). The same op with the
+    opposite factor undoes it."""
 
     def row(call: Call, facts: Facts) -> Found:
         given, y = facts.arguments(call), result(call, facts)
@@ -95,7 +101,7 @@ def _fused(kernel: str, *names: str) -> Row:
 
 
 def _between(call: Call, facts: Facts) -> Found:
-    """y = self + weight · (end − self), which stands between the two as either of them does between y and the other."""
+    """Undo y = self + weight · (end − self). Solving it for self or end is again such an interpolation."""
     given, y = facts.arguments(call), result(call, facts)
     start, end, weight = given["self"], given["end"], given["weight"]
     known = (
@@ -112,9 +118,7 @@ def _between(call: Call, facts: Facts) -> Found:
         if not fits(x, y, facts):
             continue
         if not (least := float(share.abs().amin())) >= LEAST_SCALE:
-            why = (
-                f"its share comes as near zero as {least:.3g}; the least that is inverted is {LEAST_SCALE:g}"
-            )
+            why = f"its weight comes as close to zero as {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
             yield Refused(x.value, why)
             continue
         gain = _share(x, facts) * max(1.0, _mean_square(1 / share))
@@ -123,7 +127,8 @@ def _between(call: Call, facts: Facts) -> Found:
 
 
 def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
-    """Whether a piece of a larger tensor is spread over y: the halves of an odd number, say."""
+    """Return whether ``x`` is a part of a larger tensor that is broadcast to y: for example, the halves of an
+    odd number of channels."""
     if not isinstance(x, Ref):
         return False
     value = facts.value(x)
@@ -132,7 +137,7 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 
 def _reflected(call: Call, facts: Facts) -> Found:
-    """y = other − alpha · self."""
+    """Undo y = other − alpha · self."""
     given, y = facts.arguments(call), result(call, facts)
     x, other, alpha = given["self"], given["other"], given["alpha"]
     if isinstance(other, Ref):
@@ -142,8 +147,8 @@ def _reflected(call: Call, facts: Facts) -> Found:
 
 
 def _share(x: Ref, facts: Facts) -> float:
-    """The gain of undoing a sum for a term that is a scaled tensor: the sum's error, which is as large as the unscaled
-    tensor's would be, weighs the more the smaller the scale is."""
+    """Return the gain of undoing a sum for a term that is a scaled tensor. The sum's error is as large as if
+    the term were unscaled, so its weight increases as the scale decreases."""
     return facts.scales.get(facts.value(x).storage, 1.0)
 
 
@@ -161,11 +166,11 @@ def _quotient(call: Call, facts: Facts) -> Found:
 
 
 UNWATCHED = {"divide": "quotient", "multiply": "product"}
-"""The kernels for scales that nothing changes, so that there is nothing to watch at run time."""
+"""The kernels for scales that training does not change, so that nothing is checked at run time."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """y = x · factor, undone by ``divide``, or y = x ÷ factor, undone by ``multiply``."""
+    """Undo y = x · factor by ``divide``, or y = x ÷ factor by ``multiply``."""
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )
@@ -177,10 +182,10 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
     sizes = scale.double().abs()
     sizes = sizes if kernel == "divide" else 1 / sizes
     least = float(sizes.amin())
-    if not (least >= LEAST_SCALE and float(sizes.amax()) <= 1 / LEAST_SCALE**2):  # NaN is refused too
+    if not (least >= LEAST_SCALE and float(sizes.amax()) <= 1 / LEAST_SCALE**2):  # also true for NaN
         yield Refused(
             x.value,
-            f"its scale comes as near zero as {least:.3g}; the least that is inverted is {LEAST_SCALE:g}",
+            f"its scale comes as close to zero as {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}",
         )
         return
     inverse, direct = _mean_square(1 / sizes), _mean_square(sizes)
@@ -194,9 +199,9 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
 
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
-    """The same for a scale that is an activation, where its range keeps away from 0: that of exp(tanh(s)), say.
+    """Undo a scaling by an activation whose range excludes 0, such as exp(tanh(s)).
 
-    What it does to an error on average is taken to be what it does if all its magnitudes are as frequent.
+    The average growth of errors is computed as if the logarithm of the scale were uniform over its range.
     """
     bounds = facts.ranges(factor)
     ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
@@ -219,7 +224,7 @@ def _mean_square(t: torch.Tensor) -> float:
 
 
 def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
-    """y = f(self), undone by a kernel without constants."""
+    """Return the row of y = f(self), undone by a kernel without constants."""
 
     def row(call: Call, facts: Facts) -> Found:
         x, y = facts.arguments(call)["self"], result(call, facts)
@@ -260,7 +265,11 @@ def _prelu(call: Call, facts: Facts) -> Found:
 
 
 def _norm(kernel: str, x: str = "input") -> Row:
-    """A normalisation that gives its statistics too, or (a frozen batch norm) uses given ones."""
+    """Return the row of a normalisation that returns its statistics, or of a frozen batch norm, which takes
+    them.
+
+    ``x``: the name of the normalised argument.
+    """
 
     def row(call: Call, facts: Facts) -> Found:
         given, y = facts.arguments(call), result(call, facts)
@@ -277,7 +286,7 @@ def _norm(kernel: str, x: str = "input") -> Row:
                 return
             least = float(weight.abs().amin())
             if not least >= LEAST_SCALE:
-                why = f"a weight of its norm is {least:.3g}; the least that is inverted is {LEAST_SCALE:g}"
+                why = f"a weight of its norm is {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
                 yield Refused(given[x].value, why)
                 return
             gain = _mean_square(weight) * _mean_square(1 / weight)
@@ -335,4 +344,4 @@ TABLE: Mapping[Any, tuple[Row, ...]] = {
     aten.flip: (flipped,),
     aten.pixel_shuffle: (shuffled,),
 }
-"""Rows by ATen op."""
+"""The rows of each ATen op."""

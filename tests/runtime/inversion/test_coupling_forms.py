@@ -230,7 +230,7 @@ def test_indices_that_change_after_planning_are_refused_where_they_lose_somethin
     model.order.copy_(model.order.roll(2))
     assert verify(planned, (x,), predicted=1e-15).passed
     model.order[0] = model.order[1]
-    with pytest.raises(ModelError, match="names some place twice"):
+    with pytest.raises(ModelError, match="has an entry twice"):
         planned(x)
 
 

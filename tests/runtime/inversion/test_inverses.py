@@ -203,10 +203,10 @@ def _values(model: nn.Module, step: CapturedStep, x: tuple[Tensor, ...]) -> dict
     [
         (
             torch.tensor([1.0, 0.0] * 4),
-            "its scale comes as near zero as 0; the least that is inverted is 0.001",
+            "its scale comes as close to zero as 0; the smallest that is inverted is 0.001",
         ),
-        (torch.full((8,), 1e-5), "its scale comes as near zero as 1e-05"),
-        (torch.full((8,), float("nan")), "its scale comes as near zero as nan"),
+        (torch.full((8,), 1e-5), "its scale comes as close to zero as 1e-05"),
+        (torch.full((8,), float("nan")), "its scale comes as close to zero as nan"),
     ],
 )
 def test_scales_near_zero_are_refused_with_a_line(scale: Tensor, line: str) -> None:
@@ -247,7 +247,9 @@ def test_halves_of_odd_numbers_are_refused_with_a_line() -> None:
 
     found = with_inverses(capture(Odd(), (torch.randn(4, 5),), "odd"), named_tensors(Odd()))
     assert found.step.inverses == ()
-    assert any("its shape [4, 1] is spread over [4, 2]: no split to undo" in line for line in found.refused)
+    assert any(
+        "its shape [4, 1] is broadcast to [4, 2], which cannot be undone" in line for line in found.refused
+    )
 
 
 def test_copies_of_parts_that_serve_nothing_are_not_made() -> None:

@@ -94,7 +94,9 @@ def test_zero_is_refused_on_either_lane(lanes: bool) -> None:
     run, _ = planned(model, capture(model, (x,), "scaled"), lanes)
     run(x)
     model.scales[2].data[3] = 0.0
-    with pytest.raises(ModelError, match=r"has come near zero \(0 is below 0.001\)"):
+    with pytest.raises(
+        ModelError, match=r"has come near zero \(its smallest absolute value 0 is below 0.001\)"
+    ):
         run(x)
     model.scales[2].data[3] = 0.9
     run(x)
