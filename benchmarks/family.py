@@ -1,0 +1,164 @@
+"""How near plans of other sizes come to a size's own search: points of overhead over a fresh search of `auto`, for the
+cheapest plan of the family that fits, for the best after tidying, and after four short anneals each.
+
+A network is captured at several lengths. The family begins with a curve at the largest one. Then each length is planned
+at fixed budgets in bytes, shares of the largest length's activations: by choosing from the family, by polishing what
+was chosen, and by a search. What polishing found joins the family before the next length. Costs are those of the
+roofline model.
+
+usage: python benchmarks/family.py [--only gpt12 bert unet] [--seconds 10] [--shares .5 .35 .25]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rematplan import api
+from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
+from rematplan.planner.annealing.polish import TIDIED, polished
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.family.amounts import amounts_of
+from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import whole_bytes
+
+LENGTHS: Mapping[str, tuple[dict[str, int], str, tuple[int, ...]]] = {
+    "gpt12": ({"batch": 4, "width": 256}, "tokens", (512, 384, 256, 200)),
+    "bert": ({"batch": 4, "width": 256}, "tokens", (512, 384, 256, 200)),
+    "unet": ({"batch": 4, "width": 16}, "image", (256, 224, 160, 128)),
+}
+"""Fixed sizes, and the one that varies, the largest first."""
+CURVE = tuple(0.95 - 0.07 * k for k in range(12))
+"""Shares of the largest length's activations at which the family's first plans are made."""
+SHORT, LONG = 0.1, 0.4
+"""CPU seconds of each of the four anneals."""
+COLUMNS = ("chosen", "tidied", "4 × .1 s", "4 × .4 s")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A length at a budget: points over the fresh search in each of `COLUMNS`; infinite where no member fits."""
+
+    length: int
+    budget: int
+    fresh: float
+    over: tuple[float, ...]
+
+
+def problem(name: str, length: int) -> TrainingGraph:
+    """The network's planning problem at a length."""
+    fixed, varying, _ = LENGTHS[name]
+    sizes = api.Sizes(**{**fixed, varying: length})
+    return api.problem(api.load_step(name, sizes=sizes, weightless=True))
+
+
+def near(family: PlanFamily, graph: TrainingGraph, budget: int) -> list[Plan]:
+    """The plans that polishing starts from."""
+    amounts = amounts_of(graph)
+    over = family.nearest_over(amounts, budget)
+    members = (*family.fitting(amounts, budget, TIDIED), *([over] if over else []))
+    return [family.plan(graph, member, amounts) for member in members]
+
+
+def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, seconds: float) -> Cell:
+    """Plan a length; what polishing finds joins the family."""
+    try:
+        fresh = Auto(time_limit=seconds, reuse=False).plan(replace(graph), budget).estimate.overhead
+    except InfeasibleBudget:
+        fresh = math.inf
+    starts = near(family, graph, budget)
+    fitting = [p for p in starts if p.estimate.peak <= budget]
+    best = [min((p.estimate.overhead for p in fitting), default=math.inf)]
+    for spent in (0.0, SHORT, LONG):
+        found = list(polished(graph, budget, starts, seconds=spent))
+        best.append(min((p.estimate.overhead for p in (*fitting, *found)), default=math.inf))
+        for plan in found:
+            family.add(graph, plan)
+    return Cell(length, budget, fresh, tuple(100 * (overhead - fresh) for overhead in best))
+
+
+def milliseconds(call: Callable[[], object], times: int = 50) -> float:
+    """The median time of a call."""
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(taken)
+
+
+def timing(family: PlanFamily, graph: TrainingGraph) -> str:
+    """How long the evaluation of the whole family takes, and the simulation of its plans."""
+    amounts = amounts_of(graph)
+    plans = [family.plan(graph, member) for member in family.members]
+    evaluated = milliseconds(lambda: family.evaluate(amounts))
+    simulated = milliseconds(lambda: [simulate(graph, p.schedule) for p in plans], 5)
+    chosen = milliseconds(lambda: family.best_plan(graph, 2**62))
+    return (
+        f"{len(family)} members of {len(graph.ops)} ops: {evaluated:.3f} ms ({evaluated / len(family):.4f} a member), "
+        f"simulated {simulated:.1f} ms; the best as a plan {chosen:.2f} ms"
+    )
+
+
+def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
+    """Plan a network at all lengths and budgets; prints a line a cell."""
+    lengths = LENGTHS[name][2]
+    largest = problem(name, lengths[0])
+    whole, peak = whole_bytes(largest), no_recompute(largest).estimate.peak
+    budgets = [int(whole + share * (peak - whole)) for share in shares]
+    family = PlanFamily(largest)
+    steps = [int(whole + share * (peak - whole)) for share in CURVE]
+    for plan in Auto(time_limit=3 * seconds, reuse=False).curve(largest, steps):
+        family.add(largest, plan)
+    print(f"{name}: {len(largest.ops)} ops; {timing(family, largest)}", flush=True)
+    cells = []
+    for length in lengths[1:]:
+        graph = problem(name, length)
+        if graph.structure != largest.structure:
+            print(f"  {length}: other ops or storages than at {lengths[0]}")
+            continue
+        for budget in budgets:
+            if no_recompute(graph).estimate.peak <= budget:
+                continue
+            one = cell(family, graph, length, budget, seconds)
+            cells.append(one)
+            figures = "  ".join(f"{x:>8.3f}" for x in one.over)
+            print(
+                f"  {length:>5} {show_bytes(budget):>9}  fresh {100 * one.fresh:>7.3f} %  {figures}",
+                flush=True,
+            )
+    print(f"  at the end: {timing(family, largest)}")
+    return cells
+
+
+def main() -> None:
+    """Print the table and its summary."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=tuple(LENGTHS), default=list(LENGTHS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each fresh search")
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.35, 0.25], help="budgets")
+    args = parser.parse_args()
+    compile_kernels()
+    print("points over a fresh search:", ", ".join(COLUMNS))
+    for name in args.only:
+        cells = [c for c in table(name, args.seconds, args.shares) if math.isfinite(c.fresh)]
+        for k, column in enumerate(COLUMNS if cells else ()):
+            over = [c.over[k] for c in cells]
+            within = sum(x <= 1.0 for x in over)
+            print(
+                f"  {column:>9}: mean {statistics.mean(over):.3f}, worst {max(over):.3f}, {within} of {len(over)} ≤ 1"
+            )
+
+
+if __name__ == "__main__":
+    main()
