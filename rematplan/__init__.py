@@ -1,4 +1,4 @@
-"""rematplan: a training step within a memory budget, at the least extra time."""
+"""rematplan: run a training step within a memory budget, with the least extra time for recomputation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ __all__ = [
     "save_problem",
 ]
 
-# Where the names that need torch or numba stand: they take seconds to import, and not all that imports this needs them.
+# The modules of names that need torch or numba. They take seconds to import, so each is imported at its first use.
 _HOMES = {
     "KFAC": "rematplan.optim.kfac",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""``python -m rematplan``."""
+"""Run the command line: ``python -m rematplan``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The Python API for one step: from a model to a captured step, its planning problem, a plan, and a verified run."""
+"""The Python API for a single step: load and capture a model, make its planning problem, plan, run and verify."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ __all__ = [
 ]
 
 MOST_REFUSALS = 5
+"""At most this many notes say why a tensor cannot be recovered by an inverse."""
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A model with its loss, a batch for it, and their captured joint graph.
+    """A model with its loss, a batch, and the captured forward and backward of both.
 
-    ``notes``: what the loader changed or noticed that a user should know. ``inexact``: plans may run inverses that
-    round, and halves of tensors are stored densely, so results need not be bit-equal. ``without``: for a step
-    loaded with all inverses, the same step with only those that move numbers. ``bare``: the same step before
-    inverses were searched for.
+    ``notes``: what the loader changed or noticed, for the user. ``inexact``: whether results may differ from plain
+    autograd by rounding errors, because a plan may run inverses that round. ``without``: the same step with only the
+    inverses that move numbers, if it was loaded with all inverses. ``bare``: the same step without any inverse, if it
+    was loaded with all.
     """
 
     module: WithLoss
@@ -82,8 +83,10 @@ class LoadedStep:
 
     @property
     def blind(self) -> LoadedStep | None:
-        """The same step with the inverses that are found without weights, where no scale is known; None if loaded
-        without inverses."""
+        """The same step with the inverses that can be found without weights, so none through a scale.
+
+        None if the step was loaded without inverses.
+        """
         if self.bare is None:
             return None
         found = with_inverses(self.bare.step, {})
@@ -92,7 +95,7 @@ class LoadedStep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network of the zoo (see `rematplan.models.SIZES`); None stands for the network's default."""
+    """Sizes of a network of the zoo (see `rematplan.models.SIZES`). None stands for the network's default."""
 
     batch: int | None = None
     image: int | None = None
@@ -105,10 +108,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A planned step that was run.
+    """The measurements of a planned step.
 
-    Peaks are in bytes and count everything that the step holds. Times are in seconds per step.
-    ``one_lane_seconds``: the time of the same plan on one lane, if it has two.
+    ``measured_peak``, ``eager_peak``: bytes of all that the step holds, planned and with plain autograd. ``seconds``,
+    ``eager_seconds``: per step. ``losses``: of the timed steps. ``verification``: the comparison with plain autograd,
+    if one was asked for. ``one_lane_seconds``: the time of the same plan on one lane, if the plan has two.
     """
 
     plan: Plan
@@ -123,10 +127,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan that was run alternately with others.
+    """A plan that was timed alternately with others.
 
-    ``plan``: None stands for plain autograd. ``peak``: bytes, counting everything that the step holds. ``seconds``:
-    the time of the step in each round.
+    ``plan``: None stands for plain autograd. ``peak``: bytes of all that the step holds. ``seconds``: the time of the
+    step in each round.
     """
 
     plan: Plan | None
@@ -134,7 +138,7 @@ class MeasuredPlan:
     seconds: tuple[float, ...]
 
     def overheads(self, base: MeasuredPlan) -> tuple[float, float, float]:
-        """Return the least, median and largest extra time, as a share of ``base``'s time in the same round."""
+        """Return the minimum, median and maximum over the rounds of the extra time, as a share of ``base``'s time."""
         ratios = sorted(own / other - 1 for own, other in zip(self.seconds, base.seconds, strict=True))
         return ratios[0], statistics.median(ratios), ratios[-1]
 
@@ -152,28 +156,30 @@ def load_step(
     inverses: bool = False,
     device: str = "cpu",
 ) -> LoadedStep:
-    """Load a network of the zoo by name, or an ONNX file by path, and capture its training step on a random batch.
+    """Load a network of the zoo or an ONNX file, and capture its training step for a random batch.
 
-    Weights are the file's. Weights that the file does not contain, and those of the zoo, are drawn from ``seed``,
-    as are inputs and targets.
+    Weights are those of the file. Weights that the file does not contain, weights of the zoo's networks, inputs and
+    targets are random, drawn from ``seed``.
 
     Args:
         model: the name of a network of the zoo, or the path of an ONNX file.
         sizes: sizes of a network of the zoo.
         dims: sizes of an ONNX file's symbolic dimensions, by name.
-        loss: ``cross_entropy``, ``mse`` or ``output``; by default what fits the model's output.
-        seed: for random weights, inputs and targets, which are drawn on the CPU.
-        bn: ``as-is``, ``train`` or ``frozen``: the form into which an ONNX file's batch norms are put.
-        dropout: ``as-is``, ``on`` or ``off``: the form into which an ONNX file's dropouts are put.
-        weightless: capture without data, so that a network of any size takes no memory and external weights are
-            not read. The step can be priced and planned, but not run.
-        inverses: find all inverses, including those that round, so that plans may be inexact; otherwise only
-            those that move numbers.
-        device: where the step is captured, measured and run: ``cpu``, ``cuda`` or ``cuda:1``.
+        loss: ``cross_entropy``, ``mse`` or ``output`` (the output is the loss). By default the loss that fits the
+            output.
+        seed: for random weights, inputs and targets. They are drawn on the CPU, so they are the same for every
+            device.
+        bn: ``as-is``, ``train`` or ``frozen``: the form to which an ONNX file's batch norms are changed.
+        dropout: ``as-is``, ``on`` or ``off``: the form to which an ONNX file's dropouts are changed.
+        weightless: capture without data. A network of any size then takes no memory, and external weights are not
+            read. The step can be planned, but not run.
+        inverses: find all inverses, including those that round, so that gradients may differ by rounding errors.
+            Otherwise find only those that move numbers.
+        device: where the step is captured, measured and run: ``cpu``, ``cuda`` or, for example, ``cuda:1``.
 
     Raises:
-        UsageError: an unknown name, sizes for a file or ``dims`` for a name, a loss that does not fit, a device
-            that this machine does not have.
+        UsageError: an unknown name; sizes for a file, or ``dims`` for a network of the zoo; a loss that does not fit
+            the output; a device that this machine does not have.
         ModelError: the file cannot be read, or its training step cannot be captured.
         ZooError: sizes that the network cannot have.
     """
@@ -198,7 +204,7 @@ def load_step(
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of that name.
+    """Return the torch device called ``name``.
 
     Raises:
         UsageError: this machine does not have it.
@@ -214,7 +220,7 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """Return the step with its inverses; notes say why others were not found."""
+    """Return the step with its inverses. Notes say why some tensors cannot be recovered by an inverse."""
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
@@ -287,8 +293,9 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return a random input: reals are normal, integers are 0 or 1, which are valid indices anywhere, masks are all
-    true."""
+    """Return a random input: normal for floating-point types, 0 or 1 for integers (valid indices anywhere), true for
+    masks.
+    """
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")
@@ -308,10 +315,10 @@ def problem(
 ) -> TrainingGraph:
     """Return the planning problem of a step.
 
-    ``costs``, ``device``, ``max_inversion_error``: see `rematplan.plans.pricing.priced`.
+    ``costs``, ``device``, ``progress``, ``max_inversion_error``: see `rematplan.plans.pricing.priced`.
 
     Raises:
-        UsageError: unknown costs or device model, or a profile that lacks an op of the step.
+        UsageError: unknown costs or device model, or a profile file that lacks an op of the step.
     """
     return priced(loaded.step, costs, device, progress, max_inversion_error)
 
@@ -325,10 +332,16 @@ def plan(
 ) -> Plan:
     """Return the best plan that a strategy finds within ``budget`` bytes.
 
+    Args:
+        graph: the planning problem.
+        budget: bytes that the simulated peak must not exceed.
+        strategy: the name of a strategy.
+        options: the strategy's options, by name.
+        progress: called with the fraction done and a short text.
+
     Raises:
         UsageError: an unknown strategy or option.
-        InfeasibleBudget: the strategy finds no plan that fits; the error carries the smallest peak it can
-            reach.
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
     """
     return plan_within(named_strategy(strategy, **(options or {})), graph, budget, progress)
 
@@ -339,8 +352,14 @@ def curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
-    """Return each strategy's trade-off: plans by rising overhead and falling peak. Strategies for which the problem
-    is too large are left out."""
+    """Return each strategy's trade-off curve: plans by rising overhead and falling peak, by the strategy's name.
+
+    A strategy for which the problem is too large is left out. ``budgets``: bytes; used by strategies that plan for
+    one budget at a time.
+
+    Raises:
+        UsageError: an unknown strategy.
+    """
     chosen = {name: named_strategy(name) for name in strategies}
     return trace_curves(graph, chosen, budgets, progress)[0]
 
@@ -348,11 +367,16 @@ def curves(
 def run_step(
     loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
 ) -> StepReport:
-    """Run a planned step: measure its peak and its time, alternately with plain autograd, and optionally verify it
-    bit by bit.
+    """Run a planned step; measure its peak, and its time alternately with plain autograd's.
 
-    No optimizer runs; the module is left as it was. ``steps``: the number of timed steps, whose losses are
-    reported.
+    No optimizer runs, and the module's state is restored afterwards.
+
+    Args:
+        loaded: the step.
+        plan: a plan of the step's problem.
+        steps: the number of timed steps, whose losses are reported.
+        check: also compare loss, gradients and buffers with plain autograd.
+        progress: called with the fraction done and a short text.
 
     Raises:
         UsageError: the step was loaded without weights.
@@ -405,10 +429,13 @@ def run_step(
 def measure_plans(
     loaded: LoadedStep, plans: Sequence[Plan], *, rounds: int = 5, progress: Progress = silent
 ) -> tuple[MeasuredPlan, ...]:
-    """Measure the peaks of plans and of plain autograd, then time all of them in turn, ``rounds`` times.
+    """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 
-    Returns one `MeasuredPlan` per plan, in order, and plain autograd's last. Times of different plans may be compared
-    within a round: a slow spell of the machine affects all plans alike. The module is left as it was.
+    Times may be compared within a round, since a slow spell of the machine affects all plans of a round alike. The
+    module's state is restored afterwards.
+
+    Returns:
+        One `MeasuredPlan` for each plan, in order, and one for plain autograd at the end.
 
     Raises:
         UsageError: the step was loaded without weights.
@@ -446,9 +473,11 @@ def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
-    """The relative error of tensors of the forward when the backward reads them: of what the plan brings back by
-    inverses; one rounding where a step that was opened for inverses runs none, since it adds up in another order; 0 for
-    a step that is equal bit by bit."""
+    """Return the predicted relative error of forward tensors when the backward reads them.
+
+    It is the error of the tensors that the plan recovers by inverses. A step that was loaded with inverses may sum in
+    another order even if the plan runs none, so its error is at least one rounding. It is 0 if bits must be equal.
+    """
     if not loaded.inexact:
         return 0.0
     free = {call.name: CallCost(0.0) for call in loaded.step.priced_calls}
@@ -457,7 +486,7 @@ def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
 
 
 def _held_bytes(loaded: LoadedStep) -> int:
-    """Return the bytes that are resident before the step: parameters, buffers, batch, constants."""
+    """Return the bytes that are resident before the step: parameters, buffers, batch and constants."""
     module = loaded.module
     tensors = [*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

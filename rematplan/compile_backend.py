@@ -1,4 +1,4 @@
-"""A backend of `torch.compile` that splits the joint graph into forward and backward as a plan says."""
+"""A backend of `torch.compile` that splits each joint graph into forward and backward according to a plan."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ from rematplan.runtime.problem.constraints import Name
 COMPILERS = ("eager", "inductor")
 
 KEEPING_THE_PLAN = {"layout_optimization": False}
-"""Inductor's settings: else it copies what convolutions read and give into another layout, and holds both; a ResNet-18
-held 1.23 of its budget so, and 1.02 without."""
+"""Settings of Inductor that keep the peak near the plan's.
+
+Otherwise Inductor copies inputs and outputs of convolutions to another layout, and holds both copies: a ResNet-18
+took 1.23 of its budget with it, and 1.02 without.
+"""
 
 
 class PlanningBackend:
-    """What `backend` returns: a backend that plans each graph it is given.
+    """A backend that plans each graph it compiles; `backend` returns it.
 
-    ``plans``: those made so far; what is known of them starts the search for another size. ``compiled``: how often each
-    of TorchDynamo's frames (a function that it compiles) came, each time for another size or mode.
+    ``plans``: all plans made so far. The search for another size starts from them. ``compiled``: how often each frame
+    of TorchDynamo (a function that it compiles) was compiled, each time for another size or mode.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
@@ -51,15 +54,15 @@ class PlanningBackend:
         self.compiled: dict[int, set[int]] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile a graph of forward ops; its backward, where it has one, follows the plan.
+        """Compile a graph of forward ops. If it has a backward, that follows a plan.
 
-        Sizes that the compiler left open are fixed, so that it compiles anew for others.
+        Symbolic sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
         """
         _fix_sizes(inputs)
         self._say_limit()
         compiled: Any
         if self.compiler == "eager":
-            # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
+            # Random draws are kept even if nothing reads them: later draws depend on the generator's state.
             with inductor_config.patch(fallback_random=True):
                 compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
         else:
@@ -74,10 +77,10 @@ class PlanningBackend:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """A joint graph in two; see `torch._functorch.partitioners.default_partition`."""
+        """Split a joint graph into forward and backward; see `torch._functorch.partitioners.default_partition`."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
-        # A graph after a break, or of another model, has a peak of its own.
+        # A percentage is of the peak of each graph: graphs after a break, or of other models, have different peaks.
         planner = replace(self.planner, scope=step.name)
         with unset_fake_temporarily(), disable_current_modes():
             try:
@@ -93,7 +96,9 @@ class PlanningBackend:
         return graphs.forward, graphs.backward
 
     def _frame(self) -> set[int]:
-        """The times that the present frame was compiled, this one included; none outside of TorchDynamo."""
+        """Return the numbers of the compilations of the present frame, including this one; empty outside of
+        TorchDynamo.
+        """
         present = CompileContext.current_compile_id()
         if present is None or present.frame_id is None or present.frame_compile_id is None:
             return set()
@@ -102,8 +107,10 @@ class PlanningBackend:
         return times
 
     def _say_limit(self) -> None:
-        """Warn where TorchDynamo compiles a frame for the last time: it says nothing of it to the backend when it runs
-        a further size or mode as it stands."""
+        """Warn when TorchDynamo compiles a frame for the last time.
+
+        It runs further sizes and modes without compiling, hence without a plan, and does not tell the backend.
+        """
         before = sum(map(len, self.compiled.values()))
         times, limit = self._frame(), dynamo_config.recompile_limit
         if len(times) == limit and sum(map(len, self.compiled.values())) > before:
@@ -122,7 +129,11 @@ def _fix_sizes(inputs: Sequence[Any]) -> None:
 
 
 def _give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """The sizes among a joint graph's inputs become inputs of its forward, which has them as numbers; by name."""
+    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward, and return them by name.
+
+    The forward has these sizes as numbers and does not read the inputs, but it is called with the joint graph's
+    inputs.
+    """
     own = iter(module.graph.nodes)
     here, given = next(own), {}
     for node in joint.graph.find_nodes(op="placeholder"):
@@ -136,7 +147,7 @@ def _give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.N
 
 
 def _fill(module: fx.GraphModule, results: Sequence[Any], sizes: Mapping[str, fx.Node]) -> None:
-    """Put what is no tensor among a graph's outputs where the joint graph has it."""
+    """Put sizes and constants among the results of a joint graph into a graph's outputs, at their positions."""
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
 
@@ -176,20 +187,22 @@ def backend(
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
 ) -> PlanningBackend:
-    """A backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
+    """Return a backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
 
-    Arguments as for `plan_module`; by default the first plan of each compiled function is what ``on_infeasible`` raises
-    for. The budget holds for each graph that is compiled, so for the whole model where
-    nothing breaks it in several; a percentage is of that graph's own peak, for each size anew. ``compiler``: ``eager``
-    runs the planned graphs as they are; ``inductor`` hands them to Inductor, which fuses and reorders, so that the
-    plan's peak and overhead are estimates there (it is kept from changing the layout of convolutions, which costs
-    memory beyond the plan). Sizes are fixed in a plan, so that each new one is compiled anew, whatever ``dynamic``
-    says; its search begins with the plans of earlier sizes. TorchDynamo does so for
-    ``torch._dynamo.config.recompile_limit`` sizes and modes of a function (8) and then runs it as it stands, without a
-    plan: a warning says when the last one is compiled.
+    The arguments are those of `plan_module`, except ``compiler``. By default, ``on_infeasible`` raises for the first
+    plan of each compiled function. The budget holds for each compiled graph, so it holds for the whole model if there
+    is no graph break. A percentage is of the peak of that graph at that size.
 
-    Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of
-    PyTorch's own error.
+    ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses
+    and reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
+    convolutions, which would take memory beyond the plan.)
+
+    A plan is for fixed sizes: each new size is compiled again, whatever ``dynamic`` says, and its search starts from
+    the plans of earlier sizes. TorchDynamo compiles a function for ``torch._dynamo.config.recompile_limit`` (8) sizes
+    and modes, and runs further ones without a plan; a warning says when the last one is compiled.
+
+    Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of PyTorch's
+    own error.
 
     Raises:
         UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.

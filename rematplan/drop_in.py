@@ -1,4 +1,4 @@
-"""The drop-in for any training loop: `plan_module`."""
+"""`plan_module`: plan any module, for use in any training loop."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from rematplan.runtime.statistics.options import Kronecker
 if TYPE_CHECKING:
 
     class PlannedModule(nn.Module):
-        """What type checkers know of a planned module; at run time its class is a subclass of the model's class."""
+        """The interface of a planned module for type checkers.
+
+        At run time its class is a subclass of the model's class.
+        """
 
         plan: Plan
         plans: tuple[Plan, ...]
         source: str
 
         def prepare(self, *args: Any, **kwargs: Any) -> PlannedModule:
-            """Make the plan for these arguments without running anything; returns the module."""
+            """Make the plan for these arguments without running the model, and return the module."""
 
 
 FIRST_CHECK_TOLERANCE = 1e-2
-"""When an untested PyTorch is compared with eager mode, the relative error that gradients of a plan with inverses
-may have.
+"""The relative error that gradients of a plan with inverses may have in the first check, which untested PyTorch
+versions get.
 
-It is far above what inversion rounds, and far below what a wrong inverse gives.
+It is far above rounding errors of inverses, and far below the errors of a wrong inverse.
 """
 
 
@@ -73,87 +76,84 @@ def plan_module(
 ) -> PlannedModule:
     """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
 
-    The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args``
-    and ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it is first met;
-    so does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
+    The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args`` and
+    ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it first occurs. So
+    does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
     ``lengths.tolist()``), which every call evaluates again. ``planned.plan`` is the plan of the latest call; use
-    `planning` if the model has an attribute ``plan`` of its own.
+    `planning` if the model itself has an attribute ``plan``.
 
     The budget bounds everything that a forward and backward hold: parameters, buffers, inputs, outputs and their
     gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps
-    and what the allocator may count beyond a tensor's bytes. If parameters have gradients of earlier steps when the
-    module is called, and the plan does not fit in addition to them, another plan is made, or a warning says that
-    there is none.
+    and what the allocator may count in addition to a tensor's bytes. If parameters have gradients of earlier steps
+    when the module is called, and the plan does not fit in addition to them, another plan is made, or a warning says
+    that none fits.
 
     Args:
         model: the module to plan. It is not changed.
         args: example positional arguments, as a tuple.
         kwargs: example keyword arguments.
-        budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``,
-            which keeps inputs, outputs and gradients whole and half of the rest of that peak; or ``min``. A
-            percentage becomes bytes here, for the peak of ``args``, and these bytes hold for all later plans
-            and for copies and pickles of the module: give the largest batch. ``min`` is determined for each
-            plan by itself.
+        budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
+            keeps inputs, outputs and gradients whole and half of the rest of that peak; or ``min``, the smallest peak
+            that is found. A percentage becomes bytes here, for the peak of ``args``. These bytes hold for all later
+            plans and for copies and pickles of the module, so give the largest batch. ``min`` is determined for each
+            plan separately.
         strategy: the name of a strategy.
-        time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another
-            shape starts from the earlier plans, and has a quarter of the time if one of them fits.
-        options: further options of the strategy.
-        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or
-            the path of a file that ``rematplan profile`` wrote.
-        keep: modules and ops whose results are kept from when they are computed to their last use. Modules,
-            their names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
+        time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another shape
+            starts from the earlier plans, and has a quarter of the time if one of them fits.
+        options: further options of the strategy, by name.
+        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or the
+            path of a file that ``rematplan profile`` wrote.
+        keep: modules and ops whose results stay in memory from their computation to their last use. Modules, their
+            names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
         never_rerun: modules and ops that must not run a second time, named as in ``keep``.
-        plan: a file that `save_plan` wrote, to be used instead of planning; the budget is then that of the
-            plan.
+        plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget holds.
         dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
-        inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients are
-            then equal within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
-        max_inversion_error: the largest predicted relative error of a recovered tensor; by default what suits
-            its type.
+        inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
+            plain autograd's within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
+        max_inversion_error: the largest predicted relative error of a recovered tensor; by default one that suits its
+            type.
         overlap: ``on`` runs recomputation and inverses concurrently with the gradients, on two threads or CUDA
-            streams, as far ahead as the budget allows; ``auto`` does so where it is predicted to pay; ``off``.
-            By default ``off``, or as the saved plan says.
-        loss_memory: what a loss outside of the model holds at its peak. ``3x`` is three tensors of the outputs'
-            size (in float32 at least), the outputs' gradients included; that is what cross entropy needs. Or
-            bytes, or text such as ``1GiB``, in addition to the outputs and their gradients. By default ``5x``,
-            which almost every loss fits into, or ``4x`` where five would be more than an eighth of the peak.
-            Scalar outputs (assumed to be losses) and outputs that they are computed from do not count.
-        accumulate: whether gradients of several steps are summed before the optimizer's step. The plan then
-            counts earlier gradients from the start, a percentage refers to a peak with them, and no plan is
-            made in the middle of a loop.
-        statistics: Kronecker-factored curvature of the layers, summed within the step and its budget in every
-            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a plan
-            of its own, which is made here too.
-        reserved: what others hold during the step, which the budget then also bounds: optimizers (their state,
-            present or future, and what their step holds in addition), modules (parameters and buffers that the
-            model does not share, such as a teacher), objects with a method ``reserved_bytes() -> int``, and
-            bytes (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded
-            with the same kinds of reservations.
-        on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses
-            the known plan of the smallest peak; ``eager`` uses a plan that recomputes nothing. The last two
-            warn with the memory they need. By default the first plan raises and later ones use ``least``, so
-            that a larger batch does not end a training run. No call repeats a search that failed.
-        refine: start training with a plan that is found in about two seconds, while another process, at low
-            priority, searches for better ones for up to ``time_limit`` seconds. A better plan takes effect
-            between two steps: after an optimizer's step, when no backward is pending. Gradients are bit-equal
-            under any of these plans. It is off with inverses, a saved plan, a second lane, the budget ``min``,
-            and strategies other than ``auto``.
-        gap: end a search when a plan's overhead is proven to be within this share of the step's time of the
-            optimum.
+            streams, as far ahead as the budget allows; ``auto`` does so if it is predicted to save time; ``off``. By
+            default ``off``, or as the saved plan says.
+        loss_memory: the peak memory of a loss outside of the model. ``3x`` is three tensors of the outputs' size (in
+            float32 at least), the outputs' gradients included; cross entropy needs that. Or bytes, or text such as
+            ``1GiB``, in addition to the outputs and their gradients. By default ``5x``, which is enough for almost
+            every loss, or ``4x`` if five would be more than an eighth of the peak. Scalar outputs (assumed to be
+            losses) and outputs that they are computed from do not count.
+        accumulate: whether gradients of several steps are summed before the optimizer's step. The plan then counts
+            earlier gradients from the start, a percentage refers to a peak with them, and no plan is made in the
+            middle of a loop.
+        statistics: options of Kronecker-factored curvature, which is summed within the step and its budget in every
+            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a separate
+            plan, which is made here too.
+        reserved: memory of others during the step, which the budget then also bounds: optimizers (their state,
+            present or future, and the temporary memory of their step), modules (parameters and buffers that the model
+            does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int``, and bytes
+            (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded with the
+            same kinds of reservations.
+        on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
+            known plan of the smallest peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
+            memory they need. By default the first plan raises and later ones use ``least``, so that a larger batch
+            does not end a training run. No call repeats a search that failed.
+        refine: start training with a plan that is found in about two seconds, while another process, at low priority,
+            searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
+            after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
+            It is off with inverses, a saved plan, a second lane, the budget ``min``, and strategies other than
+            ``auto``.
+        gap: end a search when the plan's overhead is proven to be above the optimum's by no more than this, a share
+            of the step's time.
         deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
-            counts moves instead of seconds, and nothing is refined.
+            counts moves instead of seconds, and plans are not refined.
         verbose: also print what the logger ``rematplan`` records about each plan.
-        in_flight: for schedules of pipelines: how many micro-batches may be between the start of their forward
-            and the end of their backward. The budget holds for all of them together, in addition to accumulated
-            gradients.
+        in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
+            end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
         deferred: a backward computes only the gradients of the inputs, and leaves those of the weights to
             `finish_weights`, for up to this many waiting micro-batches.
 
     Raises:
-        InfeasibleBudget: the strategy finds no plan that fits; the error carries the smallest peak that it can
-            reach.
-        UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs,
-            overlap, module or op; statistics together with a saved plan.
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+        UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap,
+            module or op; statistics together with a saved plan.
         ProblemError: the saved plan belongs to another graph.
         ModelError: the model cannot be captured. An exception of the model itself for these arguments is raised
             unchanged (if capture fails, the model is run once, without gradients, to find out).
@@ -198,7 +198,7 @@ def plan_module(
 
 
 def print_log() -> None:
-    """Have the logger ``rematplan`` print what it tells, unless it has a handler already."""
+    """Print what the logger ``rematplan`` records to stderr, unless the logger has a handler already."""
     log = logging.getLogger("rematplan")
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
@@ -206,14 +206,16 @@ def print_log() -> None:
 
 
 def finish_weights(planned: nn.Module) -> int:
-    """Make the gradients of the weights that the oldest backward of a module planned with ``deferred`` has left, and
-    add them to those that the parameters have.
+    """Compute the weight gradients that the oldest waiting backward has left out, and add them to the parameters'
+    gradients.
+
+    ``planned``: a module that was planned with ``deferred``.
 
     Returns:
-        How many backwards still have some left.
+        How many backwards still wait for their weight gradients.
 
     Raises:
-        UsageError: the module is not planned, or no backward has left any.
+        UsageError: the module is not planned, or no backward waits.
     """
     waiting = compiled_plan(planned).deferred
     if not waiting:
@@ -225,8 +227,11 @@ def finish_weights(planned: nn.Module) -> int:
 
 
 def planning(planned: nn.Module) -> Planning:
-    """Return the ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, even if its model has such
-    attributes.
+    """Return an object with the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, and
+    more.
+
+    It works for models that have attributes with these names themselves. Its other methods wait for plans that are
+    being refined and return statistics.
 
     Raises:
         UsageError: the module is not planned.
@@ -235,7 +240,11 @@ def planning(planned: nn.Module) -> Planning:
 
 
 def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
-    """Replace modules by their names."""
+    """Return modules and names of ops as names.
+
+    Raises:
+        UsageError: a string in place of a list, or a module that is not in the model.
+    """
     if isinstance(wanted, str):
         raise UsageError(f"keep and never_rerun are lists; write [{wanted!r}]")
     known = {id(m): name for name, m in model.named_modules()}

@@ -1,9 +1,10 @@
-"""The op table as an ``onnx.backend.base.Backend``, so that ONNX's own test suite runs against it.
+"""An ``onnx.backend.base.Backend`` on rematplan's ONNX ops, so that ONNX's test suite can run against them.
 
     import onnx.backend.test, rematplan.onnx_backend
     suite = onnx.backend.test.BackendTest(rematplan.onnx_backend, __name__)
 
-A model outside the table is refused by name before anything runs; the suite counts it as skipped, not as passed.
+A model with an unsupported op is refused, by the op's name, before anything runs; the suite counts it as skipped, not
+as passed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from rematplan.runtime.onnx.table import row_of
 
 
 class Refused(ModelError, unittest.SkipTest):
-    """A model that the backend does not run; the message names the op, or whatever else it is."""
+    """A model that the backend does not run. The message names the unsupported op or value."""
 
 
 class OnnxModelRep(BackendRep):
-    """A model ready to run, forward only. One with symbolic dimensions is made anew for each run's shapes."""
+    """A model that is ready to run, forward only.
+
+    A model with symbolic dimensions is built again for the shapes of each run.
+    """
 
     def __init__(self, model: onnx.ModelProto, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -43,10 +47,10 @@ class OnnxModelRep(BackendRep):
         return OnnxModule(graph, seed=None).to(self.device)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
-        """The outputs as arrays, in the graph's order.
+        """Return the outputs as arrays, in the graph's order.
 
         Args:
-            inputs: arrays in the graph's order, or by name.
+            inputs: arrays in the graph's order, or a dictionary by name.
 
         Raises:
             ModelError: the inputs do not fit the model.
@@ -66,14 +70,15 @@ class OnnxModelRep(BackendRep):
 
 
 class RematplanBackend(Backend):
-    """Runs a model forward on torch; weights that the file fills with one value keep it."""
+    """A backend that runs a model's forward with torch, with the weights of the file."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **_: Any) -> OnnxModelRep:
-        """The model, ready to run.
+        """Return the model, ready to run on a device: ``CPU`` or ``CUDA``.
 
         Raises:
-            Refused: an op is not in the table, or a value is no tensor that torch computes with.
+            Refused: an op is not supported, its result is random, or a value has a type that torch does not compute
+                with.
         """
         kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
         try:
@@ -85,18 +90,20 @@ class RematplanBackend(Backend):
     def run_model(
         cls, model: onnx.ModelProto, inputs: Sequence[Any], device: str = "CPU", **options: Any
     ) -> tuple[Any, ...]:
-        """Prepare and run once."""
+        """Prepare a model, run it once, and return its outputs as arrays."""
         return cls.prepare(model, device, **options).run(inputs)
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """``CPU`` always, ``CUDA`` where torch has one."""
+        """Return whether a device can be used: ``CPU`` always, ``CUDA`` if torch has one."""
         kind = Device(device).type
         return bool(kind == DeviceType.CPU or (kind == DeviceType.CUDA and torch.cuda.is_available()))
 
 
 def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
-    """The inputs' dimensions without a number, by the name that binds them, and where each stands (``INPUT.AXIS``)."""
+    """Return the inputs' dimensions without a number: for the name that binds each, where it occurs first
+    (``INPUT.AXIS``).
+    """
     weights = {t.name for t in model.graph.initializer}
     found: dict[str, str] = {}
     for value in model.graph.input:
@@ -107,9 +114,13 @@ def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _check_comparable(graph: Graph) -> None:
-    """A backend's outputs are compared, so they are no random draws; torch's are not numpy's for the same seed.
+    """Refuse models whose outputs cannot be compared with the suite's: random ones, since torch and numpy draw
+    differently.
 
-    Whether dropout is on has to be known with the model, for it decides whether anything is drawn.
+    A dropout is accepted only if the model itself says that it is off: otherwise the inputs decide.
+
+    Raises:
+        ModelError: names the node.
     """
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
@@ -121,7 +132,7 @@ def _check_comparable(graph: Graph) -> None:
 
 
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
-    """Whether a dropout is known to pass its input on: told to, not told to draw, or with a ratio of zero."""
+    """Return whether a dropout certainly passes its input on: it is not in training mode, or its ratio is 0."""
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))
     ratio, training = (constants.get(n) if n else None for n in (*node.inputs, "", "")[1:3])

@@ -1,1 +1,1 @@
-"""The `auto` strategy: block plans, annealing and bounds together under one time limit."""
+"""The strategy ``auto``: block strategies, annealing and a search for lower bounds, under one time limit."""

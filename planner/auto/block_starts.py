@@ -1,4 +1,4 @@
-"""The strategies whose plans others start from."""
+"""Start plans for the annealer, made by the block strategies."""
 
 from __future__ import annotations
 
@@ -26,30 +26,41 @@ BLOCKS: Rows = (
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
-"""The members whose plans are starts, in rows: of each row the first counts that the problem is not too large
-for."""
+"""The strategies that make start plans, in rows.
+
+In each row, the first for which the problem is not too large is used.
+"""
 
 VAST = 3000
-"""Ops beyond which the full searches of `BLOCKS` take longer than the annealing that they are to start."""
+"""Problems with more ops use `VAST_BLOCKS`: the full searches of `BLOCKS` would take longer than the annealing."""
 VAST_BLOCKS: Rows = (
     (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
     (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
 )
-"""The members' stand-ins then: their work grows with the square of the lower sets, and chains of few blocks are
-coarse anyway."""
+"""The strategies for vast problems.
+
+Their time grows with the square of the number of lower sets, so that is limited.
+"""
 
 
 LEANEST: FamilyStrategy = ApproxDP(objective="memory")
-"""Where a search for less memory starts, beside nested plans."""
+"""The strategy that makes start plans of little memory, in addition to `NestedDP`."""
 
 
 def starting_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Of each member the best plan for the budget and the leanest, as far as they come before a time of the monotonic
-    clock; none that another dominates.
+    """Return start plans for a budget: from each strategy, the best plan that fits and the one with the smallest
+    peak.
 
-    ``report`` is told what is being done.
+    Plans that another plan dominates are left out.
+
+    Args:
+        graph: the problem. Without phases, only the plan without recomputation is made.
+        budget: bytes.
+        until: a time of the monotonic clock. No further strategy begins then, and one that reports progress is
+            stopped.
+        report: called with a text that says what is being done.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
@@ -62,20 +73,25 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """As `starting_plans`, but only nested_dp's plans near this budget; used while nothing else fits."""
+    """Return the plans of ``nested_dp`` whose peak is near the budget: best plan and smallest peak.
+
+    They are needed while no known plan fits. The arguments are those of `starting_plans`.
+    """
     return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
-    """Block plans of little memory, as far as they are found before a time of the monotonic clock: a search that
-    begins with them ends lower than one that begins with the base order (DenseNet-161 in 20 s at 1.45 times the
-    largest working set, not at 2.11; Swin-T at 1.17, not at 1.27)."""
+    """Return block plans with a small peak, as far as they are found before a time of the monotonic clock.
+
+    A search for the smallest peak that starts from them ends lower than one that starts from the base order. In 20 s:
+    DenseNet-161 at 1.45 times its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
+    """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, until, lambda _: None)
     row = VAST_BLOCKS[-1] if len(graph.ops) > VAST else (LEANEST,)
     if graph.has_phases and (not (found or nested) or time.monotonic() <= until):
         found += _first(graph, row, 0, until, lambda _: None)
-    if graph.has_phases and time.monotonic() <= until:  # tables of coarser units may round in its favour
+    if graph.has_phases and time.monotonic() <= until:  # coarser units sometimes round to a lower peak
         every = _first(graph, (NestedDP(),), 0, until, lambda _: None)
         nested = pareto((*nested, *every))[-1:]
     return (*found, *nested)
@@ -88,7 +104,7 @@ def _first(
     until: float,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """What the first member of a row that can take the problem has around the budget, as far as it comes."""
+    """Return the plans around the budget of the first strategy in ``row`` for which the problem is not too large."""
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:

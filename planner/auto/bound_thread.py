@@ -1,4 +1,4 @@
-"""The search for a lower bound, beside the search for a plan: each ends when the other has closed the gap."""
+"""A thread that searches for a lower bound while plans are searched for. Each search ends when the gap is closed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.search import BoundSearch
 
 LAST_WORDS = 0.5
-"""Seconds that the search may take to end when told to: it may be writing a program down."""
+"""Seconds to wait for the search to end after it was stopped: it may be writing a program."""
 
 
 class Proof:
-    """A `BoundSearch` in a thread of its own, for as long as the context lasts.
+    """A `BoundSearch` in a thread, for the length of a ``with`` block.
 
-    ``overhead``: of the best plan so far. The search ends when its bound is within ``gap`` of that. What it raises is
-    raised at the end.
+    ``seconds``: the search's time limit. ``overhead``: that of the best plan so far; the owner updates it. The search
+    ends when its bound is within ``gap`` of ``overhead``. An exception of the search is raised at the end of the
+    block.
     """
 
     def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
@@ -46,10 +47,10 @@ class Proof:
 
     @property
     def working(self) -> bool:
-        """Whether the bound's search has not ended yet."""
+        """Whether the search for the bound is still running."""
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Wait until the bound's search has ended of itself; it may work as long as this, in seconds."""
+        """Give the search for the bound up to ``seconds`` more, and wait until it ends."""
         self.bound.extend(seconds)
         self._thread.join(max(0.0, seconds))

@@ -1,4 +1,7 @@
-"""Have the hot loops compiled (once a machine; loaded from the cache after), so that no time limit pays for it."""
+"""Compile the planner's numba loops before a search's clock starts.
+
+Each machine compiles them once, then loads them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from rematplan.planner.strategies.nested_dp import NestedDP
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """The annealer's, and those of the block strategies: the dynamic programs', the lowering's, the pricing's."""
+    """Compile the loops of the annealer and of the block strategies, by calling each on a tiny problem."""
     progress(0.0, "loading the hot loops, which each machine compiles once, in about a minute")
     compile_annealer()
     tensors = (Tensor("a", 1), Tensor("b", 1))

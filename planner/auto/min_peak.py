@@ -1,4 +1,4 @@
-"""The smallest peak that a step can have with recomputation unlimited (``--budget min``), and what bounds it."""
+"""The smallest peak of a step with unlimited recomputation (``--budget min``)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, silent
 
-DESCENDING = 0.7  # share of the time for lowering the peak; the rest lowers the overhead at that peak
-BLOCKS = 0.3  # share of the time that block plans to start from may take
-PLAIN = 0.5  # share of the time for the problem without its inverses, if it has any
-STALLS = 3  # descents in a row without success after which the peak is let be
+DESCENDING = 0.7  # share of the time that lowers the peak; the rest lowers the overhead at that peak
+BLOCKS = 0.3  # largest share of the time for making block plans to start from
+PLAIN = 0.5  # share of the time for the problem without inverses, if the problem has any
+STALLS = 3  # the search for a smaller peak ends after this many descents in a row without one
 
 
 def smallest_peak(
@@ -37,13 +37,20 @@ def smallest_peak(
     seed: int = 0,
     starts: Sequence[Plan] = (),
 ) -> Plan:
-    """The plan of the smallest peak found, and of the least overhead found at that peak.
+    """Return the plan with the smallest peak that is found, and with the least overhead that is found at that peak.
 
-    It starts from the base order, block plans of little memory and ``starts``, and asks for less and less.
-    `min_peak_bound` tells below what peak no schedule can be; the plan's budget is its peak. A problem with inverses is
-    searched without them first, unless a start is as lean as the block plans. ``moves``, if not 0, replaces the time
-    limit, which makes the plan the same on every machine. ``keep_order``: first runs keep the base order. ``seed``: of
-    the random moves.
+    The search starts from the base order, from block plans with small peaks and from ``starts``. The plan's budget is
+    its peak; `min_peak_bound` is a lower bound of the peak of any schedule. A problem with inverses is first searched
+    without them, unless a start has a peak no larger than that of the block plans.
+
+    Args:
+        graph: the problem.
+        time_limit: seconds.
+        progress: called with the fraction done and a short text.
+        moves: if not 0, a number of moves that replaces the time limit. The result is then the same on every machine.
+        keep_order: whether the first runs of all ops keep the base order.
+        seed: of the random moves.
+        starts: known plans of the problem.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit, moves)
@@ -75,10 +82,12 @@ def _searched(
     keep_order: bool,
     seed: int,
 ) -> Plan:
-    """Lower the peak, then the overhead at that peak."""
+    """Lower the peak; then lower the overhead at the smallest peak. ``starts``: sequences of runs."""
     floor = min_peak_bound(graph).bytes
     report = partial(_report, progress)
-    few = effort.moves or (os.cpu_count() or 1) < 2  # moves: the same on any machine
+    few = (
+        effort.moves or (os.cpu_count() or 1) < 2
+    )  # with a number of moves the result must not depend on the cores
     searches = [Search(graph, floor, seed + k, keep_order, report=report) for k in range(1 if few else 2)]
     try:
         _descend(searches, starts, effort)
@@ -99,8 +108,10 @@ def _reached(search: Search) -> int:
 
 
 def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-    """Lower the peak in each search, a thread each; all but the first do without the leanest of the starts, from where
-    there may be no way down."""
+    """Lower the peak in all searches, each in its thread.
+
+    The others do not start from the leanest start, as the first search does: from there no move may lead lower.
+    """
     first, *others = searches
     first.prepare(starts)
     rest = [runs for runs in starts if runs != runs_of(first.least.schedule)]
@@ -118,7 +129,7 @@ def _descend(searches: Sequence[Search], starts: Sequence[Sequence[str]], effort
 
 
 def _lower(search: Search, effort: SearchBudget) -> None:
-    """Descend until nothing more is gained or the time for it is up."""
+    """Descend until the peak no longer falls, or the share of the time for it is spent."""
     until, stalls = DESCENDING * effort.total, 0
     while stalls < STALLS and search.least.estimate.peak > search.budget and effort.spent() < until:
         before = search.least.estimate.peak
@@ -127,7 +138,7 @@ def _lower(search: Search, effort: SearchBudget) -> None:
 
 
 def _cheapest(descent: Search, effort: SearchBudget, progress: Progress, seed: int) -> Plan:
-    """Spend what is left on the overhead at the smallest peak that was found."""
+    """Spend the remaining time on lowering the overhead at the smallest peak that ``descent`` found."""
     search = Search(
         descent.graph,
         descent.least.estimate.peak,

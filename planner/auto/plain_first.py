@@ -1,7 +1,7 @@
-"""The problems of one step, without and with inverses, searched one after the other.
+"""Search a problem without its inverses first, then with them.
 
-Inverses make the search space larger, and most plans use few of them. So the problem without them is searched first,
-and what is found there starts the search with them.
+Inverses enlarge the search space, and most plans use few of them. So a plan found without them is a good start for
+the search with them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ def plain_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search each problem, the ones before it giving the start plans.
+    """Search several problems of one step in order; the plans of earlier ones are start plans of later ones.
 
     Args:
-        problems: of one step: without inverses, then with them; or one alone.
-        share: of the time (0 to 1) that a problem gets which is not the last; the last may take all that is left.
-        search: gets a problem, its share of the time and the start plans; None where it finds no plan.
+        problems: without inverses first, then with them; or a single problem.
+        share: the share of the time (0 to 1) for each problem except the last, which gets all of the remaining time.
+        search: called with a problem, its share of the time and the start plans. It returns None if it finds no plan.
+
+    Returns:
+        Each problem for which a plan was found, with that plan.
     """
     found: Found = []
     for problem in problems:

@@ -1,4 +1,7 @@
-"""A second annealing with another seed, in a thread, from when the bound's search has ended and left a core idle."""
+"""A second annealing with another seed.
+
+Its thread starts when the search for the bound has ended and a core is free.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.auto.bound_thread import Proof
 
 SHORTEST = 1.0
-"""Seconds that must be left for it to begin."""
+"""The second annealing starts only if this many seconds are left."""
 
 
 class SecondSearch:
-    """``search`` run beside another one, for as long as the context lasts and at most until a time of the monotonic
-    clock, from ``starts``. What it has found by the end stands in ``search``."""
+    """A thread that runs ``search`` for the length of a ``with`` block, once the search for the bound has ended.
+
+    It ends at ``until``, a time of the monotonic clock, at the latest. ``starts``: sequences of runs to start from.
+    Its results are in ``search``.
+    """
 
     def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:
         self.search, self.proof, self.until, self.starts = search, proof, until, starts
@@ -40,5 +46,5 @@ class SecondSearch:
         left = self.until - time.monotonic()
         if left > SHORTEST:
             self.effort = SearchBudget(left)
-            if not self._stopped.is_set():  # or else it was stopped before there was an effort to stop
+            if not self._stopped.is_set():  # `__exit__` cannot stop an effort that did not exist yet
                 self.search.run(self.starts, self.effort)

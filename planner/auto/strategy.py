@@ -1,4 +1,4 @@
-"""Auto: the best plan that rematplan knows to find, with a proven bound of what any plan could be."""
+"""The strategy ``auto``: the best plan that any of the methods here finds, with a proven lower bound."""
 
 from __future__ import annotations
 
@@ -31,47 +31,54 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.reversible import Reversible
 
-CUT = 0.3  # share of the time after which the loss cut is asked no more
-MEMBERS = 0.4  # share of the time that the members may take
-MEMBERS_LEAST = 1.0  # seconds that they may take, however short the time is (from when on: `members_until`)
-MARKED = 0.6  # share of the search's time for a plain problem as the training step that it looks like
-PLAIN = 0.4  # share of the search's time for the problem without its inverses, where it has any
+CUT = 0.3  # the plan from the loss cut must be found within this share of the time
+MEMBERS = 0.4  # share of the time that the block strategies may take
+MEMBERS_LEAST = 1.0  # seconds that they may take at least, however short the time is; see `members_until`
+MARKED = 0.6  # share of the time for a problem with inferred phases; the rest is for it without them
+PLAIN = 0.4  # share of the search's time for the problem without its inverses
 REFUSAL = 0.15
-"""Share of the time for finding what peak could be had, where the budget's is proven impossible; as much again may go
-into block plans to start from."""
-CORES = 2  # from which on a second search runs where the bound's has ended
-PROVING = 0.75  # share of the time for the bound's search where a second search takes its core over
-FIRST = 0.3  # share of the time for a first annealing, which makes the members unnecessary where it closes the gap
-SMALL = 200  # ops below which the members take no time worth mentioning, and go first
+"""Share of the time for finding the smallest peak, once no plan is found for the budget.
+
+Making block plans to start from may take as much again.
+"""
+CORES = 2  # with so many, a second annealing runs after the search for the bound
+PROVING = 0.75  # share of the time for the bound, if a second annealing uses the core afterwards
+FIRST = 0.3  # share of the time for a first annealing, which may make the block strategies needless
+SMALL = 200  # with fewer ops, the block strategies take almost no time, and run first
 NEAR = 0.005
-"""A loss-cut plan of a vast problem this near to the bound makes block plans unnecessary."""
+"""In a vast problem, a plan from the loss cut with an overhead this near to the bound makes block plans
+unnecessary.
+"""
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Never worse than any of the members that it asks; a plan carries the name of the member that found it.
+    """Combine all strategies under one time limit. The plan is never worse than that of a strategy that was run.
 
-    It asks all of them up to 3000 ops; above, where they would take longer than the annealing, only a thinned
-    `approx_dp`; and as many as two fifths of the time (a second at least) allow. Where nothing fits yet, whatever the
-    size, it asks `nested_dp` about its budget first.
+    A plan carries the name of the strategy that found it. The steps are:
 
-    The block strategies' plans (`exact_dp` finds all that `approx_dp` finds) and the loss cut's start the annealing
-    of the op sequence, while another process searches for a lower bound, whose own solutions are starts too. On two
-    cores the bound has three quarters of the time, if it needs them, and a second annealing the rest; a first annealing
-    of larger problems goes before the members, which would compete with the bound's search. The search ends when the
-    gap is closed, nothing has improved for long, or the time is up. Problems of a few ops are solved exhaustively.
-    Ctrl-C returns the best plan so far.
+    - Problems of a few ops are solved exhaustively.
+    - Block strategies make start plans, in at most two fifths of the time (but at least a second). Up to 3000 ops all
+      of them are run (``exact_dp`` finds all plans of ``approx_dp``); above, where they would take longer than the
+      annealing, only a thinned ``approx_dp``. While nothing fits, ``nested_dp`` is run first, for peaks near the
+      budget.
+    - The solution of the linear program with one cut at the loss makes another start plan.
+    - The annealer improves the best of these plans.
+    - At the same time a thread searches for a lower bound, whose solutions the annealer takes as further starts. With
+      two cores or more it gets three quarters of the time, and a second annealing gets the rest. Then problems of 200
+      to 3000 ops without inverses begin with a short annealing, since block strategies compete with the search for
+      the bound.
 
-    A problem without phases that looks like a training step (`turn`) is searched as one first, then with reordering.
+    The search ends when the gap is closed, when nothing has improved for long, or when the time is up. Ctrl-C ends it
+    with the best plan so far.
 
-    Inverses are used where they help: a part of the time goes into a plan without them (unless a start is better than
-    all that the members find), which the rest improves.
+    A problem without phases that looks like a training step (`infer_phases`) is searched as one first, then with
+    reordering. A problem with inverses is searched without them first, unless the best known plan is a given start.
 
-    With ``reuse``, whoever holds a `PlanStore` gives it the plans that earlier processes found as starts, and keeps
-    what is found on disk: a plan for a smaller budget serves a larger one. ``gap``: the search ends once the plan's
-    overhead is proven to be within this of the optimum's (0.001: a tenth of a percent of the step's time). Other
-    options as for `Anneal`;
-    ``time_limit`` counts from the start of planning, members included.
+    Options: ``time_limit``: seconds, from the start of planning, block strategies included. ``seed``, ``keep_order``:
+    as for `Anneal`. ``reuse``: plans are worth keeping on disk, so the owner of a `PlanStore` starts later processes
+    from them; a plan for a smaller budget serves a larger one. ``gap``: end the search when the plan's overhead is
+    proven to be above the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
     """
 
     time_limit: float = 30.0
@@ -93,7 +100,10 @@ class Auto(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`. The plan is never worse than a start that fits and keeps the order that is asked for."""
+        """See `Strategy.plan`.
+
+        The plan is never worse than a start that fits and keeps the order, if ``keep_order`` is set.
+        """
         compile_kernels(progress)
         return _Session(self, graph, budget, progress, starts).plan()
 
@@ -104,15 +114,18 @@ class Auto(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. From the largest budget down, each with all plans met before; the time limit holds for
-        the whole curve."""
+        """See `Strategy.curve`. Budgets are planned from the largest to the smallest, each with all plans found
+        before as starts.
+
+        The time limit holds for the whole curve.
+        """
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
         known: Sequence[Plan] = starts
         left = self.time_limit
         compile_kernels(progress)  # before any clock starts
         for k, budget in enumerate(steps):
-            # The k-th of n gets k shares: small budgets are the hard ones. What one leaves, the others get.
+            # The k-th of n gets k shares: small budgets are the hard ones. Unused time goes to the others.
             share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
 
             def report(fraction: float, text: str, k: int = k) -> None:
@@ -132,7 +145,7 @@ class Auto(Strategy):
 class _Session:
     """The planning of one problem at one budget.
 
-    ``starts``: the caller's. ``known``: further plans that are known; those met are added.
+    ``starts``: the caller's plans. ``known``: all plans known so far, from which the best is returned.
     """
 
     def __init__(
@@ -152,17 +165,17 @@ class _Session:
         self.known: list[Plan] = []
         self.order = Annealer(graph, keep_order=True) if auto.keep_order else None
         self.bound = BoundSearch(graph, budget)
-        self.interrupted = False  # whether Ctrl-C ended an annealing, which returned all the same
+        self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= CORES
         self.two = graph.has_phases and cores  # without phases one search has two threads
         self.proof = Proof(self.bound, (PROVING if cores else 1.0) * auto.time_limit, auto.gap)
         self.take((*starts, *known))
 
     def plan(self) -> Plan:
-        """The best plan found, with its bound.
+        """Return the best plan found, with its bound.
 
         Raises:
-            InfeasibleBudget: none was found; carries the smallest peak met.
+            InfeasibleBudget: no plan was found that fits. The error has the smallest peak found.
         """
         with self.proof:
             try:
@@ -179,7 +192,7 @@ class _Session:
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
 
     def take(self, plans: Sequence[Plan]) -> None:
-        """Take plans in, except those that break the order that must be kept."""
+        """Add plans to the known ones, except those that break an order that must be kept."""
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
@@ -187,13 +200,13 @@ class _Session:
 
     @property
     def best(self) -> Plan | None:
-        """The best plan so far that fits."""
+        """The best known plan that fits; None if there is none."""
         fitting = (p for p in self.known if p.estimate.peak <= self.budget)
         return min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
 
     @property
     def smallest(self) -> Plan | None:
-        """The plan of the smallest peak so far."""
+        """The known plan with the smallest peak."""
         return min(self.known, key=lambda p: p.estimate.peak, default=None)
 
     @property
@@ -207,28 +220,33 @@ class _Session:
         return math.inf if self.best is None else self.best.estimate.overhead
 
     def good_enough(self, overhead: float) -> bool:
-        """Whether no search for less is wanted, or no plan can exist."""
+        """Return whether this overhead needs no improvement. For infinity: whether it is proven that no plan
+        exists.
+        """
         return overhead <= self.bound.best.overhead + max(CLOSED, self.auto.gap)
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds that are left."""
         return max(0.0, self.began + self.auto.time_limit - time.monotonic())
 
     @property
     def members_until(self) -> float:
-        """When the members' time ends; they are the more urgent where nothing fits yet."""
+        """The time of the monotonic clock at which the block strategies must end.
+
+        While nothing fits, their time is counted from now, since their plans are then needed more.
+        """
         now = time.monotonic()
         begun = self.began if self.best else now
         until = min(now + self.left, begun + MEMBERS * self.auto.time_limit)
         return max(until, begun + MEMBERS_LEAST)
 
     def gather(self) -> None:
-        """Take in what the loss cut suggests, what a first annealing finds, and the members' plans."""
+        """Collect start plans: from the loss cut, from a first annealing, and from the block strategies."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
-        if self.best is None:  # from what fits, however dear, all else finds its way sooner
+        if self.best is None:  # the annealer works better from any plan that fits, even a costly one
             self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, FIRST * self.left, alone=True)
@@ -239,7 +257,9 @@ class _Session:
             self.take(Reversible().curve(self.graph, ()))
 
     def take_cut_plan(self) -> bool:
-        """Take in the loss cut's plan for the budget; whether it is near the bound."""
+        """Add the plan that the loss cut's solution gives for the budget, and return whether its overhead is near the
+        bound.
+        """
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
             bound = BoundSearch(graph, self.budget)
@@ -255,7 +275,7 @@ class _Session:
         return plan.estimate.overhead <= floor + NEAR
 
     def solved_exhaustively(self) -> bool:
-        """Whether the problem is so small that all schedules have been looked at."""
+        """Solve a tiny problem by trying all schedules, and return whether that was possible."""
         ordered = self.graph.ordered or self.auto.keep_order
         exact = None if ordered else exhaustive(self.graph, self.budget)
         if exact is None:
@@ -267,12 +287,14 @@ class _Session:
             floor = plan.estimate.overhead
         if all(
             op.writes for op in self.graph.ops
-        ):  # all our plans run the others, but a problem does not ask for it
+        ):  # our plans also run ops that write nothing, which the problem does not require: then there is no bound
             self.bound.best = Bound(floor)
         return True
 
     def search(self) -> None:
-        """Anneal, without the inverses first; then wait for the bound."""
+        """Anneal, without the inverses first. If the annealer gives up before the time is spent, wait for the
+        bound.
+        """
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
 
@@ -282,7 +304,7 @@ class _Session:
             last = graph is self.given
             if (
                 not last and graph is self.graph
-            ):  # marked with phases: without that mark it is searched at last
+            ):  # with inferred phases; it is searched again without them afterwards
                 share = 1.0 if self.auto.keep_order else MARKED
             if self.anneal(graph, share * self.left) and last and not self.finished:
                 self.proof.finish(self.left)
@@ -292,9 +314,16 @@ class _Session:
         plain_first((*([self.plain] if plain else []), *marked, self.given), PLAIN, in_turn)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
-        """Take in the best plan of an annealing, and the leanest; whether it gave up before its time. ``alone``: with
-        a seed of its own, and no second search beside it. Where Ctrl-C ended it, nothing else is to be begun: that
-        is noted in ``interrupted``."""
+        """Anneal, and add the best and the leanest plan to the known ones.
+
+        Return whether the annealer gave up before its time was spent. If Ctrl-C ended it, ``interrupted`` is set, and
+        no further search should begin.
+
+        Args:
+            graph: the problem, or a variant of it.
+            seconds: the time limit.
+            alone: use another seed, and run no second annealing at the same time.
+        """
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:
@@ -321,15 +350,15 @@ class _Session:
     def beside(
         self, other: Search, starts: Sequence[Sequence[str]], until: float
     ) -> AbstractContextManager[object]:
-        """The second search, where the first is not one in two threads already and there is a core for it."""
+        """Return a context that runs a second annealing, if a core is free and the first one uses a single thread."""
         if not self.two or not other.graph.has_phases:
             return nullcontext()
         return SecondSearch(other, self.proof, until, starts)
 
     def least(self) -> Plan:
-        """The plan of the smallest peak that a short descent finds."""
+        """Return the plan with the smallest peak: a known one, or one that a short descent finds."""
         if self.smallest is not None and not self.bound.best.unreachable:
-            return self.smallest  # of a search that has tried for less
+            return self.smallest  # the annealer has already tried to lower the peak
 
         search = Search(
             self.given,
@@ -349,15 +378,15 @@ class _Session:
         return self.smallest
 
     def report(self, text: str) -> None:
-        """Tell how far the time is."""
+        """Report progress, with the share of the time that is spent."""
         spent = (time.monotonic() - self.began) / max(self.auto.time_limit, 1e-9)
         self.progress(min(1.0, spent), text)
 
 
 def _with_bound(plan: Plan, bound: Bound) -> Plan:
-    """The plan with its floor; optimal if the gap is closed."""
+    """Return the plan with its lower bound, and with the status ``optimal`` if the gap is closed."""
     overhead = plan.estimate.overhead
-    if bound.overhead > overhead + CLOSED:  # a solver's error: no schedule can undercut a true bound
+    if bound.overhead > overhead + CLOSED:  # the solver's result is wrong: no schedule is below a true bound
         return plan
     closed = overhead <= bound.overhead + CLOSED
     return replace(

@@ -151,8 +151,9 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Distribute updates within the block. Each process broadcasts its updates, followed by its part of
-        ``product``.
+        """Distribute updates within the block.
+
+        Each process broadcasts its updates, followed by its part of ``product``.
         """
         if self._width == 1:
             return updates, product

@@ -105,8 +105,9 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """Invert by all eigenvectors. It takes five times as long as Cholesky (measured); the eigenvalues are known
-    then.
+    """Invert by all eigenvectors.
+
+    It takes five times as long as Cholesky (measured); the eigenvalues are known then.
     """
     values, vectors = torch.linalg.eigh(factor)
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))

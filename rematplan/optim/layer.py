@@ -142,8 +142,9 @@ def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[
 
 
 def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, how: str) -> Layer:
-    """Return the layer of one weight, before its first statistics. The arguments are those of `Layer` and
-    `layers_of`.
+    """Return the layer of one weight, before its first statistics.
+
+    The arguments are those of `Layer` and `layers_of`.
     """
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (

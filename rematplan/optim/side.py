@@ -135,8 +135,9 @@ class Side:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """Return how many eigenvalues of the average are above ``damping``, the most of any block. It takes O(size³)
-        operations.
+        """Return how many eigenvalues of the average are above ``damping``, the most of any block.
+
+        It takes O(size³) operations.
         """
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
