@@ -1,0 +1,163 @@
+"""A range is proven at every size of it, and problems between captured sizes are exact or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.planner.core.schedule import runs_of, with_frees
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.family.amounts import amounts_of
+from rematplan.planner.family.between import CHECKS, DEGREE, between
+from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.range_proof import prove_range
+from rematplan.planner.family.workspaces import (
+    MARGIN,
+    Workspaces,
+    traffic_of,
+    workspaces_between,
+    workspaces_of,
+)
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.store_all import no_recompute
+
+PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def family_of(graph: TrainingGraph) -> PlanFamily:
+    family = PlanFamily(graph)
+    for plan in ApproxDP().curve(graph, ()):
+        family.add(graph, plan)
+    return family
+
+
+def sized(graph: TrainingGraph, rng: Random):
+    """A function from sizes to problems: tensors' bytes are polynomials of the size, workspaces and costs lines."""
+    terms = [
+        (rng.randint(0, 99), rng.randint(0, 99), rng.choice((0, rng.randint(0, 9)))) for _ in graph.tensors
+    ]
+    lines = [(rng.randint(0, 3), rng.random(), rng.random()) for _ in graph.ops]
+
+    def at(size: int) -> TrainingGraph:
+        tensors = [
+            replace(t, bytes=c + b * size + a * size * size)
+            for t, (c, b, a) in zip(graph.tensors, terms, strict=True)
+        ]
+        bare = replace(graph, tensors=tuple(tensors))
+        traffic = traffic_of(bare)
+        ops = [
+            replace(op, workspace=int(k * n), cost=c + d * size)
+            for op, (k, c, d), n in zip(graph.ops, lines, traffic, strict=True)
+        ]
+        return replace(bare, ops=tuple(ops))
+
+    return at
+
+
+@PROFILE
+@given(seed=st.integers(0, 10**9), share=st.floats(0.2, 1.1))
+def test_a_proof_is_what_the_simulator_says_at_each_size(problems, seed, share):
+    rng = Random(seed)
+    graph = problems.random_training(rng, 5)
+    at, family = sized(graph, rng), family_of(graph)
+    sizes = range(1, 9)
+    budget = int(share * no_recompute(at(8)).estimate.peak)
+    proof = prove_range(family, lambda size: amounts_of(at(size)), sizes, budget)
+    assert [row.size for row in proof.rows] == list(sizes)
+    for row in proof.rows:
+        here = at(row.size)
+        there = [simulate(here, family.plan(here, m).schedule) for m in family.members]
+        plan = family.plan(here, row.member)
+        assert plan.estimate == row.estimate == simulate(here, plan.schedule)
+        assert row.base_peak == no_recompute(here).estimate.peak
+        fitting = [e.cost for e in there if e.peak <= budget]
+        assert row.fits is bool(fitting) is (row.size not in proof.unfit)
+        assert row.estimate.cost == pytest.approx(min(fitting)) if fitting else True
+        assert row.fits or row.estimate.peak == min(e.peak for e in there) > budget
+    assert proof.holds is (not proof.unfit)
+
+
+def test_a_size_in_the_midst_that_does_not_fit_is_named(problems):
+    graph = problems.chain(6)
+    heavy = replace(graph, ops=(replace(graph.ops[0], workspace=10**9), *graph.ops[1:]))
+    family = family_of(graph)
+    budget = no_recompute(graph).estimate.peak
+    proof = prove_range(family, lambda n: amounts_of(heavy if n == 5 else graph), range(1, 9), budget)
+    assert proof.unfit == (5,)
+    assert not proof.holds
+    assert proof.rows[4].estimate.peak > 10**9
+
+
+@PROFILE
+@given(seed=st.integers(0, 10**9))
+def test_between_captured_sizes_bytes_are_exact(problems, seed):
+    rng = Random(seed)
+    at = sized(problems.random_training(rng, 4), rng)
+    known = between({size: at(size) for size in (2, 3, 10, 17, 24, 31, 32)})
+    assert known is not None
+    for size in range(2, 33):
+        made, true = known.problem(size), at(size)
+        assert made.tensors == true.tensors
+        assert made.structure == true.structure
+        for a, b in zip(made.ops, true.ops, strict=True):
+            assert (a.name, a.reads, a.writes) == (b.name, b.reads, b.writes)
+            assert a.cost == pytest.approx(b.cost)
+            assert b.workspace <= a.workspace
+        plan = no_recompute(true)
+        assert simulate(made, with_frees(made, runs_of(plan.schedule))).peak >= plan.estimate.peak
+
+
+def test_rounded_bytes_are_refused(problems):
+    graph = problems.chain(4)
+
+    def at(size: int) -> TrainingGraph:
+        return replace(graph, tensors=tuple(replace(t, bytes=8 * -(-size // 8)) for t in graph.tensors))
+
+    assert between({size: at(size) for size in (2, 3, 10, 17, 24, 31, 32)}) is None
+    assert between({size: at(size) for size in (8, 16, 24, 32, 40)}) is not None
+
+
+def test_too_few_sizes_or_other_ops_say_nothing(problems):
+    rng = Random(1)
+    at = sized(problems.chain(4), rng)
+    sizes = list(range(2, 3 + DEGREE + CHECKS))
+    assert between({size: at(size) for size in sizes}) is not None
+    assert between({size: at(size) for size in sizes[:-1]}) is None
+    other = sized(problems.chain(5), rng)
+    assert between({size: (other if size == 3 else at)(size) for size in sizes}) is None
+    known = between({size: at(size) for size in sizes})
+    with pytest.raises(ProblemError, match="is not between 2 and"):
+        known.problem(1)
+
+
+def workspaces(traffic, bytes_):
+    return Workspaces(np.array(traffic), np.array(bytes_))
+
+
+def test_workspaces_follow_what_ops_read_and_write():
+    low, high = workspaces([100, 10, 50, 40], [0, 8, 7, 20]), workspaces([200, 30, 50, 80], [1000, 8, 9, 10])
+    found = workspaces_between(low, high, np.array([150, 99, 50, 60]))
+    assert found.tolist() == [500 + MARGIN * 1000, 8, 9, 16]
+    ends = workspaces_between(low, high, low.traffic), workspaces_between(low, high, high.traffic)
+    assert (ends[0] >= low.bytes).all()
+    assert (ends[1] >= high.bytes).all()
+
+
+@pytest.mark.parametrize("traffic", [99, 201])
+def test_a_workspace_outside_of_what_was_measured_is_refused(traffic):
+    with pytest.raises(ProblemError, match=f"reads and writes {traffic} bytes.*between 100 and 200"):
+        workspaces_between(workspaces([100], [1]), workspaces([200], [2]), np.array([traffic]))
+
+
+def test_measured_workspaces_are_those_of_ops_and_inverses(problems):
+    graph = problems.chain(3)
+    op = graph.ops[0]
+    graph = replace(graph, inverses=(replace(op, name="i", reads=op.writes, writes=(), workspace=77),))
+    assert workspaces_of(graph).bytes[-1] == 77
+    assert workspaces_of(graph).traffic[-1] == graph.size[op.writes[0]]
