@@ -31,6 +31,7 @@ ROOMS = (
     "rematplan/optim",
     "rematplan/report",
     "runtime",
+    "runtime/execute",
     "runtime/graph",
     "runtime/guards",
     "runtime/inversion",

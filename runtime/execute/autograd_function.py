@@ -1,8 +1,8 @@
-"""A compiled plan as nodes of the autograd graph, one a segment of the backward.
+"""A compiled plan as nodes of the autograd graph, one for each segment of the backward.
 
-The forward runs whole, in the node that the outputs hang on. Its backward runs the first segment and hands what is held
-to the next node, along an empty tensor that joins the two, and so on. Autograd gives a node's gradients to their
-parameters before it runs the next node.
+The forward runs in one piece, in the node that the outputs belong to. The backward of that node runs the
+first segment and passes the resident values to the next node, which is connected by an empty tensor, and so
+on. Autograd accumulates a node's gradients into the parameters before it runs the next node.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
 from rematplan.runtime.graph.zero_tangents import lies_otherwise
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
-"""Is told statistics by their targets, and whether they are the backward's last."""
+"""A callback that receives statistics by their targets (None where no gradient arrived), and whether the
+segment is the last of the backward."""
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd.
+    """A plan that takes part in autograd. Calling it runs the forward half of a step.
 
-    Calling it with the tensors of the module by name and the batch gives the module's tensor outputs, and writes the
-    buffers' new content.
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem, loss boundary included.
+        lanes: the placement of its runs on two lanes; None for one lane.
+        spare: the unused bytes of the budget at each step of the schedule; empty if gradients may wait
+            without limit.
     """
 
     def __init__(
@@ -57,18 +62,19 @@ class CompiledPlan:
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
-        """For each segment the positions among the inputs of those whose gradients it gives."""
+        """For each segment, the positions of the inputs whose gradients it computes."""
         self.deferred: list[_Call] = []
-        """The calls whose backward was split and is not done yet, in the order of their backwards."""
+        """Calls whose split backward is not finished, in the order of their backwards."""
         self.calls: WeakSet[_Call] = WeakSet()
 
     @property
     def pending(self) -> bool:
-        """Whether a backward may still come: of a forward without one yet, or again where the graph was retained."""
+        """Whether a backward may still come: a forward has had none yet, or its graph was retained."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
 
-    def way(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
-        """The way of a backward that is given these tangents."""
+    def variant(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
+        """Return the variant of a backward that gets these tangents. ``kept``: whether autograd retains the
+        graph."""
         missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()
@@ -76,28 +82,31 @@ class CompiledPlan:
         )
         return _BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
-    def backward(self, way: _BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """The segments of a backward half, compiled when first met. ``notes``: where it is noted how its values lie, if
-        that has still to be known."""
-        if way in self.variants:
-            return self.variants[way]
-        as_captured = way.strides is None and not lies_otherwise(self.step, way.missing)
+    def backward(self, variant: _BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
+        """Return the segments of a backward variant, compiled at first use.
+
+        ``notes``: records the strides of all values if the variant's strides are not known yet.
+        """
+        if variant in self.variants:
+            return self.variants[variant]
+        as_captured = variant.strides is None and not lies_otherwise(self.step, variant.missing)
         step = self.step if as_captured else for_any_layout(self.step)
-        note = notes.note if way.noted else None
-        overwrite = as_captured and not way.kept
+        note = notes.note if variant.noted else None
+        overwrite = as_captured and not variant.kept
         halves = compile_halves(
-            step, self.schedule, way.missing, spare=self.spare, overwrite=overwrite, note=note
+            step, self.schedule, variant.missing, spare=self.spare, overwrite=overwrite, note=note
         )
-        if not way.noted:
-            self.variants[way] = halves.backward
+        if not variant.noted:
+            self.variants[variant] = halves.backward
         return halves.backward
 
-    def learn(self, way: _BackwardVariant, notes: Notes) -> None:
-        """Recompile this backward variant with the observed strides; in-place reuse is safe then."""
-        if way.noted and way not in self.variants:
+    def learn(self, variant: _BackwardVariant, notes: Notes) -> None:
+        """Recompile this backward variant with the observed strides. Values may then be overwritten in
+        place."""
+        if variant.noted and variant not in self.variants:
             step = notes.lying(for_any_layout(self.step))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
-            self.variants[way] = halves.backward
+            self.variants[variant] = halves.backward
 
     def __call__(
         self,
@@ -106,11 +115,20 @@ class CompiledPlan:
         with_tangents: WithTangents | None = None,
         statistics: Sink | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs. Raises what the ops raise.
+        """Run the forward half, and write the buffers' new content into them.
 
-        ``with_tangents``: gives the plan of the same step with further tangents, for a backward that brings some of
-        those that the step leaves out. ``statistics`` is told those of the step by their targets, in each segment of
-        the backward those that are ready, None for one that no gradient reached; and whether the segment is the last.
+        Args:
+            named: the parameters and buffers by name.
+            batch: the tensors among the arguments.
+            with_tangents: returns a plan of the same step with further tangents, for a backward that gets
+                some of those that the step leaves out.
+            statistics: is called after each segment with the statistics that the segment computed.
+
+        Returns:
+            The module's tensor outputs.
+
+        Raises:
+            Exception: whatever the ops raise.
         """
         pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
@@ -125,20 +143,25 @@ class CompiledPlan:
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
-        """Where an input comes from: the module, the batch or the step's constants; and under which name or number."""
+        """Return where an input comes from: 0 for the module, 1 for the batch, 2 for the step's constants;
+        and its name or position there."""
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
 
 
 WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
-"""Gives the plan whose step has the tangents of these outputs too, by their positions."""
+"""Returns the plan whose step also has the tangents of these outputs (by position)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BackwardVariant:
-    """How a backward is begun: the tangents (values) that are ``missing``, whether what the forward held is ``kept`` to
-    be used again, and the ``strides`` of the tangents, None if they are as captured."""
+    """The conditions under which a backward starts, for each of which it is compiled separately.
+
+    ``missing``: tangents (value names) that did not arrive. ``kept``: whether the graph is retained, so that
+    the saved tensors must stay unchanged. ``strides``: the strides of the tangents; None if they are as
+    captured.
+    """
 
     missing: frozenset[str] = frozenset()
     kept: bool = False
@@ -146,25 +169,26 @@ class _BackwardVariant:
 
     @property
     def noted(self) -> bool:
-        """Whether its first backward notes how the values lie, so that later ones may write over them."""
+        """Whether its first backward records the strides of all values, so that later ones may overwrite
+        values in place."""
         return self.strides is not None and not (self.kept or self.missing)
 
 
 def finish_backward(call: _Call) -> None:
-    """Do what a split backward has left, and add the gradients to those that the parameters have.
+    """Run the remaining segments of a split backward, and add the gradients to ``.grad`` of the parameters.
 
     Raises:
-        RuntimeError: a parameter or input was changed in place since.
+        RuntimeError: a parameter or input was changed in place since the forward.
     """
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
         gradients = [*call.backward(k)]
-        for at in reversed(plan.wanting[k]):  # each goes as soon as it is added
+        for at in reversed(plan.wanting[k]):  # each gradient is freed as soon as it is added
             add_gradient(call.named[str(plan.sources[at][1])], gradients.pop())
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """As autograd gives a parameter a gradient."""
+    """Add a gradient to ``parameter.grad``, or set it, as autograd does. None changes nothing."""
     with torch.no_grad():
         if parameter.grad is None:
             parameter.grad = gradient
@@ -178,11 +202,12 @@ def _own_name(target: str) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a compiled plan, on its way from segment to segment.
+    """One call of a compiled plan, with the state that is passed from segment to segment.
 
-    ``start``: what the forward half held, until the backward takes it. ``held``: what one segment leaves to the next.
-    ``rerun``: what the forward needs to run again, where tangents were left out. ``gradients``: of the inputs, by their
-    positions, where it did run again.
+    ``start``: the values that the forward half left for the backward; None once the backward has taken them.
+    ``held``: the values that one segment leaves for the next. ``rerun``: what is needed to run the forward
+    again, if tangents were left out. ``gradients``: gradients of the inputs by position, if the forward was
+    run again.
     """
 
     plan: CompiledPlan
@@ -196,13 +221,14 @@ class _Call:
     versions: Sequence[int] = ()
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
-    way: _BackwardVariant = _BackwardVariant()
+    variant: _BackwardVariant = _BackwardVariant()
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
     gradients: dict[int, torch.Tensor | None] | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half and write the buffers; the outputs. From here on only what the plan holds is held."""
+        """Run the forward half, write the buffers and return the outputs. Afterwards only the values that the
+        plan keeps are alive."""
         plan, named = self.plan, self.named
         if plan.step.left_out:
             self.rerun = Rerun.before_forward(plan.step, self.inputs)
@@ -212,11 +238,11 @@ class _Call:
             if named[name].shape != early[at].shape:  # an op may size its state in its first call
                 named[name].resize_(early[at].shape)
             named[name].copy_(early[at])
-        # As a view it could not be written over by those who get it.
+        # The caller could not change a view in place.
         return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
 
     def _forward_half(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half; the outputs and the buffers' new content."""
+        """Run the forward half. Return the outputs and the buffers' new content."""
         plan, inputs = self.plan, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
@@ -230,10 +256,14 @@ class _Call:
         return early
 
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
-        """A backward begins, the first or, where the one before kept the graph, a further one; the tangents for its
-        first segment, None if there are none.
+        """Start a backward: the first one, or another one if the graph was retained.
 
-        ``gradients``: of the outputs. ``kept``: whether this backward keeps the graph.
+        Args:
+            gradients: the gradients of the outputs.
+            kept: whether this backward retains the graph.
+
+        Returns:
+            The tangents for the first segment; None if no gradient arrived.
         """
         brought = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
@@ -245,8 +275,8 @@ class _Call:
             self._run_again(gradients, brought)
             tangents = []
         else:
-            self.way, self.notes = self.plan.way(tangents, kept), Notes()
-            self.segments = self.plan.backward(self.way, self.notes)
+            self.variant, self.notes = self.plan.variant(tangents, kept), Notes()
+            self.segments = self.plan.backward(self.variant, self.notes)
             for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
                 if given is not None:
                     self.notes.note(value, given)
@@ -256,24 +286,24 @@ class _Call:
         return tangents
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """Raises where a backward cannot begin."""
+        """Raise a RuntimeError if a backward cannot start."""
         name = self.plan.step.name
         if self.start is None:
             raise RuntimeError(
-                f"{name}: backward a second time through a planned step, whose tensors were freed on the way; say "
-                f"retain_graph=True the first time"
+                f"{name}: backward a second time through a planned step, whose tensors the first backward freed; pass "
+                f"retain_graph=True to the first"
             )
         if [t._version for t in self.outputs] != self.output_versions:
             raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
         if any(given is not None and _is_batched(given) for given in tangents):
             raise RuntimeError(
-                f"{name}: a planned step goes backward for one gradient at a time; take many (is_grads_batched, "
-                f"vectorize, torch.func) of the model that it was made of"
+                f"{name}: a planned step computes one gradient at a time; for batched gradients (is_grads_batched, "
+                f"vectorize, torch.func) use the original model"
             )
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], brought: frozenset[str]) -> None:
-        """Run the forward once more and all of the backward, as a plan says that has the tangents ``brought``, which
-        this one leaves out."""
+        """Run the forward again, and then the whole backward, by a plan that also has the tangents
+        ``brought``, which this plan leaves out."""
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.step.name)
@@ -289,7 +319,7 @@ class _Call:
             tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run a segment of the backward half; the gradients that it gives."""
+        """Run a segment of the backward half and return its gradients."""
         if self.gradients is not None:
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])
             self.gradients = self.gradients if k < len(self.plan.wanting) - 1 else None
@@ -312,8 +342,8 @@ class _Call:
             self.statistics({}, True)
         if last:
             self.held, self.segments = None, ()
-            self.inputs = self.inputs if self.way.kept else ()
-            self.plan.learn(self.way, self.notes)
+            self.inputs = self.inputs if self.variant.kept else ()
+            self.plan.learn(self.variant, self.notes)
         return gradients
 
 
@@ -322,7 +352,7 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 
 
 def _once_differentiable(backward: Any) -> Any:
-    """A backward whose gradients say of themselves that they are the last."""
+    """Return a backward whose gradients raise an error if they are differentiated again."""
 
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled():
@@ -330,12 +360,12 @@ def _once_differentiable(backward: Any) -> Any:
         with torch.no_grad():
             results = backward(ctx, *gradients)
         given = [r for r in results if r is not None]
-        # The error must stand between the gradients and all that they depend on: where no way leads to what they are
-        # differentiated by, autograd says that the derivative is zero.
+        # The error node must connect the gradients with everything that they depend on: autograd returns zero as
+        # the derivative by a tensor that is not connected.
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = DelayedError(
-            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; take them of the model that it was "
-            f"made of",
+            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; compute them with the "
+            f"original model",
             len(given) + len(depend_on),
         )
         last = iter(error(*given, *depend_on))
@@ -345,16 +375,17 @@ def _once_differentiable(backward: Any) -> Any:
 
 
 class _ForwardNode(torch.autograd.Function):
-    """The forward half, and of the backward half the first segment.
+    """The forward half, and the first segment of the backward half.
 
-    Its last output is an empty tensor, which it saves: in the graph it comes after all of the step's inputs.
+    Its last output is an empty tensor, which it saves. In the autograd graph that tensor depends on all
+    inputs of the step.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
         del inputs
         ctx.call, ctx.link = call, link.device
-        ctx.set_materialize_grads(False)  # what the loss does not use stays None
+        ctx.set_materialize_grads(False)  # gradients of unused outputs stay None
         results = call.forward()
         ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
         after_all = torch.empty_like(link)
@@ -371,7 +402,7 @@ class _ForwardNode(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """A further segment of the backward half."""
+    """One further segment of the backward half."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -396,5 +427,5 @@ _NOTHING = nullcontext()
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The captured calls hold all casts that it would add."""
+    """Disable autocast: the captured calls already include all its casts."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING

@@ -1,4 +1,5 @@
-"""The source of a schedule as a flat Python function over ATen calls, with ``del``s."""
+"""Code generation: a schedule as the source of a flat Python function over ATen calls, with ``del``
+statements."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ Generator = Callable[[], Any]
 
 
 class Writer:
-    """Writes the source of one schedule, line by line, following which values are alive.
+    """Writes the source of one schedule line by line, and tracks which values are alive.
 
-    A storage's views are made when first used and dropped with it, so that no view is evaluated twice. A call
-    that runs again drops what is left of its old results first: the simulator counts each storage once.
+    A view is made at its first use and dropped with its storage, so that no view is computed twice. Before a
+    call runs again, what is left of its old results is dropped, because the simulator counts each storage
+    once.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
@@ -33,21 +35,26 @@ class Writer:
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
-        self.alive: dict[str, dict[str, None]] = {}  # storage → its values that stand in variables
-        self.left: set[str] = set()  # storages that were handed over for good; a schedule may free them later
+        self.alive: dict[str, dict[str, None]] = {}  # storage → its values that are in variables
+        self.left: set[str] = (
+            set()
+        )  # storages that were returned for good; a schedule may still free them later
         self.dead: list[str] = []  # values freed since the last call
-        self.variable: dict[str, str] = {}  # of a value
+        self.variable: dict[str, str] = {}  # value → its variable
         self.taken: set[str] = set()  # names of variables
         self.states: set[str] = set()
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
-        self.ends: dict[int, list[str]] = {}  # storages that go after a position, though no step frees them
+        self.ends: dict[
+            int, list[str]
+        ] = {}  # position → storages that are dropped after it without a step that frees
         self.noting = False
-        """Whether each value that is made is told to ``note(name, tensor)``, which the scope must have."""
+        """Whether the source calls ``note(name, tensor)`` for each value it makes. The scope must then define
+        ``note``."""
 
     def write(self) -> str:
-        """The whole schedule as ``step(*inputs)``."""
+        """Return the source of the whole schedule as one function ``step(*inputs)``."""
         step = self.step
         names = self.take([i.value for i in step.inputs])
         self.steps(0, len(self.schedule))
@@ -55,7 +62,8 @@ class Writer:
         return self.function(f"step({names})")
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
-        """The schedule as ``forward(*inputs)`` and ``backward_0(held, *tangents)``, ``backward_1(held)``, ..."""
+        """Return the source of the schedule as functions ``forward(*inputs)``, ``backward_0(held,
+        *tangents)``, ``backward_1(held)`` and so on."""
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
         self.steps(0, segments[0].start)
@@ -77,8 +85,12 @@ class Writer:
         return "\n\n".join(functions)
 
     def _last_reads_of_tangents(self) -> dict[int, list[str]]:
-        """The storages of tangents that are not given as gradients, too, by the position of the last run that reads
-        them: views of them may be copies, where they lie otherwise than captured."""
+        """Return the storages of tangents by the position of the last run that reads them, except those that
+        are also gradients.
+
+        They are dropped there: where a tangent's strides differ from those at capture, its views may be
+        copies.
+        """
         given = {self.step.values[o.value].storage for o in self.step.outputs}
         tangents = {
             self.step.values[i.value].storage for i in self.step.inputs if i.kind == "tangent"
@@ -93,8 +105,8 @@ class Writer:
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, turn: int) -> None:
-        """Copies of the buffers that get new content at the turn and are read after it, unless the forward is given
-        copies."""
+        """Copy the buffers that get new content at the loss boundary and are read after it, unless the
+        forward gets copies anyway."""
         if self.step.left_out:
             return
         late = read_from(self.step, self.schedule, turn) & renewed_buffers(self.step)
@@ -108,7 +120,8 @@ class Writer:
         self.drop_dead()
 
     def _done_with(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
-        """Of inputs and some outputs, which no step frees, those that nothing reads from a position on."""
+        """Return the inputs and ``outputs`` that nothing reads from position ``start`` on. The schedule does
+        not free these."""
         late = read_from(self.step, self.schedule, start)
         ends = [*(i.value for i in self.step.inputs), *outputs]
         return [v for v in ends if self.step.values[v].storage not in late]
@@ -116,8 +129,11 @@ class Writer:
     def _handing_over(
         self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
     ) -> str:
-        """The lines so far as a function that returns ``values``, None for those that are ``zero``, and all else that
-        is held; not the storages of those that are ``gone``, which nothing reads again."""
+        """Return the lines so far as a function that returns ``values`` and a list of all other live values.
+
+        ``gone``: values whose storages are not in that list, since nothing reads them again. ``zero``: values
+        that are returned as None.
+        """
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
             self.left.add(self.step.values[value].storage)
@@ -129,7 +145,7 @@ class Writer:
         return [self.name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def steps(self, start: int, end: int) -> None:
-        """The steps of the schedule from one position to another."""
+        """Write the steps of the schedule from ``start`` to ``end`` (exclusive)."""
         for at in range(start, end):
             one = self.schedule[at]
             for storage in self.ends.get(at - 1, ()):
@@ -146,29 +162,32 @@ class Writer:
         self.drop_dead()
 
     def take(self, values: Sequence[str]) -> str:
-        """Parameters: the values' variables, from here on alive; missing tangents are None, and so made where read."""
+        """Make values alive that are parameters of the next function, and return its parameter list.
+
+        A missing tangent is passed as None and is not alive; zeros are made where it is read.
+        """
         for value in values:
             if value not in self.unused.zero:
                 self.bring_to_life(value)
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
-        """The lines so far as a function; the next begin another."""
+        """Return the lines so far as a function with this signature, and start a new function."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
         return f"def {head}:\n{body}"
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
-        """A tuple, in source."""
+        """Return the source of a tuple."""
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """One run. ``at``: where it stands."""
+        """Write one run. ``at``: its position in the schedule."""
         call = self.step.call.get(run.op)
         if call is None:
             raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
-        if not self.unused.zero:  # else a sum may be another name of its summand
+        if not self.unused.zero:  # otherwise a sum may be the same tensor as its summand
             call = self.overwriting.get(at, call)
         for storage in self.step.writes(call):
             self.free(storage)
@@ -182,7 +201,7 @@ class Writer:
         self._made(call)
 
     def _made(self, call: Call) -> None:
-        """A call's results stand in their variables."""
+        """Mark a call's results as alive."""
         for result in filter(None, call.results):
             self.bring_to_life(result)
             if self.noting:
@@ -213,22 +232,22 @@ class Writer:
         return left + ("," if len(call.results) == 1 else "")
 
     def free(self, storage: str) -> None:
-        """Nothing reads a storage any more: its variables go with the next `drop_dead`."""
+        """Mark a storage's values as dead. The next `drop_dead` deletes their variables."""
         self.dead += self.alive.pop(storage, ())
 
     def drop_dead(self) -> None:
-        """The ``del`` of what was freed."""
+        """Write the ``del`` statement for values that died since the last one."""
         if self.dead:
             self.lines.append(f"del {', '.join(map(self.name, self.dead))}")
             self.dead.clear()
 
     def bring_to_life(self, value: str) -> None:
-        """A value stands in its variable from here on."""
+        """Mark a value as alive, in its variable."""
         self.alive.setdefault(self.step.values[value].storage, {})[value] = None
 
     def use(self, value: str) -> str:
-        """The variable of a value; a view that does not stand in one yet is made here (an explicit stack,
-        since chains of views may be long)."""
+        """Return the variable of a value. Views that are not alive are made first. (The stack is explicit,
+        since chains of views may be long.)"""
         stack = [value]
         while stack:
             top = self.step.values[stack[-1]]
@@ -289,11 +308,10 @@ class Writer:
         return self.targets[target]
 
     def name(self, value: str) -> str:
-        """The variable of a value."""
+        """Return the variable of a value."""
         if value not in self.variable:
             name = "v_" + re.sub(r"\W", "_", value)
-            # Values' names are identifiers by construction; a collision after cleaning would be a silent
-            # wrong result.
+            # Two values whose names differ only in replaced characters must not share a variable.
             while name in self.taken:
                 name += "_"
             self.taken.add(name)
@@ -302,25 +320,25 @@ class Writer:
 
 
 def renewed_buffers(step: CapturedStep) -> set[str]:
-    """The storages of the buffers that the step gives new content."""
+    """Return the storages of the buffers for which the step computes new content."""
     renewed = {o.target for o in step.outputs if o.kind == "buffer"}
     return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
 
 
 def read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
-    """The storages that a schedule reads from a position on."""
+    """Return the storages that a schedule reads at position ``start`` or later."""
     return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}
 
 
 def save_rng(device: torch.device) -> Generator:
-    """A function that gives the state of the device's default generator."""
+    """Return a function that returns the state of the device's default generator."""
     if device.type == "cuda":
         return lambda: torch.cuda.get_rng_state(device)
     return torch.get_rng_state
 
 
 def load_rng(device: torch.device) -> Callable[[Any], None]:
-    """A function that sets the state of the device's default generator."""
+    """Return a function that sets the state of the device's default generator."""
     if device.type == "cuda":
         return lambda state: torch.cuda.set_rng_state(state, device)
     return torch.set_rng_state

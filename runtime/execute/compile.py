@@ -1,4 +1,5 @@
-"""A schedule becomes one flat Python function over ATen calls, with ``del``s, readable when printed."""
+"""Compiling a schedule into flat Python functions over ATen calls, with ``del`` statements, that are readable
+when printed."""
 
 from __future__ import annotations
 
@@ -23,28 +24,29 @@ from rematplan.runtime.problem.segments import gradient_segments
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled schedule. ``source`` is the function that runs.
+    """A compiled schedule. Calling it with the step's input tensors, in order, returns the step's outputs, in
+    order.
 
-    Calling it with the step's input tensors, in order, gives the outputs, in order. No autograd graph is made.
+    No autograd graph is recorded. ``source``: the source of the function that runs.
     """
 
     source: str
     function: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the step on tensors that stand in the order of `CapturedStep.inputs`."""
+        """Run the step. ``inputs``: tensors in the order of `CapturedStep.inputs`."""
         with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             return self.function(*inputs)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One segment of a compiled schedule's backward half.
+    """One segment of the backward half of a compiled schedule.
 
-    ``function(held, *tangents)`` (tangents for the first segment only) empties the list ``held``, so that what it holds
-    can be freed on the way, and gives the gradients ``outputs`` and after them the ``statistics``, and the list of what
-    the next segment is to get.
-    ``still_read``: positions in `Halves.read_late` of the inputs that it or a later segment reads.
+    ``function(held, *tangents)`` runs it; only the first segment takes tangents. It empties the list
+    ``held``, so that its tensors can be freed during the segment. It returns a tuple of the gradients
+    ``outputs`` followed by the ``statistics``, and the list to pass to the next segment. ``still_read``:
+    positions in `Halves.read_late` of the inputs that this segment or a later one reads.
     """
 
     outputs: tuple[StepOutput, ...]
@@ -55,14 +57,16 @@ class Backward:
 
 @dataclass(frozen=True)
 class Halves:
-    """A compiled schedule in two halves, before and after the gradients of the outputs are known.
+    """A compiled schedule in two halves, before and after the loss boundary.
 
-    ``forward(*inputs)``, tangents left out, gives the outputs and new buffers, and a list of all that is held at the
-    turn, for the first segment of ``backward``. Both follow the order of `CapturedStep.inputs` and
-    `CapturedStep.outputs`. ``read_late``: positions of the inputs that the backward half reads, and so must find as
-    they were; of buffers that the step gives new content it has copies of its own. ``outputs_late``: positions of such
-    among what ``forward`` gives; only these are also in the list of what is held. ``early``: how many of the segments
-    a backward runs at once; a split one leaves the others for later.
+    ``source``: the source of all functions. ``forward(*inputs)``: a function of the inputs without tangents.
+    It returns a tuple of the outputs and new buffers, and the list of all values that it leaves for the first
+    segment of ``backward``. All follow the order of `CapturedStep.inputs` and `CapturedStep.outputs`.
+    ``read_late``: positions of the inputs that the backward half reads, so that they must not change in
+    between; the backward has copies of buffers that get new content. ``outputs_late``: positions, in the
+    tuple that ``forward`` returns, of tensors that the backward half reads; only these are also in the list.
+    ``early``: the number of segments that run at once; the others belong to the second part of a split
+    backward.
     """
 
     source: str
@@ -74,13 +78,14 @@ class Halves:
 
 
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
-    """Compile a schedule of the step's planning problem, on two lanes if they are given: the results are the same, bit
-    by bit.
+    """Compile a schedule of the step's planning problem into one function.
+
+    ``lanes``: the placement of its runs on two lanes; None for one lane. The results have the same bits.
 
     Raises:
-        ProblemError: the schedule names an op that the step does not have, or runs random ops for the first time in
-            another order than the step does, which would draw other numbers; or the lanes do not fit it, or do not wait
-            for what they read.
+        ProblemError: the schedule names an op that the step does not have; or its first runs of random ops
+            are in another order than in the step, which would draw other numbers; or the lanes do not fit the
+            schedule, or do not wait for what they read.
     """
     _check_order(step, schedule)
     writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
@@ -97,17 +102,26 @@ def compile_halves(
     overwrite: bool = True,
     note: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Halves:
-    """Compile a schedule in two halves. It must run all that the outputs and buffers need before anything that needs
-    a tangent (`turn.with_loss_boundary`).
+    """Compile a schedule into a forward and a backward half.
 
-    ``missing``: tangents (values) that the backward gets as None, since the loss does not use their outputs. It skips
-    what depends on them alone, and gives None for gradients that do. The forward is the same whatever is missing.
-    ``lanes``: each segment of the backward half runs on two, unless tangents are missing. ``spare``:
-    bytes at each step of the schedule, if gradients may hold no more until they leave. ``overwrite``: whether the
-    backward half may write over what it is given. ``note`` is told the name and tensor of each value that is made.
+    The schedule must run everything that the outputs and buffers need before anything that needs a tangent
+    (`loss_boundary.with_loss_boundary`).
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its problem with a loss boundary.
+        missing: tangents (value names) that are None in the backward, since the loss does not use their
+            outputs. The backward skips all ops that depend only on them and returns None for their gradients.
+            The forward does not depend on it.
+        lanes: the placement of the backward's runs on two lanes; None for one lane. Ignored if tangents are
+            missing.
+        spare: the unused bytes of the budget at each step; waiting gradients may not exceed them. Empty: no
+            limit.
+        overwrite: whether the backward half may overwrite its operands in place.
+        note: is called with the name and the tensor of each value that is computed.
 
     Raises:
-        ProblemError: as `compile_step`; or an output is not there at the turn.
+        ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
     """
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
@@ -144,26 +158,26 @@ def compile_halves(
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The functions of a generated source, by name."""
+    """Return the functions that generated source defines, by name."""
     found = dict(scope)
     exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
     return found
 
 
 def _check_order(step: CapturedStep, schedule: Schedule) -> None:
-    """Refuse a schedule that would draw other random numbers, or communicate in another order.
+    """Refuse a schedule that would draw other random numbers or communicate in another order than the step.
 
     Raises:
-        ProblemError: it runs random ops and collectives for the first time in another order than the step, or a
-            collective again.
+        ProblemError: the first runs of random ops and collectives are in another order, or a collective runs
+            twice.
     """
     ordered = [c.name for c in step.calls if c.ordered]
     wanted = set(ordered)
     runs = [name for name in runs_of(schedule) if name in wanted]
     if list(dict.fromkeys(runs)) != ordered:
         raise ProblemError(
-            f"{step.name}: the schedule's first runs of random ops and collectives stand in another order than the "
-            f"step's"
+            f"{step.name}: the schedule's first runs of random ops and collectives are in another order than in the "
+            f"step"
         )
     again = next((name for name in ordered if step.call[name].collective and runs.count(name) > 1), None)
     if again is not None:
@@ -171,15 +185,23 @@ def _check_order(step: CapturedStep, schedule: Schedule) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once, as a captured step knows them."""
+    """Return parameters and buffers by name, each once, under the names that a captured step uses."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def bind_inputs(
     step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The step's inputs in order: parameters and buffers by name, the batch by position, constants, a tangent
-    of 1."""
+    """Return the step's inputs in order.
+
+    Args:
+        step: the captured step, with a scalar loss.
+        named: the parameters and buffers by name.
+        batch: the inputs by position.
+
+    Returns:
+        Parameters, buffers, inputs and constants as the step lists them; ones for each tangent.
+    """
     take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
         {
             "parameter": lambda i: named[i.target].detach(),

@@ -1,7 +1,7 @@
-"""A plan as two fx graphs, forward and backward, as compilers take them.
+"""A plan as two fx graphs, forward and backward, for compilers.
 
-The forward graph gives the outputs and what the backward graph needs; the order of its nodes is the plan's. fx's own
-generated code frees a value after its last use, which is where the plan frees it.
+The forward graph returns the outputs and the values that the backward graph needs. The nodes are in the
+plan's order. fx's generated code frees a value after its last use, which is where the plan frees it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class PlanGraphs:
-    """``forward``: inputs → outputs, then what is saved. ``backward``: what is saved, then tangents → gradients.
+    """The two graphs of a plan.
 
-    Outputs and gradients follow `CapturedStep.outputs`, inputs and tangents `CapturedStep.inputs`.
+    ``forward``: takes the inputs; returns the outputs followed by the saved values. ``backward``: takes the
+    saved values followed by the tangents; returns the gradients. Outputs and gradients are in the order of
+    `CapturedStep.outputs`, inputs and tangents in that of `CapturedStep.inputs`.
     """
 
     forward: fx.GraphModule
@@ -36,12 +38,14 @@ class PlanGraphs:
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """The two graphs of a schedule that has all outputs at the turn (`turn.with_loss_boundary`).
+    """Return the two graphs of a schedule in which all outputs exist at the loss boundary
+    (`loss_boundary.with_loss_boundary`).
 
-    The forward writes the new content of buffers into them, and gives the backward copies of what they were.
+    The forward writes the buffers' new content into them, and passes copies of the old content to the
+    backward.
 
     Raises:
-        ProblemError: an output or a tensor that the backward needs is not there at the turn.
+        ProblemError: an output, or a tensor that the backward needs, does not exist at the boundary.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     own = split_at_loss(step, schedule)
@@ -70,7 +74,8 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
 
 
 class _Emitter:
-    """Writes one graph. ``before``: the emitter of the graph whose values this one may take, as further inputs."""
+    """Builds one graph. ``before``: the emitter of an earlier graph, whose values become further inputs where
+    they are used."""
 
     def __init__(self, step: CapturedStep, replayed: set[str], before: _Emitter | None = None) -> None:
         self.step, self.replayed, self.before = step, replayed, before
@@ -90,7 +95,7 @@ class _Emitter:
         return node
 
     def module(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """The graph, done."""
+        """Return the finished graph."""
         self.graph.output(tuple(results))
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)
@@ -103,7 +108,8 @@ class _Emitter:
                 self._run(one)
 
     def use(self, value: str) -> fx.Node:
-        """The node of a value; a view that has none yet gets one, an earlier graph's value becomes an input."""
+        """Return the node of a value. A view without a node gets one; a value of an earlier graph becomes an
+        input."""
         stack = [value]
         while stack:
             name = stack[-1]
@@ -123,7 +129,7 @@ class _Emitter:
         return self.nodes[value]
 
     def use_saved(self, name: str) -> fx.Node:
-        """The node of a value or generator state that the later graph takes."""
+        """Return the node of a value or generator state that the later graph takes."""
         return self.nodes[name] if name in self.nodes else self.use(name)
 
     def write(self, place: str, value: str) -> None:
@@ -132,7 +138,7 @@ class _Emitter:
         node.meta["val"] = self.step.values[place].fake
 
     def own(self, value: str) -> fx.Node:
-        """A copy of a value."""
+        """Return the node of a copy of a value."""
         node = self.graph.call_function(torch.ops.aten.clone.default, (self.use(value),))
         node.meta["val"] = self.step.values[value].fake
         return node
@@ -188,7 +194,8 @@ class _Emitter:
                 self._bring(result, self._item(node, at, self.step.values[result].fake))
 
     def _call(self, call: Call, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """The call's node; one that draws random numbers and runs again saves the generator's state, or replays it."""
+        """Return a call's node. A random call that runs again saves the generator's state at its first run
+        and replays it later."""
         state = f"rng_{call.name}"
         if call.name not in self.replayed:
             return self._node(call.target, args, kwargs, val)

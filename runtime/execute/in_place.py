@@ -1,8 +1,8 @@
-"""Where a schedule's pointwise calls may write over an operand that nothing reads again.
+"""In-place reuse: pointwise calls that write into an operand that nothing reads again.
 
-Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than the plan
-charges. This is an optimisation that plans do not rely on: a backward with ``retain_graph``, and the first backward of
-a new gradient layout, run without it, and stay within the budget.
+Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than
+the plan charges. This is an optimisation that plans do not rely on: a backward with ``retain_graph``, and the
+first backward with new strides of the tangents, run without it and stay within the budget.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ FRESH = frozenset(
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""Calls beside the pointwise ones whose results are known never to share memory with an argument. A kernel that gave
-an argument back, against its schema, would have it written over."""
+"""Calls, in addition to the pointwise ones, whose results are known never to share memory with an argument.
+If a kernel returned an argument, against its schema, that argument would be overwritten."""
 
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
-"""Calls that may write over their second operand."""
+"""Calls that may overwrite their second operand."""
 
 IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
-"""Where an op's own sibling gives other bits: ``mul_.Scalar`` rounds its number to the tensor's type, where that has
-16 bits."""
+"""Replacements where an op's in-place variant computes other bits: ``mul_.Scalar`` rounds its number to the
+tensor's type if that has 16 bits."""
 
 RESHAPE = ATEN.reshape.default
-"""The one call whose result may or may not be its argument's memory."""
+"""The one call whose result may or may not share its argument's memory."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """By position in the schedule: the call to make instead of the one that stands there, with the same results."""
+    """Return, by position in the schedule, the calls to make in place of those there; they compute the same
+    results."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
@@ -80,7 +81,7 @@ def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]
 
 
 def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:
-    """Each run with its position and the storages that are freed straight after it."""
+    """Yield each run with its position and the storages that are freed directly after it."""
     dying: list[str] = []
     for at in reversed(range(len(schedule))):
         one = schedule[at]
@@ -103,10 +104,12 @@ def _fresh(call: Call) -> bool:
 
 
 def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
-    """The operands that there is an op to write over: laid out as the result, whole storages, read only once.
+    """Yield the operands that an in-place op may overwrite: whole storages with the strides of the result,
+    read only once.
 
-    Where a dimension is 1 its stride says nothing, a new result's may be another than the operand's, and kernels
-    choose by it how they add up. Complex quotients in place have other bits, complex products by the order.
+    Results with a dimension of size 1 are left out: its stride is arbitrary and may differ in a new result,
+    and kernels may choose their order of summation by it. Complex results are left out: in-place quotients
+    have other bits, and products depend on the order of operands.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake
@@ -140,7 +143,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _overwriting(call: Call, value: str) -> Call:
-    """The call that writes over an operand."""
+    """Return the call that overwrites an operand."""
     target, out = _sibling(call.target) or (call.target, None)
     if out:
         return replace(call, target=target, kwargs={**call.kwargs, out: Ref(value)})
@@ -149,8 +152,8 @@ def _overwriting(call: Call, value: str) -> Call:
 
 
 def _sibling(target: Any) -> tuple[Any, str | None] | None:
-    """The op that writes in place; or, of a gradient's formula, the one that writes into an argument, with the
-    argument's name."""
+    """Return the in-place variant of an op and None; or, for a gradient formula, the variant that writes into
+    an argument and the name of that argument; None if there is neither."""
     if target in IN_PLACE:
         return IN_PLACE[target], None
     packet, overload = target._overloadpacket, target._overloadname

@@ -1,4 +1,4 @@
-"""What two lanes do to each other on the present device: measured, on ops of the step."""
+"""Measurement of how much two lanes slow each other down on the present device, with ops of the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rematplan.runtime.execute.lane_threads import two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 SECONDS = 0.02
-"""For how long each lane is kept busy at a time."""
+"""The duration for which each lane is kept busy in one measurement."""
 ROUNDS = 5
 HANDOVERS = 50
 
@@ -23,10 +23,20 @@ HANDOVERS = 50
 def measured_sharing(
     step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
 ) -> Sharing:
-    """How fast the op that each lane spends most time on is beside the other's, and what handing over takes.
+    """Measure the relative speed of an op while the other lane is busy, and the time of a handover between
+    lanes.
 
-    ``cost``: time by op, in any unit. Ops have as many threads as they have now: where one of them fills all cores, the
-    speed is about a half. The usual figures where a lane has nothing to do.
+    In each lane, the op that takes most of the lane's time is run. Ops use their usual number of threads;
+    where one op alone uses all cores, the speed is about a half.
+
+    Args:
+        step: the captured step.
+        runs: the ops of the schedule's runs.
+        where: the placement of the runs on the lanes.
+        cost: the time of each op, in any unit.
+
+    Returns:
+        The measured figures; the default ones if a lane has no runs.
     """
     if not where.main or not where.recovery:
         return Sharing()
@@ -45,10 +55,10 @@ def measured_sharing(
 
 
 def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
-    """The op that takes most of a lane's time, so often that it takes `SECONDS`; none that other processes take part
-    in."""
+    """Return a function that repeats the op that takes most of a lane's time, until `SECONDS` have passed.
+    Collectives are left out."""
     total: dict[str, float] = {}
-    for name in (n for n in names if n in step.call and not step.call[n].collective):  # others run the loss
+    for name in (n for n in names if n in step.call and not step.call[n].collective):  # without the loss
         total[name] = total.get(name, 0.0) + cost[name]
     if not total:
         return _nothing
@@ -59,7 +69,7 @@ def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -
     def once() -> None:
         call.target(*args, **kwargs)
 
-    once()  # the first run of an op is a slow one
+    once()  # the first run of an op is slower
     times = math.ceil(SECONDS / max(min(_seconds(step.device, once) for _ in range(ROUNDS)), 1e-6))
 
     def run() -> None:
@@ -76,7 +86,7 @@ def _both(device: torch.device, on_main: Callable[[], None], beside: Callable[[]
 
 
 def _hand_over(device: torch.device) -> None:
-    """Two lanes that do nothing but wait for each other."""
+    """Run two lanes that only wait for each other."""
     main, recovery = two_lanes(device)
 
     def answer() -> None:

@@ -1,9 +1,10 @@
 """Two lanes that run at the same time: two threads, and on CUDA two streams.
 
-Lanes share no tensors but those that one hands to the other, through a variable that the other takes over, and wait for
-each other where the plan says so. Handing over and waiting order the two for the CPU; on CUDA each waiting lane has its
-stream wait for an event of the other's, without the host, and a tensor that changes lanes is recorded on the stream of
-the lane that takes it, so that its memory is not given away while that still reads it.
+Lanes share no variables, except those through which one hands a tensor over to the other. They wait for each
+other where the plan requires it. On the CPU, waiting orders the two threads. On CUDA, a waiting lane makes
+its stream wait for an event of the other stream, without blocking the host; and a tensor that changes lanes
+is recorded on the stream of its new lane, so that the allocator does not reuse its memory while that stream
+still reads it.
 
 The main lane is the caller's thread and stream. The other thread lives for one step.
 """
@@ -22,11 +23,12 @@ from rematplan.runtime.costs.measure import watched
 
 
 class Stopped(Exception):
-    """The other lane has failed: raised in a lane that waits for it. The caller gets the other's exception."""
+    """Raised in a lane that waits for the other lane, if the other lane has failed. The caller gets the other
+    lane's exception."""
 
 
 class Lane:
-    """How far one lane has come, for the other to wait for."""
+    """The progress of one lane, for which the other can wait."""
 
     def __init__(self, device: torch.device, condition: threading.Condition) -> None:
         self.device, self.condition = device, condition
@@ -35,7 +37,8 @@ class Lane:
         self.events: dict[int, torch.cuda.Event] = {}
 
     def reached(self, count: int) -> None:
-        """Called on this lane: ``count`` of its runs are over and what they alone held is freed."""
+        """Announce that ``count`` runs of this lane are finished, and that what only they needed is freed.
+        Called on this lane."""
         if self.device.type == "cuda":
             self.events[count] = torch.cuda.current_stream(self.device).record_event()
         with self.condition:
@@ -43,10 +46,10 @@ class Lane:
             self.condition.notify_all()
 
     def wait(self, count: int) -> None:
-        """Called on the other lane, for a ``count`` that this one says it has reached.
+        """Wait until this lane has announced ``count``. Called on the other lane.
 
         Raises:
-            Stopped: it never will.
+            Stopped: this lane has failed before.
         """
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
@@ -56,14 +59,14 @@ class Lane:
             torch.cuda.current_stream(self.device).wait_event(self.events[count])
 
     def fail(self, failure: BaseException) -> None:
-        """Note why this lane goes no further."""
+        """Announce that this lane has failed."""
         with self.condition:
             self.failure = failure
             self.condition.notify_all()
 
 
 class Recovery(Lane):
-    """The lane beside the caller's, the other being ``main``."""
+    """The lane that rematerialises tensors, next to the caller's lane ``main``."""
 
     def __init__(self, device: torch.device, main: Lane) -> None:
         super().__init__(device, main.condition)
@@ -71,9 +74,11 @@ class Recovery(Lane):
 
     @contextmanager
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
-        """A block, the main lane, beside which ``recover`` runs. Both have ended when it ends, whichever way.
+        """Run ``recover`` on this lane while the block runs on the main lane. Both have ended when the block
+        is left, even by an exception.
 
-        Raises what either raises.
+        Raises:
+            BaseException: whatever either lane raises.
         """
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
@@ -96,14 +101,14 @@ class Recovery(Lane):
                 try:
                     raise failed from None
                 finally:
-                    del failed  # it holds this frame
+                    del failed  # its traceback refers to this frame
 
     def _run(self, recover: Callable[[], None], stream: Any) -> None:
         try:
             plain = torch.no_grad(), torch.autocast(self.device.type, enabled=False)
             with _on(stream), plain[0], plain[1], watched():
                 recover()
-        except Stopped:  # the caller knows why
+        except Stopped:  # the caller already has the main lane's exception
             pass
         except BaseException as failure:
             self.fail(failure)
@@ -115,19 +120,22 @@ def _on(stream: Any) -> AbstractContextManager[Any]:
 
 @cache
 def recovery_stream(device: torch.device) -> Any:
-    """The stream of a device's recovery lanes: one, since libraries keep a workspace for each that they meet."""
+    """Return the stream of a device's recovery lanes. There is only one, since libraries keep a workspace for
+    each stream."""
     return torch.cuda.Stream(device)
 
 
 def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
-    """The main lane and the recovery lane of one step."""
+    """Return the main lane and the recovery lane of one step."""
     main = Lane(device, threading.Condition())
     return main, Recovery(device, main)
 
 
 def taken(device: torch.device) -> Callable[[torch.Tensor], None]:
-    """A function to be called on the lane that takes a tensor over from the other one. Some are on the host: where the
-    random numbers of an attention began."""
+    """Return a function that a lane calls for each tensor that it takes over from the other lane.
+
+    Tensors on the host are ignored, such as the saved random state of an attention op.
+    """
 
     def record(tensor: torch.Tensor) -> None:
         if not on_host(tensor):
@@ -137,5 +145,5 @@ def taken(device: torch.device) -> Callable[[torch.Tensor], None]:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in the CPU's memory, which no stream gives away."""
+    """Return whether a tensor is in CPU memory, which is not tied to a stream."""
     return tensor.device.type == "cpu"

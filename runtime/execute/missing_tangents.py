@@ -1,7 +1,9 @@
-"""What a backward need not do when some outputs got no gradient, as a loss that does not use them leaves it.
+"""The part of a backward that is superfluous if some outputs get no gradient, because the loss does not use
+them.
 
-Plain autograd skips what depends on such an output alone, gives no gradient to what only it depends on, and adds
-nothing where it would meet other gradients. A planned backward does the same: the schedule less the calls skipped.
+Plain autograd skips all ops that depend only on such outputs, returns no gradient for what only they depend
+on, and adds nothing where their gradients would meet others. A planned backward does the same: it skips these
+calls of the schedule.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ from rematplan.runtime.problem.loss_boundary import LATE
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """``zero``: values that are zero since a tangent is missing. ``skipped``: steps of the schedule, by position, that
-    are not needed then. ``same``: sums that are their other summand, by the call, as the value that they equal."""
+    """What a backward may leave out.
+
+    ``zero``: values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
+    steps that are then superfluous. ``same``: sums with a zero: pairs of the call and the other summand,
+    which its result equals.
+    """
 
     zero: frozenset[str] = frozenset()
     skipped: frozenset[int] = frozenset()
@@ -26,7 +32,8 @@ class Unused:
 
 
 def unused_by(step: CapturedStep, schedule: Schedule, turn: int, missing: Iterable[str]) -> Unused:
-    """What the missing tangents (values) make superfluous in a schedule's steps from ``turn`` on."""
+    """Return what is superfluous in a schedule's steps from ``turn`` on. ``missing``: the missing tangents
+    (value names)."""
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}
@@ -38,12 +45,12 @@ def unused_by(step: CapturedStep, schedule: Schedule, turn: int, missing: Iterab
             continue
         call = step.call[one.op]
         made = {step.values[r].storage for r in call.results if r and r not in zero}
-        # A random call that has not run yet draws, whoever needs what it gives.
+        # The first run of a random call advances the generator, even if nothing reads its result.
         if wanted.isdisjoint(made) and not (one.op in once and _is_first(schedule, at)):
             skipped.add(at)
             continue
         wanted -= made
-        # A sum that is its other summand reads that alone; a zero that is read with others is made on the spot.
+        # A sum with a zero reads only its other summand; a zero that is read with other values is made there.
         read = [same[call.name]] if call.name in same else [r.value for r in refs((call.args, call.kwargs))]
         wanted.update(step.values[v].storage for v in read if v not in zero)
     return Unused(zero, frozenset(skipped), tuple(same.items()))

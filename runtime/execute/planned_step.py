@@ -1,4 +1,4 @@
-"""A planned training step on a module: run it, check it against plain autograd."""
+"""A planned training step of a module: run it, and compare it with plain autograd."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 
 class PlannedStep:
-    """A training step of ``module`` that follows a schedule, on two lanes if they are given.
+    """A training step of ``module`` that follows a schedule.
 
-    Calling it with a batch does what ``loss = module(*batch); loss.backward()`` does: gradients are added to
-    ``.grad``, buffers get their new content, the loss is returned (detached).
+    Calling it with a batch has the effects of ``loss = module(*batch); loss.backward()``: it adds gradients
+    to ``.grad`` and updates the buffers. ``lanes``: the placement of the runs on two lanes; None for one
+    lane.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class PlannedStep:
         self.executable = compile_step(step, schedule, lanes)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Run the step; the loss as a scalar."""
+        """Run the step and return the loss, a detached scalar."""
         named = named_tensors(self.module)
         results = self.executable(bind_inputs(self.step, named, batch))
         loss = None
@@ -49,7 +50,7 @@ class PlannedStep:
 
 
 def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same step by plain autograd."""
+    """Run the same step by plain autograd and return the loss, detached."""
     loss: torch.Tensor = module(*batch)
     loss.backward()
     return loss.detach()
@@ -57,10 +58,11 @@ def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result that is not bit-equal: its name and the largest absolute and relative (L2) differences.
+    """A result that differs in some bit.
 
-    A gradient that ought to be 0 is all rounding: ``relative`` is to the tensor's norm, but for a gradient at least to
-    `FLOOR` of the norm of all gradients.
+    ``absolute``: the largest absolute difference of an element. ``relative``: the L2 norm of the difference
+    divided by that of the result. A gradient that should be 0 consists of rounding errors, so for gradients
+    the divisor is at least `FLOOR` times the norm of all gradients.
     """
 
     name: str
@@ -73,10 +75,10 @@ FLOOR = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A planned step compared bit by bit with plain autograd from the same state and seed.
+    """The result of comparing a planned step bit by bit with plain autograd, from the same state and seed.
 
-    ``predicted``: the predicted relative error of what the plan's inverses bring back; 0 for a step that has to be
-    equal bit by bit.
+    ``compared``: the number of tensors. ``differences``: those that differ. ``predicted``: the predicted
+    relative error of the tensors that the plan's inverses recompute; 0 if the step must be bit-equal.
     """
 
     compared: int
@@ -85,19 +87,18 @@ class Verification:
 
     @property
     def bit_equal(self) -> bool:
-        """Whether loss, every gradient and every buffer agree in every bit, and so does the random state
-        after."""
+        """Whether the loss, all gradients, all buffers and the random state afterwards agree in every bit."""
         return not self.differences
 
     @property
     def error(self) -> float:
-        """The largest relative difference, 0 if there is none."""
+        """The largest relative difference; 0 if there is none."""
         return max((d.relative for d in self.differences), default=0.0)
 
     @property
     def passed(self) -> bool:
-        """Whether the step is what it was planned to be: bit-equal, or, where inverses run, as near as predicted, and
-        the random state bit-equal even so."""
+        """Whether the step is as planned: bit-equal; or, if inverses run, within the predicted error and with
+        a bit-equal random state."""
         drawn = any(d.name.startswith("random state") for d in self.differences)
         return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
@@ -108,20 +109,26 @@ class Verification:
         differ = f"{len(self.differences)} of {self.compared} tensors differ from plain autograd"
         if self.passed:
             return (
-                f"{differ}, as predicted: by {worst.relative:.2e} relative at most ({worst.name}), within the "
-                f"{gradient_error(self.predicted):.2e} of gradients that read tensors wrong by {self.predicted:.2e}, "
-                f"which may put them on the other side of a ReLU's kink"
+                f"{differ}, as predicted: at most by {worst.relative:.2e} relative ({worst.name}); the limit is "
+                f"{gradient_error(self.predicted):.2e}, since recomputed tensors with an error of "
+                f"{self.predicted:.2e} may be on the other side of a ReLU's kink"
             )
-        return f"{differ}; the worst, {worst.name}, by {worst.relative:.2e} relative"
+        return f"{differ}; the largest difference is {worst.relative:.2e} relative ({worst.name})"
 
 
 def verify(
     planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0, predicted: float = 0.0
 ) -> Verification:
-    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare
-    everything. ``predicted``: see `Verification`.
+    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare all
+    results.
 
-    The module's buffers, gradients and the random state are put back as they were.
+    Buffers, gradients and the random state are restored afterwards.
+
+    Args:
+        planned: the step.
+        batch: the inputs and targets.
+        seed: the seed of PyTorch's generators.
+        predicted: see `Verification`.
     """
     module = planned.module
     expected = _results(module, lambda: eager_step(module, batch), seed)
@@ -141,7 +148,8 @@ def verify(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits (so that NaN equals itself, and 0 is not −0)."""
+    """Return whether two tensors have the same type, shape and bits. NaN equals itself, and 0 differs from
+    −0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.is_complex():
@@ -164,13 +172,14 @@ def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tenso
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """The states of all generators by what follows their name."""
+    """Return the states of all generators, by a suffix that names the device."""
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"": torch.get_rng_state(), **{f" of cuda:{at}": state for at, state in enumerate(on_cuda)}}
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A block that begins without gradients, and after which buffers, gradients and random states are as before."""
+    """Run the block without gradients at its start, and restore buffers, gradients and random states
+    afterwards."""
     with same_buffers(module), same_gradients(module), same_draws():
         yield

@@ -1,4 +1,4 @@
-"""What a forward needs to run again, bit by bit the same, after it has run."""
+"""What is needed to run a forward again later with the same bits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """``inputs``: of the step without tangents, the buffers that it gives new content as copies. ``versions``: of these
-    inputs, to see whether somebody changes one. ``states``: of the generators that it draws from, by device."""
+    """The inputs and random states of a forward.
+
+    ``inputs``: the step's inputs without tangents; buffers that get new content are copies. ``versions``: the
+    version counters of these inputs, which show in-place changes. ``states``: the states of the generators
+    that the step draws from, by device.
+    """
 
     inputs: Sequence[torch.Tensor]
     versions: Sequence[int]
@@ -24,14 +28,18 @@ class Rerun:
 
     @classmethod
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
-        """For a forward that is about to run on these inputs."""
+        """Return what is needed to run again the forward that is about to run on these inputs."""
         renewed = renewed_buffers(step)
         given = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, given, strict=True)]
         return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
 
     def check(self, name: str) -> None:
-        """Raises where an input was changed since."""
+        """Check that no input was changed in place.
+
+        Raises:
+            RuntimeError: an input was changed since. The message begins with ``name``.
+        """
         if any(t._version != version for t, version in zip(self.inputs, self.versions, strict=True)):
             raise RuntimeError(
                 f"{name}: a parameter, buffer or input was changed in place between forward and backward"
@@ -39,7 +47,8 @@ class Rerun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """A block that draws the numbers that the forward drew; those after it draw as if it had not been."""
+        """Restore the random states from before the forward inside the block, and the present ones
+        afterwards."""
         now = {device: save_rng(device)() for device in self.states}
         try:
             for device, state in self.states.items():

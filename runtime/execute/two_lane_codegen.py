@@ -1,7 +1,9 @@
-"""The source of a schedule on two lanes: after the fork a function inside the function, the recovery lane's.
+"""Code generation for two lanes: after the fork, the source has an inner function, which runs on the recovery
+lane.
 
-Each lane has variables of its own, and drops a tensor when it has read it for the last time; that is gone when both
-have. What one lane makes and the other reads is handed over in variables ``h_...``, which the other lane empties.
+Each lane has its own variables and drops a tensor after its last read there; the tensor is freed when both
+lanes have dropped it. A tensor that one lane makes and the other reads is handed over in a variable
+``h_...``, which the reading lane deletes.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from rematplan.runtime.execute.lane_threads import taken, two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 LANE = ("gradients", "recovery")
-"""The lanes in the source."""
+"""The names of the lanes in the source."""
 
 DRAWS = Lock()
-"""Held by who draws random numbers after a fork: a replay sets the generator back, and on again."""
+"""A lock for random calls after a fork: a replay sets the generator back and then forward again."""
 
 
 @dataclass
 class _Stretch:
-    """The runs of a schedule, after the fork, that one function holds, and what each lane does at each of its runs.
+    """The runs of a schedule after the fork that one function contains, and what each lane does at each run.
 
-    By lane and index of a run: the copies that the lane takes over before it, those that it hands over and the storages
-    that it drops after it.
+    The tables are indexed by lane and index of a run: the live ranges that the lane takes over before the
+    run, those that it hands over after it, and the storages that it drops after it.
     """
 
     where: Placed
@@ -54,7 +56,7 @@ class _Stretch:
     gives: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
     drops: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
     handed: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By ``id`` of a copy that is handed over its values, and the variables in which they are."""
+    """By the ``id`` of a live range that is handed over: its values and the variables that contain them."""
 
     def __post_init__(self) -> None:
         for copy in self.copies:
@@ -68,22 +70,22 @@ class _Stretch:
 
     @property
     def kept(self) -> set[str]:
-        """Of what stands at its begin that which the main lane reads."""
+        """The storages that exist at the beginning and that the main lane reads."""
         return {c.tensor for c in self.copies if c.made == BEFORE and c.last[MAIN] is not None}
 
     def awaited(self, lane: int) -> set[int]:
-        """The counts of finished runs of a lane that the other waits for."""
+        """Return those numbers of finished runs of a lane for which the other lane waits."""
         other = 1 - lane
         return set(self.needs[other][: len(self.where.lanes[other])])
 
 
 class _Locked(Writer):
-    """Writes a lane: one that draws random numbers has the lock meanwhile."""
+    """A writer for one lane that takes the lock around random calls."""
 
     locked = True
 
     def run(self, run: Run, at: int) -> None:
-        """One run."""
+        """Write one run. ``at``: its position in the schedule."""
         before = len(self.lines)
         super().run(run, at)
         if self.locked and self.step.call[run.op].seeded:
@@ -92,11 +94,11 @@ class _Locked(Writer):
 
 
 class LaneWriter(_Locked):
-    """Writes a schedule with what comes after the fork, and not before the step ``start``, on two lanes; in several
-    functions, if in several ranges.
+    """Writes a schedule with its runs after the fork, and from step ``start`` on, on two lanes. Several
+    ranges of steps become several functions.
 
-    Each of these begins and ends in one lane. Their lanes wait for each other more often than they have to, which
-    changes no result and holds no more.
+    Each function begins and ends in one lane. Lanes therefore wait for each other more often than necessary,
+    which changes no result and needs no more memory.
 
     Raises:
         ProblemError: the lanes do not fit the schedule, or do not wait for what they read.
@@ -112,7 +114,7 @@ class LaneWriter(_Locked):
         self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
 
     def steps(self, start: int, end: int) -> None:
-        """Those before the fork one after the other, the others on their lanes."""
+        """Write the steps before the fork one after the other, and the others on their lanes."""
         if start < self.start:
             super().steps(start, min(end, self.start))
         if end > self.start:
@@ -128,7 +130,8 @@ class LaneWriter(_Locked):
         return {self.step.values[i.value].storage for i in self.step.inputs}
 
     def _stretch(self, start: int, end: int) -> _Stretch:
-        """The steps from ``start`` to ``end``, with what is read after them as if their end read it."""
+        """Return the steps from ``start`` to ``end``. Tensors that are read later count as read at their
+        end."""
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
         wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
         for reads, writes in reversed(self._touches[last:]):
@@ -146,9 +149,8 @@ class LaneWriter(_Locked):
     def _write(self, here: _Stretch) -> None:
         for copy in filter(Copy.crosses, here.copies):
             for runs, last in zip(here.where.lanes, copy.last, strict=True):
-                if last is not None and last < len(
-                    runs
-                ):  # nor may it be written over: the other may be reading it
+                # A tensor that both lanes read must not be overwritten in place.
+                if last is not None and last < len(runs):
                     self.overwriting.pop(self.step_of[runs[last]], None)
         for copy in here.gives[MAIN, BEFORE]:
             self._give(self, here, copy)
@@ -159,11 +161,11 @@ class LaneWriter(_Locked):
         if not here.where.recovery:
             self._lane(self, here, MAIN)
             return
-        beside = self._beside()
+        inner = self._inner_writer()
         before, self.lines, self.locked = self.lines, [], True
         self._lane(self, here, MAIN)
         on_main, self.lines, self.locked = self.lines, [], False
-        self._lane(beside, here, RECOVERY)
+        self._lane(inner, here, RECOVERY)
         hands = [hand for values in here.handed.values() for hand in values.values()]
         self.scope["two_lanes"] = partial(two_lanes, self.step.device)
         self.lines = [
@@ -171,23 +173,24 @@ class LaneWriter(_Locked):
             f"{', '.join(LANE)} = two_lanes()",
             "def recover():",
             *_indented([f"nonlocal {', '.join(hands)}"] if hands else []),
-            *_indented(beside.lines),
+            *_indented(inner.lines),
             f"with {LANE[RECOVERY]}.running(recover):",
             *_indented(on_main or ["pass"]),
         ]
         self._take(self, here, MAIN, len(here.where.main))
 
-    def _beside(self) -> Writer:
-        """A writer for the function inside: it sees the inputs and the random states, all else is its own."""
-        beside = _Locked(self.step, self.schedule)
-        beside.scope, beside.targets = self.scope, self.targets
-        beside.variable, beside.taken = self.variable, self.taken
-        beside.states, beside.overwriting = self.states, self.overwriting
-        beside.take([i.value for i in self.step.inputs])
-        return beside
+    def _inner_writer(self) -> Writer:
+        """Return a writer for the inner function. It sees the inputs and the random states; all other
+        variables are its own."""
+        inner = _Locked(self.step, self.schedule)
+        inner.scope, inner.targets = self.scope, self.targets
+        inner.variable, inner.taken = self.variable, self.taken
+        inner.states, inner.overwriting = self.states, self.overwriting
+        inner.take([i.value for i in self.step.inputs])
+        return inner
 
     def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
-        """The runs of one lane."""
+        """Write the runs of one lane."""
         awaited, had = here.awaited(lane), 0
         for k, at in enumerate(here.where.lanes[lane]):
             if here.needs[lane][k] > had:
@@ -208,7 +211,7 @@ class LaneWriter(_Locked):
         writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
 
     def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
-        """Take over the copies that are read first by a run of this lane."""
+        """Take over the live ranges whose first read on this lane is by this run."""
         for copy in here.takes[lane, index]:
             for value, hand in self._hands(here, copy).items():
                 name = writer.name(value)
@@ -219,7 +222,7 @@ class LaneWriter(_Locked):
                 writer.bring_to_life(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
-        """The values of a copy that is handed over, and the variables in which they are."""
+        """Return the values of a live range that is handed over, and the variables that contain them."""
         if id(copy) not in here.handed:
             number, step = len(here.handed), self.step
             at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
