@@ -31,11 +31,13 @@ ROOMS = (
     "rematplan/optim",
     "rematplan/report",
     "runtime",
+    "runtime/costs",
     "runtime/execute",
     "runtime/graph",
     "runtime/guards",
     "runtime/inversion",
     "runtime/problem",
+    "runtime/statistics",
 )
 ABOLISHED = {
     r"(the|a|each|next|last) turns?": "loss boundary, iteration, round",

@@ -1,4 +1,4 @@
-"""A small table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time."""
+"""A table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rematplan.ir import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """What the roofline model knows of a device, from its vendor's data sheet.
+    """A device as the roofline model sees it, from its vendor's data sheet.
 
-    ``flops``: dense peak by dtype, 10¹² operations a second (float32 without tensor cores). ``bandwidth``:
-    10⁹ bytes a second. ``launch``: microseconds that any op takes at least.
+    ``flops``: peak rate for dense operands by dtype, in 10¹² operations per second (float32 without tensor
+    cores). ``bandwidth``: 10⁹ bytes per second. ``launch``: the fixed time of each op, in microseconds.
     """
 
     name: str
@@ -25,7 +25,8 @@ class DeviceModel:
     launch: float
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Microseconds for an op of ``flops`` operations in ``dtype`` that moves ``moved`` bytes."""
+        """Return the microseconds of an op of ``flops`` operations in ``dtype`` that moves ``moved``
+        bytes."""
         rate = self.flops.get(dtype, self.flops[torch.float32])
         return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
 
@@ -50,10 +51,10 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """The device model of that name.
+    """Return the device model of that name.
 
     Raises:
-        UsageError: no such model; lists the known ones.
+        UsageError: there is no such model. The message lists the known ones.
     """
     if name not in DEVICE_MODELS:
         raise UsageError(f"unknown device model {name!r}; known: {', '.join(DEVICE_MODELS)}")

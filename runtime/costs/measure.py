@@ -1,4 +1,5 @@
-"""Real memory and real time of a call: allocator events on CPU, the allocator's own peak on CUDA."""
+"""Measurement of the memory and time of calls: allocator events on the CPU, the caching allocator's peak on
+CUDA."""
 
 from __future__ import annotations
 
@@ -26,24 +27,25 @@ T = TypeVar("T")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queue, where it has one."""
+    """Wait until a CUDA device has finished all its work. On a CPU nothing happens."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release_libraries(device: torch.device) -> None:
-    """Give back what libraries keep on the device; they take it again when they need it."""
+    """Free the workspaces that libraries keep on the device. They allocate them again when needed."""
     if device.type == "cuda":
-        from rematplan.runtime.graph.compat import clear_cublas_workspaces  # not in a build for CPUs
+        from rematplan.runtime.graph.compat import clear_cublas_workspaces  # missing in CPU builds
 
         torch.cuda.synchronize(device)
         clear_cublas_workspaces()
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that stay allocated when ``call`` has run for the first time and its results are gone; 0 on a CPU.
+    """Run ``call`` for the first time and return the bytes that stay allocated after its results are freed; 0
+    on a CPU.
 
-    cuBLAS has a workspace for each thread (its handle) and stream that it meets, 32 MiB on Hopper, and keeps it.
+    cuBLAS keeps a workspace for each thread (that is, handle) and stream; on Hopper it has 32 MiB.
     """
     if device.type != "cuda":
         call()
@@ -56,10 +58,11 @@ def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
-    """Bytes that ``call`` holds at its worst moment beyond what was held when it began, and its result.
+    """Run ``call``; return the peak of allocated bytes above those at its start, and its result.
 
-    CPU: the running sum of the tensor allocator's events, which sees every operator's workspace but not what
-    a library takes from the system by itself. CUDA: the caching allocator's peak of allocated bytes.
+    On a CPU this is the running sum of the tensor allocator's events, which includes the workspace of every
+    operator, but not memory that a library takes from the system directly. On CUDA it is the caching
+    allocator's peak.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -74,8 +77,8 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
 
 
 def unprofiled(call: Callable[[], T]) -> T:
-    """What ``call`` gives; run in a thread of its own where somebody profiles this one, since a thread has one
-    profiler, and a peak is measured by another."""
+    """Return the result of ``call``. If this thread is being profiled, run it in another thread, since
+    measuring a peak needs a profiler and a thread can have only one."""
     if not profiler_enabled():
         return call()
     with ThreadPoolExecutor(1) as other:
@@ -83,7 +86,7 @@ def unprofiled(call: Callable[[], T]) -> T:
 
 
 class _Record:
-    """Allocator events of the threads that are being watched, each with the time after the first thread's start."""
+    """Allocator events of the watched threads, each with its time since the first thread's start."""
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -91,7 +94,8 @@ class _Record:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """A block of the present thread. PyTorch's newer profiler sees one thread's memory only."""
+        """Record the allocations of the present thread inside the block. PyTorch's newer profiler sees the
+        memory of one thread only."""
         settings = (False, True, False, False, False, ExperimentalConfig())
         enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
         try:
@@ -107,13 +111,15 @@ _watching: list[_Record] = []
 
 
 def watched() -> AbstractContextManager[None]:
-    """For a block of a further thread that does a part of the work: what it allocates is seen, if that is measured."""
+    """Return a context manager for a block in a further thread that does part of the measured work. If a
+    measurement is in progress, the block's allocations count."""
     return _watching[-1].thread() if _watching else nullcontext()
 
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
-    """CPU allocator events of the block in order, in bytes (negative: freed); filled at the end."""
+    """Record the CPU allocator events of the block, in order, in bytes (negative: freed). The list is filled
+    when the block ends."""
     sizes: list[int] = []
     record = _Record()
     _watching.append(record)
@@ -129,8 +135,11 @@ IN_A_ROW = 5
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """The time of one call: on a CPU by the clock; on CUDA by the stream, of `IN_A_ROW` in a row, so that starting one
-    and waiting for its end count no more than in a step."""
+    """Return the seconds of one call.
+
+    On a CPU by the clock. On CUDA by events on the stream, as the mean of `IN_A_ROW` calls in a row, so that
+    launching and waiting count no more than in a step.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -148,17 +157,27 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def seconds_in_turn(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """The least time of each call over ``rounds`` of `rounds_in_turn`: the least, since noise only adds."""
+    """Return the least seconds of each call over the rounds of `rounds_in_turn`. Noise only adds time, so the
+    minimum is the best estimate."""
     return {name: min(times) for name, times in rounds_in_turn(calls, device, rounds, settling).items()}
 
 
 def rounds_in_turn(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """The seconds of each call in each round, the calls taken in turn after one warm-up each.
+    """Time several calls alternately, after one untimed run of each.
 
-    In turn, so that a slow spell of the machine affects all calls alike. ``settling``: untimed repeats before each
-    timed call, so that the allocator is as this call leaves it, not as the call before did.
+    Alternation makes a slow period of the machine affect all calls alike.
+
+    Args:
+        calls: functions by name.
+        device: the device that they use.
+        rounds: the number of timed runs of each call.
+        settling: untimed runs before each timed one, so that the allocator is in the state that this call
+            leaves, not in that of the previous call.
+
+    Returns:
+        The seconds of each call in each round, by name.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -176,10 +195,14 @@ def rounds_in_turn(
 
 
 def check_fits(needed: int, what: str) -> None:
-    """Refuse ``needed`` bytes that are more than this machine has.
+    """Refuse an allocation larger than this machine's memory.
+
+    Args:
+        needed: bytes.
+        what: the beginning of the message.
 
     Raises:
-        ModelError: with both figures.
+        ModelError: ``needed`` exceeds the machine's memory. The message has both figures.
     """
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:

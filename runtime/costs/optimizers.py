@@ -1,10 +1,11 @@
-"""What an optimizer holds: bytes of its state, there or to come, and what its step holds beyond that.
+"""The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily.
 
-A row of `KINDS` a class. State is made by the first step, so that before it only a table knows its bytes. Copies are
-what PyTorch 2.13 and bitsandbytes 0.50 hold at the worst moment of a step, measured for parameters in float32 and
-bfloat16; tests/runtime/costs/test_optimizer_bytes.py measures them again. The three forms of a step are PyTorch's: a
-loop over the parameters (`for-loop`), one kernel for a list of tensors (`foreach`, the default on accelerators), and
-one kernel for all of the arithmetic (`fused`), which copies nothing.
+`KINDS` has a row for each class. An optimizer allocates its state in its first step, so before that only the
+table knows the size. The numbers of temporary copies are those of PyTorch 2.13 and bitsandbytes 0.50 at the
+peak of a step, measured for parameters in float32 and bfloat16; tests/runtime/costs/test_optimizer_bytes.py
+measures them again. A step has one of PyTorch's three forms: a loop over the parameters (`for-loop`), kernels
+for lists of tensors (`foreach`, the default on accelerators), or one kernel for all arithmetic (`fused`),
+which makes no copies.
 """
 
 from __future__ import annotations
@@ -25,24 +26,27 @@ Group: TypeAlias = Mapping[str, Any]
 Sizes: TypeAlias = Callable[[torch.Tensor, Group], Sequence[int]]
 
 QUANTISED_BLOCK = 256
-"""Elements that share a scale in 8-bit state."""
+"""The number of elements that share a scale in 8-bit state."""
 QUANTISED_MAP = 256 * 4
-"""Bytes of the table that the codes of 8-bit state point into."""
+"""Bytes of the lookup table for the codes of 8-bit state."""
 SCALARS = 64
-"""Bytes of numbers that any step makes: rates, corrections of a bias."""
+"""Bytes of scalars that every step allocates: learning rates, bias corrections."""
 UNKNOWN_COPIES = 2.0
-"""Copies of a group's parameters that the step of an unknown optimizer is taken to hold: the most of any row here."""
+"""Assumed number of copies of a group's parameters in the step of an unknown optimizer: the maximum over all
+rows."""
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What optimizers of one class hold.
+    """The memory of optimizers of one class.
 
-    ``state``: bytes of each state tensor of a parameter. ``loop``: bytes beyond that while the for-loop form steps a
-    parameter. ``foreach``: copies of all parameters of a group that the foreach form holds. ``scalars``: numbers in
-    float32 that it keeps for each parameter, on the parameter's device if it is ``capturable`` or ``fused``.
-    ``kernels``: on an accelerator it has kernels of its own, which copy nothing. ``foreach_extra``: copies of one
-    parameter, and of the state of all, that the foreach form holds besides.
+    ``state``: a function of a parameter and its group that returns the bytes of each state tensor. ``loop``:
+    a function of a parameter and its group that returns the temporary bytes of the for-loop form.
+    ``foreach``: a function of a group that returns the temporary bytes of the foreach form, in copies of all
+    its parameters. ``scalars``: the number of float32 scalars that are kept for each parameter; they are on
+    the parameter's device if ``capturable`` or ``fused`` is set. ``kernels``: whether it has its own kernels
+    on accelerators, which make no copies. ``foreach_extra``: further temporary memory of the foreach form, in
+    copies of one parameter and in copies of the state of all.
     """
 
     state: Sizes
@@ -55,10 +59,10 @@ class OptimizerKind:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What an optimizer holds on one device.
+    """The memory of an optimizer on one device.
 
-    ``tensors``: the state that is there. ``to_come``: bytes of the state that is not. ``transient``: bytes that its
-    step holds beyond the state, at its worst moment.
+    ``tensors``: the state that exists. ``to_come``: bytes of state that its first step will allocate.
+    ``transient``: temporary bytes at the peak of its step, in addition to the state.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -67,15 +71,16 @@ class OptimizerMemory:
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
-    """What an optimizer holds on a device, once it has made its first step.
+    """Return the memory that an optimizer needs on a device, state that does not exist yet included.
 
     Raises:
-        UsageError: it is of no known kind, and has not made its state yet.
+        UsageError: its class is unknown, and it has not allocated its state yet.
     """
     kind = _kind_of(optimizer)
     tensors: list[torch.Tensor] = []
     to_come, transient = 0, 0
-    settings = vars(optimizer.args) if hasattr(optimizer, "args") else {}  # where bitsandbytes has them
+    # bitsandbytes keeps some options in `args`.
+    settings = vars(optimizer.args) if hasattr(optimizer, "args") else {}
     for options in optimizer.param_groups:
         group = {**settings, **options}
         here = [p for p in group["params"] if p.requires_grad and p.device == device]
@@ -85,8 +90,8 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
                 tensors += (t for t in made if t.device == device)
             elif kind is None:
                 raise UsageError(
-                    f"reserved: what a {type(optimizer).__name__} will hold is not known before its first step; state "
-                    f"its bytes instead, such as '1GiB'"
+                    f"reserved: the bytes of a {type(optimizer).__name__} are not known before its first step; "
+                    f"state its bytes instead, such as '1GiB'"
                 )
             else:
                 to_come += sum(_state_sizes(kind, p, group))
@@ -95,8 +100,8 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """A tensor, or the plain ones that a wrapper (a quantised or distributed tensor) is made of; none of what is no
-    tensor."""
+    """Yield a tensor, or the plain tensors that a wrapper (a quantised or distributed tensor, a mapping)
+    consists of. Nothing is yielded for other objects."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -115,7 +120,7 @@ def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator
 
 
 def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Bytes that the step of one group holds beyond the state."""
+    """Return the temporary bytes of the step of one group."""
     if not params:
         return 0
     device = params[0].device
@@ -135,7 +140,8 @@ def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """The row of the optimizer's class, or of one that it inherits its step from."""
+    """Return the row of the optimizer's class, or of a base class whose ``step`` it inherits; None if there
+    is none."""
     for kind in type(optimizer).__mro__:
         row = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
         if row is not None:
@@ -145,18 +151,20 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
 
 
 def _like(count: int, *options: str) -> Sizes:
-    """So many state tensors like the parameter, and one more for each of these options that is set."""
+    """Return a ``state`` function: ``count`` tensors of the parameter's size, and one more for each of these
+    options that is set."""
     return lambda p, group: [p.nbytes] * (count + sum(bool(group.get(option)) for option in options))
 
 
 def _changed(group: Group) -> bool:
-    """Whether a step works on a copy of the gradient: it is negated, or has the weights' decay added."""
+    """Return whether a step works on a copy of the gradient, to negate it or to add weight decay."""
     decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
     return decays or bool(group.get("maximize"))
 
 
 def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], float]:
-    """So many copies of the parameter, one more where the gradient is changed, and one for each option that is set."""
+    """Return a ``loop`` function: ``count`` copies of the parameter, one more if the gradient is copied, and
+    one more for each of these options that is set."""
 
     def size(p: torch.Tensor, group: Group) -> float:
         return p.nbytes * (count + _changed(group) + sum(bool(group.get(option)) for option in options))
@@ -165,7 +173,8 @@ def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], floa
 
 
 def _factors(p: torch.Tensor, itemsize: int) -> list[int]:
-    """Adafactor's second moment: of a matrix a row and a column, of a vector all of it."""
+    """Return the bytes of Adafactor's second moment: for a matrix one row and one column, for a vector all of
+    it."""
     size = p.numel() * itemsize
     return [size] if p.dim() < 2 else [size // max(1, p.shape[-1]), size // max(1, p.shape[-2])]
 
@@ -175,8 +184,8 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(states: int) -> Sizes:
-    """bitsandbytes: a byte an element and a scale a block, in float32 where a parameter is small or 32 bits are
-    wanted."""
+    """Return a ``state`` function for bitsandbytes: one byte per element and a scale per block; float32 for
+    small parameters or if 32 bits are requested."""
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
         numel, bits = p.numel(), group.get("optim_bits", 8)
@@ -188,7 +197,8 @@ def _quantised(states: int) -> Sizes:
 
 
 def _muon(p: torch.Tensor, group: Group) -> float:
-    """Newton and Schulz's iteration runs in bfloat16: the matrix and four more of its size at most."""
+    """Return the temporary bytes of Muon: Newton-Schulz iteration in bfloat16 needs the matrix and at most
+    four more of its size."""
     return bool(group.get("nesterov")) * p.nbytes + 10 * p.numel()
 
 
@@ -240,4 +250,4 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
         ),
     }
 )
-"""What optimizers hold, by the full name of their class."""
+"""The memory of optimizers by the full name of their class."""

@@ -1,8 +1,8 @@
-"""Profiled costs: each distinct call run on the present device, timed, its workspace measured; kept in a
-cache file.
+"""Profiled costs: run each distinct call on the present device, measure its time and workspace, and cache the
+results.
 
-Calls are distinct by op, shapes, strides, dtypes and plain arguments, so that a deep network's repeated
-blocks are run once. Their arguments are synthetic: a step too large for the machine can still be profiled op
+Calls are distinct by op, shapes, strides, dtypes and other arguments, so the repeated blocks of a deep
+network are measured once. Arguments are synthetic: a step too large for the machine can still be profiled op
 by op.
 """
 
@@ -35,21 +35,21 @@ from rematplan.runtime.graph.warn import warn
 
 Progress = Callable[[float, str], None]
 
-# A distinct call is timed in this many rounds; in each until it has had so many seconds, or so many runs.
+# Each distinct call is timed in this many rounds, in each of them for this many seconds or runs.
 ATEN = torch.ops.aten
 
 _ROUNDS = 3
 _MOST_ROUNDS = 9
 _AGREE = 1.2
-"""As soon as the second least times of all calls sum up to no more than this many times the least ones, the machine was
-quiet enough for these to be what the calls cost."""
+"""If the second least times of all calls add up to at most this many times the least ones, the machine was
+quiet and the least times are used."""
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
 _CACHE_VERSION = 4
 
 
 class ProfileWarning(UserWarning):
-    """Costs are guesses: a call could not be run on synthetic arguments, or the machine was busy."""
+    """Some costs are guesses: a call could not be run on synthetic arguments, or the machine was busy."""
 
 
 def profile_costs(
@@ -58,12 +58,19 @@ def profile_costs(
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
-    """A measured cost for every call that is no view, and every inverse: microseconds, workspace and real result
-    sizes in bytes.
+    """Measure the cost of every call that is not a view, and of every inverse.
 
-    ``only``: the names of those to measure. ``cache``: the folder of the cache file, by default
-    ``$XDG_CACHE_HOME/rematplan``. Interrupting keeps what was measured so far; what was measured on a busy machine is
-    not kept.
+    Interrupting keeps the measurements so far. Measurements on a busy machine are returned but not cached.
+
+    Args:
+        step: the captured step.
+        progress: is called with the finished fraction and a text.
+        cache: the folder of the cache file; None for ``$XDG_CACHE_HOME/rematplan``.
+        only: the names of the calls to measure; None for all.
+
+    Returns:
+        The costs by name: microseconds, bytes of workspace, real bytes of the results. Collectives are not
+            run, as they would wait for other processes; their costs are modelled.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
@@ -76,12 +83,12 @@ def profile_costs(
     finally:
         if missing and not _busy(times):
             _save(file, known)
-    # A collective would wait for other processes, which may have nothing to measure.
+    # A collective would wait for other processes, which may not measure anything.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 
 
 def signature(step: CapturedStep, call: Call) -> str:
-    """What a call's cost depends on, as text."""
+    """Return everything on which a call's cost depends, as text: the key of the cache."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -98,8 +105,11 @@ def _measure_all(
     times: dict[str, list[float]],
     progress: Progress,
 ) -> None:
-    """Fill ``known`` for the calls of ``missing``, in rounds, so that a slow spell of the machine hits all alike; more
-    of them while repeats differ. ``times`` gets the least time of each round, in microseconds."""
+    """Measure the calls of ``missing`` and add their costs to ``known``.
+
+    Each round runs every call once, so that a slow period of the machine affects all alike; rounds are added
+    while repeats disagree. ``times`` collects the least time of each round, in microseconds.
+    """
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
@@ -126,8 +136,8 @@ def _measure_all(
     _say_guesses(tuple(refused.values()))
     if (spread := _spread(times)) > _AGREE:
         warn(
-            f"this machine is busy: the same ops took {100 * (spread - 1):.0f} % longer a second time, at their best; "
-            f"their costs are measured again next time",
+            f"this machine is busy: the second fastest runs of all ops took {100 * (spread - 1):.0f} % longer than the "
+            f"fastest; these costs are not cached and will be measured again",
             ProfileWarning,
         )
 
@@ -137,26 +147,27 @@ def _busy(times: Mapping[str, Sequence[float]]) -> bool:
 
 
 def _spread(times: Mapping[str, Sequence[float]]) -> float:
-    """By how much the second least times of all calls exceed the least ones, as a factor; 1 if none was repeated."""
+    """Return the sum of the second least times of all calls divided by the sum of the least ones; 1 if no
+    call was repeated."""
     repeated = [sorted(t)[:2] for t in times.values() if len(t) > 1]
     least = sum(t[0] for t in repeated)
     return sum(t[1] for t in repeated) / least if least else 1.0
 
 
 def _guess(step: CapturedStep, call: Call) -> CallCost:
-    """For a call that refuses synthetic arguments (a factorisation of a random matrix, say): the roofline of
-    a laptop, and a workspace as large as all that it reads and writes."""
+    """Return a guess for a call that fails on synthetic arguments (a factorisation of a random matrix, for
+    example): the roofline time of a laptop, and a workspace of all bytes that it reads and writes."""
     return replace(_modelled(step, call), workspace=moved_bytes(step, call))
 
 
 def _say_guesses(refused: Sequence[tuple[Call, Exception]]) -> None:
-    """One warning for all calls that could not be measured, with the first one's reason."""
+    """Warn once about all calls that could not be measured, with the reason of the first."""
     if not refused:
         return
     (call, error), more = refused[0], len(refused) - 1
     others = f" and {more} other op{'s' * (more > 1)}" if more else ""
     warn(
-        f"{call.name} ({call.target}){others} cannot be profiled, so that cost and workspace are guessed: {error}",
+        f"{call.name} ({call.target}){others} cannot be profiled; its cost and workspace are guessed: {error}",
         ProfileWarning,
     )
 
@@ -176,8 +187,8 @@ def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> flo
 
 
 def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...], int]:
-    """Bytes held at the call's worst moment beyond its results, the real sizes of these, and what libraries keep; run
-    once to warm up."""
+    """Return the peak bytes of a call in addition to its results, the real bytes of its results, and the
+    bytes that libraries keep. The call runs once before to warm up."""
     run = partial(kernel_of(call.target), *args, **kwargs)
     library = kept_by_libraries(run, step.device)
     peak, result = peak_above_entry(run, step.device)
@@ -194,15 +205,17 @@ def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int
 
 
 BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})
-"""Calls whose results say how much memory their backward takes: of bags without entries, none."""
+"""Calls whose results determine how much memory their backward needs: for bags without entries, none."""
 
 SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_backward.default: (1, 6)}
-"""Calls that take the more memory the more of their indices differ: the positions of these and of their bound."""
+"""Calls that need more memory the more different indices they get: the argument positions of the indices and
+of their bound."""
 
 
 class SyntheticArguments:
-    """Synthetic arguments: positive reals, indices that are known before the step runs, valid ones (zeros, or as many
-    different ones as there can be) otherwise, fair masks, with the captured layout."""
+    """Makes arguments for a call: positive reals; integers that are known before the step runs, otherwise
+    valid ones (zeros, or as many different indices as possible); masks that are true about half the time.
+    They have the captured strides."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step, self.known = step, KnownValues(step, {})
@@ -213,7 +226,7 @@ class SyntheticArguments:
         self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """For one call, made anew."""
+        """Return new positional and keyword arguments for one call."""
         made: dict[str, torch.Tensor] = {}
 
         def value_of(name: str) -> torch.Tensor:
@@ -242,21 +255,21 @@ class SyntheticArguments:
         maker = self.step.call.get(self.step.values[name].call or "")
         opaque = maker is not None and (self._is_opaque(maker, fake) or maker.target in BAGS)
         if maker is not None and (opaque or self._is_seed(maker, fake)):
-            # Kernels of libraries read what their other half left, whose size or place the trace does not know.
+            # Library kernels read what their forward returned. The trace may show another size or device.
             args, kwargs = self.of(maker)
             return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
-        # The whole storage, since some kernels copy it whole, however little of it the tensor views.
+        # Allocate the whole storage, since some kernels copy all of it, even if the tensor is a small view.
         flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
         return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Whether a tensor is empty in the trace alone: beside results that are not."""
+        """Return whether a tensor is empty only in the trace: another result of its call is not empty."""
         results = [self.step.values[r].fake for r in maker.results if r]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Whether a tensor may say where the random numbers of an attention began. Some kernels leave that, and read
-        it, in the host's memory, where the trace has it on the device."""
+        """Return whether a tensor may be the saved random state of an attention op. Some kernels keep it in
+        host memory, though in the trace it is on the device."""
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -265,7 +278,7 @@ class SyntheticArguments:
         if (dtype, device) not in self.pools:
             pool = self.pool > 0.5 if dtype == torch.bool else self.pool.to(dtype)
             if dtype == torch.bool:
-                pool[0] = True  # a single one may be asserted
+                pool[0] = True  # an assertion may check a single element
             self.pools[dtype, device] = pool.to(device)
         pool, flat = self.pools[dtype, device], torch.empty(n, dtype=dtype, device=device)
         rest = n % len(pool)
@@ -279,14 +292,15 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as people name it; of a CPU, with the number of threads."""
+    """Return the name of the device's model; for a CPU, with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
 
 
 def _machine(device: torch.device) -> str:
-    """What the timings hold for: the device, PyTorch, the number of threads, on CUDA what chooses among kernels."""
+    """Return a hash of everything for which the timings are valid: the device, PyTorch's version, the number
+    of threads, and on CUDA the settings that select kernels."""
     parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -309,7 +323,7 @@ def _cpu_name() -> str:
 
 
 def _load(file: Path) -> dict[str, CallCost]:
-    """The cache's entries; an unreadable or foreign file counts as empty, since all of it can be measured
+    """Return the cache's entries. An unreadable file counts as empty, since everything can be measured
     again."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -325,5 +339,5 @@ def _save(file: Path, known: Mapping[str, CallCost]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))
-    except (OSError, ProblemError):  # a read-only home costs the next run its time, nothing else
+    except (OSError, ProblemError):  # with a read-only home folder, the next run measures again
         return

@@ -1,4 +1,5 @@
-"""``rematplan.profile/1``: measured costs as a file, so that a plan can be made on one machine for another."""
+"""Profile files (format ``rematplan.profile/1``): measured costs, so that a plan for one machine can be made
+on another."""
 
 from __future__ import annotations
 
@@ -20,17 +21,20 @@ PROFILE_FORMAT = "rematplan.profile/1"
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs by the calls' signatures. ``device``: where they were measured, for people."""
+    """Costs by the calls' signatures.
+
+    ``device``: the name of the device on which they were measured. ``source``: the file's name, for messages.
+    """
 
     device: str
     calls: Mapping[str, CallCost]
     source: str = "the profile"
 
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
-        """The cost of every call of a step that is no view.
+        """Return the cost of every call of a step that is not a view, by name.
 
         Raises:
-            UsageError: the profile lacks some; names the first.
+            UsageError: the profile lacks some of them. The message names the first.
         """
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
@@ -43,13 +47,13 @@ class Profile:
 
 
 def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
-    """The profile that measured costs of a step make."""
+    """Return a profile of the measured costs of a step. ``costs``: the cost of each call, by name."""
     calls = {signature(step, c): costs[c.name] for c in step.priced_calls}
     return Profile(device_name(step.device), calls)
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile file, whole or not at all."""
+    """Write a profile file. If writing fails, the old file is unchanged."""
     data = {
         "format": PROFILE_FORMAT,
         "device": profile.device,
@@ -63,7 +67,7 @@ def read_profile(path: Path) -> Profile:
     """Read a profile file.
 
     Raises:
-        UsageError: it cannot be read or is no profile.
+        UsageError: it cannot be read, or is not a profile.
     """
     try:
         data = read_json(path)

@@ -1,4 +1,5 @@
-"""Roofline costs: an op takes the longer of its arithmetic and its memory traffic (Williams et al. 2009)."""
+"""Roofline costs: the time of an op is the larger of its arithmetic time and its memory traffic time
+(Williams et al. 2009)."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, subs
 aten = torch.ops.aten
 
 FlopRow: TypeAlias = Callable[[tuple[Any, ...], list[torch.Tensor | None]], float]
-"""Arguments (fakes in place of tensors) and results to arithmetic operations."""
+"""A function of a call's arguments (fakes in place of tensors) and results that returns the number of
+arithmetic operations."""
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """A cost for every call that is no view, and every inverse, in microseconds. The workspace is not modelled:
-    it is 0 here, and measured by `profile_costs`."""
+    """Return the modelled cost of every call that is not a view, and of every inverse, by name, in
+    microseconds.
+
+    The workspace is not modelled and is 0; `profile_costs` measures it.
+    """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
         results = [step.values[r].fake if r else None for r in call.results]
@@ -30,14 +35,15 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 
 
 def moved_bytes(step: CapturedStep, call: Call) -> int:
-    """Bytes that a call reads and writes, each element once; broadcast elements are read once."""
+    """Return the bytes that a call reads and writes. Each element counts once, even if it is broadcast."""
     read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
     tensors = [step.values[v].fake for v in (*read, *(r for r in call.results if r))]
     return sum(_distinct(t) * t.element_size() for t in tensors)
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Arithmetic operations of a call: what the op itself says, the table's row, or one an element of its results."""
+    """Return the number of arithmetic operations of a call: the op's attribute ``flops``, else the row of
+    `FLOPS`, else one per element of the results."""
     own = getattr(call.target, "flops", None)
     if isinstance(own, float):
         return own
@@ -59,8 +65,8 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> float:
 def _convolution(args: tuple[Any, ...], results: list[torch.Tensor | None]) -> float:
     out, (x, weight), transposed = results[0], args[:2], args[6]
     assert out is not None
-    # A weight is (out, in / groups, ...) or, transposed, (in, out / groups, ...): either way each element of
-    # the side that it slides over meets weight.numel() / weight.shape[0] products.
+    # A weight is (out, in / groups, ...) or, transposed, (in, out / groups, ...). In both cases each element of
+    # the output (transposed: of the input) takes part in weight.numel() / weight.shape[0] products.
     slid = x if transposed else out
     return float(2.0 * slid.numel() * weight.numel() / weight.shape[0])
 
@@ -73,7 +79,7 @@ def _convolution_backward(args: tuple[Any, ...], _results: list[torch.Tensor | N
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    # Two products, of queries with keys and of weights with values, for each query and head.
+    # Two matrix products for each query and head: with the keys, and with the values.
     return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
@@ -82,7 +88,7 @@ def _attention_forward(args: tuple[Any, ...], _results: list[torch.Tensor | None
 
 
 def _attention_backward(args: tuple[Any, ...], _results: list[torch.Tensor | None]) -> float:
-    # Five products for the forward's two: the weights are computed again.
+    # Five matrix products instead of two: the attention weights are computed again.
     return 2.5 * _attention(args[1], args[2], args[3])
 
 

@@ -1,1 +1,1 @@
-"""Kronecker-factored statistics of a step's layers, as further ops of the captured step."""
+"""Kronecker-factored statistics of a step's layers, computed by further ops of the captured step."""

@@ -1,24 +1,26 @@
-"""What a step with statistics gives: the Kronecker factors of its weights, by parameter name.
+"""The statistics of a step: the Kronecker factors of its weights, by parameter name.
 
-A layer is s = W a, with a last input of one where it has a bias. The gradient of its weight is a sum over rows r
-(samples, positions of a convolution's output, tokens, and each use of a weight that is used several times):
-∂loss/∂W = Σ g_r a_rᵀ. The factors are a = Σ a_r a_rᵀ and g = Σ g_r g_rᵀ, and
+A layer is s = W a, where a ends with a one if the layer has a bias. The gradient of its weight is a sum over
+rows r (samples, positions of a convolution's output, tokens, and every use of a shared weight): ∂loss/∂W = Σ
+g_r a_rᵀ. The factors are a = Σ a_r a_rᵀ and g = Σ g_r g_rᵀ, and
 
     F ≈ (g / samples) ⊗ (a / rows)
 
-approximates the Fisher matrix of the mean loss (Martens and Grosse 2015; shared weights: Eschenhagen et al. 2023).
+approximates the Fisher matrix of the mean loss (Martens and Grosse 2015; shared weights: Eschenhagen et al.
+2023).
 
-Scale. A loss is a mean or a sum of terms, one for each sample (or token, or pixel: what cross entropy takes the mean
-of); ``samples`` is their number. The rows g_r are gradients of the *sum* of the terms, whatever the reduction of the
-user's loss, so that ``g`` and ``a`` of micro-batches, of steps and of ranks add up, and so do ``rows`` and ``samples``.
-With the Fisher kinds ``mc`` and ``type-2`` this holds by construction. With ``empirical`` the rows are read from the
-backward of the user's own loss: they are multiplied by ``samples`` where that is a mean (``loss_reduction="mean"``).
-Any other factor of the loss (the scale of a GradScaler, 1/k of k micro-batches) stands squared in ``g``, and who
-applied it divides ``g`` by its square.
+Scale. A loss is the mean or the sum of ``samples`` terms, one for each sample (or token, or pixel: whatever
+cross entropy averages over). The rows g_r are gradients of the *sum* of the terms, whatever the reduction of
+the user's loss, so that ``g``, ``a``, ``rows`` and ``samples`` of micro-batches, of steps and of ranks can be
+added. For the Fisher kinds ``mc`` and ``type-2`` this is so by construction. For ``empirical`` the rows come
+from the backward of the user's loss, and are multiplied by ``samples`` if that loss is a mean
+(``loss_reduction="mean"``). Any other factor of the loss (the scale of a GradScaler, 1/k for k micro-batches)
+appears squared in ``g``; the user divides ``g`` by its square.
 
-With ``approx="expand"`` a row is one row of the layer's matrix product. With ``reduce`` a row is one sample of the
-batch: a_r is the mean of its inputs over places or tokens, g_r the sum of its gradients. With a ``share`` of the rows
-below one, ``a`` and ``rows`` count the rows that were taken, and ``g`` is multiplied by all rows ÷ taken rows.
+With ``approx="expand"`` a row is one row of the layer's matrix product. With ``reduce`` a row is one sample
+of the batch: a_r is the mean of its inputs over places or tokens, g_r the sum of its gradients. With a
+``share`` below one, ``a`` and ``rows`` count only the selected rows, and ``g`` is multiplied by all rows ÷
+selected rows.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The two factors of one weight. Both are symmetric, in float32 or in the weight's type if that is wider.
+    """The two Kronecker factors of one weight. Both are symmetric, in float32 or in the weight's type if that
+    is wider.
 
-    ``a``: (d_in, d_in), where a bias is the last row and column; Σ a aᵀ, not divided. Layers with the same input hold
-    the same tensor: change it only in a copy. ``g``: (d_out, d_out), Σ g gᵀ. With ``groups`` > 1 both have a leading
-    dimension of that size, one block a group. A factor with more rows than ``diagonal_above`` says is its diagonal, a
-    vector in place of a matrix. ``rows``: the number of rows that ``a`` sums (where parts of a weight have inputs of
-    their own, the most of them; the sums of the others are scaled to that).
-    ``samples``: the number of terms of the loss. ``bias``: whether the last input is one, for the bias called
-    ``bias_name``. ``split``, ``order``: how the weight becomes a matrix, see `matrix`.
+    ``a``: (d_in, d_in), Σ a aᵀ, not divided by anything; a bias is the last row and column. Layers with the
+    same input share the tensor, so do not change it in place. ``g``: (d_out, d_out), Σ g gᵀ. With ``groups``
+    > 1 both have a leading dimension of that size, with one block for each group. A factor with more rows
+    than ``diagonal_above`` is only its diagonal: a vector in place of a matrix. ``rows``: the number of rows
+    summed in ``a``. (If parts of a weight have different inputs, it is the maximum over the parts, and the
+    sums of the others are scaled to it.) ``samples``: the number of terms of the loss. ``bias``: whether the
+    last input is one, for the bias parameter ``bias_name`` (None without a bias). ``split``, ``order``: how
+    the weight becomes a matrix; see `matrix`.
     """
 
     a: Tensor
@@ -54,10 +58,13 @@ class Factors:
     order: tuple[int, ...]
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight, or its gradient, as the matrix between the factors: (d_out, d_in), with a leading dimension of
-        groups if there are several.
+        """Return the weight, or its gradient, as the matrix between the factors: (d_out, d_in), with a
+        leading dimension if there are several groups.
 
-        ``bias``: of shape (groups · d_out,), the last column; needed if `bias` is true.
+        Args:
+            weight: the weight or its gradient.
+            bias: the bias or its gradient, (groups · d_out,), which becomes the last column; required if
+                ``self.bias`` is true.
         """
         found = weight.reshape(self.split).permute(self.order).reshape(self.groups, self.g.shape[-1], -1)
         if bias is not None:
@@ -65,7 +72,15 @@ class Factors:
         return found if self.groups > 1 else found[0]
 
     def tensors(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-        """The inverse of `matrix`: the weight of a ``shape``, and the bias (d_out,) if there is one."""
+        """Return the weight and the bias of such a matrix: the inverse of `matrix`.
+
+        Args:
+            matrix: as `matrix` returns it.
+            shape: the weight's shape.
+
+        Returns:
+            The weight; and the bias, (groups · d_out,), or None if there is none.
+        """
         matrix = matrix.reshape(self.groups, self.g.shape[-1], -1)
         weight = matrix[..., :-1] if self.bias else matrix
         permuted = weight.reshape([self.split[dim] for dim in self.order])
@@ -78,9 +93,10 @@ class Factors:
 class Statistics:
     """The statistics of one training step, summed over its micro-batches.
 
-    ``factors``: by the weight's name. ``skipped``: by the parameter's name, why it has no factors; biases that stand
-    within a weight's factors are in neither. ``step``: the number of the training step that they belong to, from 0. A
-    step that takes none has no factors. Whoever keeps this beyond its step holds bytes that no plan counts.
+    ``factors``: by the weight's name; empty if the step takes no statistics. ``skipped``: by the parameter's
+    name, the reason why it has no factors. Biases that are included in a weight's factors are in neither.
+    ``step``: the number of the training step, from 0. The tensors are not counted in any later step's budget,
+    so keep them only as long as needed.
     """
 
     factors: Mapping[str, Factors]

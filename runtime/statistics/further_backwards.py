@@ -1,4 +1,4 @@
-"""Which further backwards the statistics of a step need, and of how many terms its loss is made."""
+"""The additional backwards that the statistics of a step need, and the number of terms of its loss."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rematplan.runtime.statistics.output_gradients import Draws, OutputGradient
 from rematplan.runtime.statistics.second_backward import SecondBackward, call_of
 
 MOST_COLUMNS = 64
-"""Backwards at most for ``type-2``, one a class."""
+"""The largest number of backwards for ``type-2``, which needs one for each class."""
 
 
 def samples_of(step: CapturedStep) -> int:
-    """The first dimension of the module's first input; 0 if there is none."""
+    """Return the size of the first dimension of the module's first input; 0 if there is none."""
     first = next((i for i in step.inputs if i.kind == "batch"), None)
     shape = step.values[first.value].fake.shape if first else ()
     return shape[0] if shape else 0
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """The number of terms of the loss.
+    """Return the number of terms of the loss.
 
     Raises:
-        ModelError: the output of which the loss is taken is not there, or has no dimension of classes.
+        ModelError: the output from which the loss is computed does not exist, or has no dimension of classes.
     """
     if options.terms is not None:
         return options.terms
@@ -36,10 +36,10 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """The further backwards; none where the statistics are those of the user's loss.
+    """Return the additional backwards; none if the statistics come from the backward of the user's loss.
 
     Raises:
-        ModelError: the step's output is not one that the likelihood and the kind of Fisher matrix are for.
+        ModelError: the step's output does not fit the likelihood and the kind of Fisher matrix.
     """
     if options.fisher == "empirical":
         return []
@@ -48,10 +48,10 @@ def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> l
     size = fake.shape[options.class_dim]
     tangent = next((i.value for i in step.inputs if (i.kind, i.target) == ("tangent", target)), None)
     if tangent is None:
-        raise ModelError(f"output {target} of {step.name} depends on nothing that is trained")
+        raise ModelError(f"output {target} of {step.name} depends on no trained parameter")
     if size == 1 and options.likelihood == "categorical":
         raise ModelError(
-            f"output {target} of {step.name} has one class, so no label tells anything; see likelihood="
+            f"output {target} of {step.name} has one class, so labels carry no information; see likelihood="
         )
     if options.fisher == "type-2":
         _check_columns(step, fake, size)
@@ -73,15 +73,15 @@ def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> l
 def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
     if size > MOST_COLUMNS:
         raise ModelError(
-            f"fisher='type-2' goes backward for each of {size} classes; {MOST_COLUMNS} is the most; use 'mc'"
+            f"fisher='type-2' needs a backward for each of {size} classes; the limit is {MOST_COLUMNS}; use 'mc'"
         )
     if fake.numel() // size != max(1, samples_of(step)):
-        raise ModelError("fisher='type-2' is for outputs with one term of the loss a sample; use fisher='mc'")
+        raise ModelError("fisher='type-2' needs an output with one loss term per sample; use fisher='mc'")
 
 
 def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
-    """The value of the output that the loss is taken of. ``needed``: whether it has to have classes, whatever its
-    shape."""
+    """Return the value of the output from which the loss is computed. ``needed``: whether it must have a
+    dimension of classes even if it is a scalar or vector."""
     target = str(options.output)
     found = next((o.value for o in step.outputs if (o.kind, o.target) == ("output", target)), None)
     if found is None:

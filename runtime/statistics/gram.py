@@ -1,6 +1,6 @@
 """The op of a statistic: the sum of outer products of a tensor's rows, as packed symmetric matrices.
 
-Rows are read in chunks, so that what is copied (patches of a convolution, float32 of bfloat16) stays small.
+Rows are read in chunks, so that copies (patches of a convolution, float32 of bfloat16) stay small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from rematplan.runtime.statistics.packing import block_column, block_columns, packed_size
 
 CHUNK_BYTES = 2**24
-"""Bytes of the rows that are copied at once, but for one sample's that are more."""
+"""The largest number of bytes of rows that are copied at once, unless one sample has more."""
 GOLDEN = (5**0.5 - 1) / 2
 
 Dims = tuple[int, ...]
@@ -25,8 +25,8 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How rows are read off a tensor: it is viewed in a ``shape``, whose dimensions are ``groups``, ``features``,
-    ``samples`` and ``places`` (what the rows of one sample are counted by)."""
+    """How to read rows from a tensor: view it in ``shape``; each of its dimensions belongs to ``groups``,
+    ``features``, ``samples`` or ``places`` (the position of a row within a sample)."""
 
     shape: Dims
     groups: Dims
@@ -35,12 +35,13 @@ class Rows:
     places: Dims
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A view (groups..., features..., samples..., places...)."""
+        """Return a view of shape (groups..., features..., samples..., places...)."""
         return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
 
     @property
     def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """The number of groups and features, and the sizes of the row dimensions (samples, places)."""
+        """The number of groups, the number of features, and the sizes of the row dimensions (samples,
+        places)."""
         count = [math.prod(self.shape[d] for d in dims) for dims in (self.groups, self.features)]
         samples, places = (tuple(self.shape[d] for d in dims) for dims in (self.samples, self.places))
         return count[0], count[1], samples, places
@@ -48,12 +49,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """How the inputs of a convolution are read: (batch, channels, *sizes), for each position of the output the window
-    that it sees, of channels / groups × kernel numbers.
+    """How to read rows from the input of a convolution (batch, channels, *sizes): for each position of the
+    output the window that it reads, of channels / groups × kernel numbers.
 
-    ``padding``: before and after each of the sizes, negative to crop. ``spread``: zeros that a transposed
-    convolution puts between the inputs, plus one; its windows are read backwards (``flipped``). ``per_sample``: how
-    many of the batch belong to one sample.
+    ``padding``: before and after each spatial size; negative to crop. ``spread``: for a transposed
+    convolution, its stride: its inputs are spaced with spread − 1 zeros between them. ``flipped``: whether
+    the windows are reversed, as for a transposed convolution. ``positions``: the spatial sizes of the output.
+    ``per_sample``: how many entries of the batch belong to one sample.
     """
 
     batch: int
@@ -69,7 +71,8 @@ class Patches:
     per_sample: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """A view of a padded copy: (groups, channels / groups, *kernel, samples, batch of a sample, *positions)."""
+        """Return a view of a padded copy, of shape (groups, channels / groups, *kernel, samples, per_sample,
+        *positions)."""
         n = len(self.kernel)
         if any(s > 1 for s in self.spread):
             sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
@@ -89,7 +92,7 @@ class Patches:
 
     @property
     def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """As of `Rows`."""
+        """As `Rows.sizes`."""
         features = self.channels // self.groups * math.prod(self.kernel)
         return self.groups, features, (self.batch // self.per_sample,), (self.per_sample, *self.positions)
 
@@ -99,12 +102,13 @@ Reading = Rows | Patches
 
 @dataclass(frozen=True, slots=True)
 class Gram:
-    """Σ r rᵀ over rows r of a tensor, in float32 at least, packed: (groups, `packed_size`).
+    """The sum Σ r rᵀ over rows r of a tensor, in float32 or wider, packed: (groups, `packed_size`).
 
-    ``places``: ``each`` place is a row, or a sample's row is the ``mean`` or the ``sum`` over its places. ``share``:
-    of the rows that are taken. ``ones``: a further last number of each row is 1. ``scale``: multiplies the
-    sum. ``diagonal``: only the diagonals are summed, (groups, `size`). Calling it with a second tensor, which an
-    earlier use of the same weight made, adds to that in place.
+    ``read``: how rows are read. ``places``: with ``each``, every place is a row; with ``mean`` or ``sum``, a
+    sample is one row, the mean or sum over its places. ``share``: the share of the rows that are used.
+    ``ones``: whether each row ends with an additional one. ``scale``: a factor of the sum. ``diagonal``:
+    whether only the diagonals are computed: (groups, `size`). If it is called with a second tensor, the sum
+    of an earlier use of the same weight, it adds to that tensor in place.
     """
 
     read: Reading
@@ -116,7 +120,7 @@ class Gram:
 
     @property
     def size(self) -> int:
-        """The matrix's side."""
+        """The number of rows of the matrix."""
         return self.read.sizes[1] + self.ones
 
     @property
@@ -127,23 +131,23 @@ class Gram:
 
     @property
     def all_rows(self) -> int:
-        """The rows there are."""
+        """The number of rows of the tensor."""
         _, _, samples, places = self.read.sizes
         return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
 
     def rows(self, dtype: torch.dtype) -> int:
-        """The rows that are taken of a tensor of that type."""
+        """Return the number of rows that are used of a tensor of that type."""
         per_sample = self.all_rows // max(1, self.read.sizes[2][0])
         return sum(_taken(per_sample * n, self.share) for _, n in self._chunks(dtype))
 
     @property
     def flops(self) -> float:
-        """Arithmetic operations, for a model of its cost."""
+        """Arithmetic operations, for the roofline model."""
         groups, features, _, _ = self.read.sizes
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
-        """The packed sum."""
+        """Return the packed sum, added to ``previous`` if that is given."""
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None
@@ -153,7 +157,7 @@ class Gram:
         return out if kept else out.zero_()
 
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The rows of some samples, (groups, features, rows)."""
+        """Return the rows of ``count`` samples, (groups, features, rows)."""
         groups, features, samples, places = self.read.sizes
         if isinstance(self.read, Patches):
             each = self.read.per_sample
@@ -174,7 +178,7 @@ class Gram:
         return found.reshape(groups, features, -1).to(dtype)
 
     def _add(self, out: Tensor, rows: Tensor, kept: bool) -> None:
-        """Add the sum over some rows to what is ``kept`` in ``out``, or put it there."""
+        """Add the sum over some rows to ``out``; overwrite ``out`` unless ``kept``."""
         features, beta = rows.shape[1], float(kept)
         if self.diagonal:
             squares = torch.linalg.vector_norm(rows, dim=-1).square_()  # without a tensor of all squares
@@ -186,7 +190,7 @@ class Gram:
         for start, end, offset in block_columns(features):
             column = block_column(out, features, start, end, offset)
             left, right = rows[:, start:], rows[:, start:end].mT
-            if len(rows) == 1:  # the kernel for one is quicker
+            if len(rows) == 1:  # the kernel for one matrix is faster
                 column[0].addmm_(left[0], right[0], beta=beta, alpha=self.scale)
             else:
                 column.baddbmm_(left, right, beta=beta, alpha=self.scale)
@@ -198,7 +202,7 @@ class Gram:
             border[:, -1] += self.scale * rows.shape[-1]
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Samples at a time: the first of them and how many."""
+        """Yield ranges of samples to be read at a time: the first sample and their number."""
         groups, features, samples, places = self.read.sizes
         first = samples[0]
         each = self.all_rows // max(1, first) * self.share
@@ -211,7 +215,7 @@ class Gram:
         yield from ((start, min(step, first - start)) for start in range(0, first, max(1, step)))
 
     def __str__(self) -> str:
-        # All that its cost depends on: the key of a profile.
+        # Everything its cost depends on: its key in a profile.
         return f"statistics.gram {self.read} {self.places} {self.share} {self.ones} {self.scale != 1} {self.diagonal}"
 
     @property
@@ -221,7 +225,7 @@ class Gram:
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums: float32 at least."""
+    """Return the type of sums: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -230,9 +234,10 @@ def _taken(rows: int, share: float) -> int:
 
 
 def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The rows that are taken, one of each stretch of 1 / share, by their index in each row dimension.
+    """Return the indices of the rows that are used, one array for each row dimension.
 
-    Within its stretch a row is where the golden ratio's multiples put it, so that no column of an image is preferred.
+    One row is used of each interval of 1 / share rows. Its position in the interval follows multiples of the
+    golden ratio, so that no column of an image is preferred.
     """
     taken = _taken(rows, share)
     at = torch.arange(taken, device=device, dtype=torch.float64)

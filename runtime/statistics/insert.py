@@ -1,7 +1,9 @@
-"""The pass: a captured step gets further ops that sum the outer products of its layers' inputs and gradients.
+"""A pass that adds statistics to a captured step: ops that sum the outer products of its layers' inputs and
+gradients.
 
-Each op stands before the product that makes the weight's gradient, and reads what that reads, so that nothing lives
-longer or is recomputed for it. The ops run once, and what they give stays until the step ends.
+Each op is placed before the product that computes the weight's gradient, and reads the same tensors as that
+product, so that nothing lives longer or is recomputed for it. The ops run once, and their results stay
+resident until the step ends.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums of a block of a weight, by the targets of the step's outputs; as of `Block`. ``ones``:
-    whether a last input is one. ``diagonal``: of each, whether only the diagonal is summed."""
+    """The two sums for one block of a weight, as the targets of the step's statistic outputs.
+
+    ``a``, ``g``: the targets. ``d_in``, ``d_out``: the numbers of features. ``ones``: whether the last input
+    is one. ``rows``: the number of rows in ``a``. ``count``: as of `Block`. ``diagonal``: for each sum,
+    whether it is only the diagonal.
+    """
 
     a: str
     g: str
@@ -45,7 +51,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight with statistics: as of `Weight`, with its ``sums``."""
+    """A weight with statistics: the fields of `Weight`, and its ``sums``, one for each block."""
 
     name: str
     bias: str | None
@@ -57,7 +63,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class StatisticsStep:
-    """A step with statistics. ``terms``: of the loss. ``skipped``: trained parameters without, and why."""
+    """A step with statistics.
+
+    ``terms``: the number of terms of the loss. ``skipped``: trained parameters without statistics, and the
+    reasons.
+    """
 
     step: CapturedStep
     layers: tuple[Layer, ...]
@@ -66,11 +76,10 @@ class StatisticsStep:
 
 
 def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
-    """The step with statistics of all weights that have any.
+    """Return the step with statistics of all weights for which they can be computed.
 
     Raises:
-        ModelError: the step has no output of which the likelihood could be that is asked for, or no weight with
-            statistics.
+        ModelError: no output fits the requested likelihood, or no weight can have statistics.
     """
     return _Pass(step, options, draws).run()
 
@@ -84,7 +93,7 @@ class _Pass:
     behind: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, Value] = field(default_factory=dict)
     sums: dict[object, tuple[str, int]] = field(default_factory=dict)
-    """The value of a sum that is made already, and its rows."""
+    """The sums that exist already, by key: the value's name and the number of rows."""
     outputs: dict[str, str] = field(default_factory=dict)
     """The targets of the sums, by value."""
 
@@ -108,7 +117,8 @@ class _Pass:
         return StatisticsStep(step, tuple(layers), skipped, terms)
 
     def _backwards(self) -> list[SecondBackward]:
-        """The further backwards, the gradients that they begin with placed before all of the backward half."""
+        """Return the additional backwards. Their first calls, which compute the outputs' gradients, are
+        placed before the backward half."""
         found = further_backwards(self.step, self.options, self.draws)
         first = next(c for c in self.step.calls if c.name in self.step.after_turn)
         for one in found:
@@ -117,7 +127,7 @@ class _Pass:
         return found
 
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
-        """Take from the further backwards the calls that the statistics need."""
+        """Add those calls of the additional backwards that the statistics need."""
         needed = {ref.value for calls in self.before.values() for c in calls for ref in _refs(c)}
         for one in backwards:
             for call in reversed(self.step.calls):
@@ -179,7 +189,7 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """The sums of a use: of its inputs and of its gradients."""
+        """Return the ops that sum the inputs and the gradients of a use."""
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
         product = use.product
@@ -195,7 +205,7 @@ class _Pass:
         return a, Gram(gradients, g_places, share, False, 1.0, gradients.sizes[1] > most)
 
     def _key(self, value: str, gram: Gram) -> object:
-        """The same for all sums of the same rows, however the value views them."""
+        """Return a key that is equal for sums over the same rows, however the value views them."""
         fake, read = self.step.values[value].fake, gram.read
         place = (self.step.values[value].storage, int(fake.storage_offset()), fake.dtype)
         if isinstance(read, Patches):
@@ -212,7 +222,8 @@ class _Pass:
     def _sum(
         self, key: object, gram: Gram, value: str, previous: str | None, rows: int, product: str
     ) -> tuple[str, int]:
-        """The value of a sum, and its rows with those of the sums before; made once for all with the same key."""
+        """Return the value of a sum and its number of rows, those of ``previous`` included. Equal keys share
+        one sum."""
         if key not in self.sums:
             fake = self.values.get(value) or self.step.values[value]
             name = f"statistic_{len(self.sums)}"
@@ -225,11 +236,12 @@ class _Pass:
 
 
 class _NotTaken(Exception):
-    """A weight has no statistics after all; the text is the reason."""
+    """Raised for a weight that cannot have statistics. The text is the reason."""
 
 
 def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
-    """What stands for a gradient of the user's backward in the backwards of the statistics; None where it is zero."""
+    """Return the counterparts of a gradient of the user's backward in the backwards of the statistics; None
+    where it is zero."""
     if not backwards:
         return [value]
     made = [one.made[value] for one in backwards]
@@ -237,7 +249,8 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Whether rows that were viewed together count samples by their second dimension, as in (time, batch, features)."""
+    """Return whether rows that were flattened count samples in their second dimension, as in (time, batch,
+    features)."""
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:

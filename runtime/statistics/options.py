@@ -1,4 +1,4 @@
-"""What is asked of the statistics of a step: `rematplan.Kronecker`."""
+"""The options for the statistics of a step: `rematplan.Kronecker`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "loss_reduction": ("mean", "sum"),
     }
 )
-"""The values of the options that are words."""
+"""The allowed values of the options that are strings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker:
-    """Kronecker-factored statistics in every n-th training step. `factors` says what they are and how they are scaled.
+    """Options for Kronecker-factored statistics of training steps. `Factors` says what they are and how they
+    are scaled.
 
-    ``every``: steps from one with statistics to the next; a training step ends with an optimizer's step, so that all
-    micro-batches of a step have statistics or none has. ``approx``: ``expand`` takes every row of a layer's matrix
-    product, ``reduce`` one row a sample: the mean of its inputs and the sum of its gradients over places or tokens
-    (Eschenhagen et al. 2023). ``share``: of the rows that are taken, above 0 and up to 1. ``diagonal_above``: of a
-    factor with more rows (a vocabulary's, say) only the diagonal is summed; dense it would take gigabytes.
+    ``every``: compute statistics in every n-th training step. A training step ends with the optimizer's step,
+    so either all of its micro-batches have statistics or none has. ``approx``: with ``expand``, every row of
+    a layer's matrix product counts; with ``reduce``, each sample counts as one row: the mean of its inputs
+    and the sum of its gradients over places or tokens (Eschenhagen et al. 2023). ``share``: the share of the
+    rows that are used, above 0 and up to 1. ``diagonal_above``: for a factor with more rows (that of a
+    vocabulary, for example) only the diagonal is computed; the matrix would need gigabytes.
 
-    ``fisher``: ``mc`` draws labels from the model's own distribution and goes backward once more for them, without
-    gradients of weights; ``type-2`` takes the exact Hessian of the loss in the outputs, by a further backward for each
-    class, or for each number of a Gaussian's output; ``empirical`` takes the backward of the user's loss. ``seed``: of
-    the labels that are drawn; the global generators are left alone.
+    ``fisher``: ``mc`` draws labels from the model's own distribution and runs one more backward for them,
+    without gradients of weights. ``type-2`` uses the exact Hessian of the loss with respect to the outputs,
+    with one more backward for each class, or for each number of a Gaussian's output. ``empirical`` uses the
+    backward of the user's loss. ``seed``: for drawing labels; the global generators are not used.
 
-    ``output``: the position of the output, among the tensors that the module returns, that a loss is taken of.
-    ``likelihood``: what its numbers are: ``categorical`` logits of cross entropy, or ``gaussian`` means of
-    `torch.nn.MSELoss`. ``class_dim``: the output's dimension that holds classes, or the numbers of one Gaussian; all
-    others count terms of the loss. ``loss_reduction``: whether the user's loss is the ``mean`` or the ``sum`` of its
-    terms. ``terms``: their number, where it is not that of the output (a loss inside of the model, padding that is
-    ignored); of a module that returns the loss itself it is by default the first dimension of its first input.
+    ``output``: the position of the output, among the tensors that the module returns, from which the loss is
+    computed. ``likelihood``: ``categorical`` if the output has logits for cross entropy, ``gaussian`` if it
+    has means for `torch.nn.MSELoss`. ``class_dim``: the output's dimension of classes, or of the numbers of
+    one Gaussian; all other dimensions count terms of the loss. ``loss_reduction``: whether the user's loss is
+    the ``mean`` or the ``sum`` of its terms. ``terms``: the number of terms, if it does not follow from the
+    output (a loss inside the model, ignored padding). If None it follows from the output; for a module that
+    returns a scalar it is the first dimension of its first input.
 
     Raises:
-        UsageError: a value that an option cannot have.
+        UsageError: an option has a value that is not allowed.
     """
 
     every: int = 1

@@ -1,9 +1,10 @@
-"""The gradients of a module's outputs for which the Fisher matrix is the mean of gᵀg, one op each.
+"""Gradients of a module's outputs whose outer products give the Fisher matrix: one op for each kind.
 
-Terms of a loss are summed, not averaged. For cross entropy the Hessian in the logits is diag(p) − p pᵀ: labels drawn
-from p give p − e_y (``mc``), and columns √p_c (p − e_c) are an exact root of it (``type-2``). For a Gaussian, the loss
-of one term is ‖y − t‖² with weight w (1 / d where the user's loss is a mean, as of `torch.nn.MSELoss`, else 1), whose
-Hessian is 2 w I: √(2 w) ε with a normal ε, or √(2 w) times each unit vector.
+Terms of a loss are summed, not averaged. For cross entropy the Hessian with respect to the logits is diag(p)
+− p pᵀ. Labels y drawn from p give the gradient p − e_y (``mc``); the columns √p_c (p − e_c) are an exact root
+(``type-2``). For a Gaussian, the loss of one term is ‖y − t‖² with weight w (1 / d if the user's loss is a
+mean, as `torch.nn.MSELoss` is, else 1), whose Hessian is 2 w I: √(2 w) ε with normal ε, or √(2 w) times each
+unit vector.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Draws:
-    """Where the random numbers of ``mc`` come from: each draw has a generator of its own, so that the global ones are
-    left alone. ``count``: of draws so far; together with the seed it is all of the state."""
+    """The random numbers of ``mc``. Each draw has a new generator, so that the global generators are not
+    used.
+
+    ``count``: the number of draws so far. It and ``seed`` are the whole state.
+    """
 
     seed: int
     count: int = 0
 
     def next(self, device: torch.device) -> torch.Generator:
-        """The generator of the next draw. Each process of a distributed run draws other numbers."""
+        """Return the generator of the next draw. Each process of a distributed run draws other numbers."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
         generator = torch.Generator(device).manual_seed(hash((self.seed, rank, self.count)) % 2**63)
@@ -35,8 +39,11 @@ class Draws:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """One gradient of an output. ``kind``: a row of `KINDS`. ``dim``: the dimension of classes. ``column``: which of
-    the columns of a root; ``weight``: w."""
+    """One gradient of an output.
+
+    ``kind``: a key of `KINDS`. ``dim``: the dimension of classes. ``column``: the column of the root.
+    ``weight``: the weight w of a Gaussian term.
+    """
 
     kind: str
     dim: int
@@ -45,7 +52,7 @@ class OutputGradient:
     draws: Draws = field(compare=False)
 
     def __call__(self, output: Tensor) -> Tensor:
-        """The gradient, laid out as the output and of its type."""
+        """Return the gradient, with the shape, strides and type of the output."""
         found = KINDS[self.kind](self, output.detach().to(torch.promote_types(output.dtype, torch.float32)))
         return torch.empty_like(output).copy_(found)
 
@@ -91,4 +98,4 @@ KINDS: Mapping[str, Callable[[OutputGradient, Tensor], Tensor]] = {
     "type-2 categorical": _root_of_hessian,
     "type-2 gaussian": _unit_vector,
 }
-"""By the kind of Fisher matrix and the likelihood."""
+"""Functions that compute the gradient, by the kind of Fisher matrix and the likelihood."""

@@ -1,8 +1,9 @@
-"""Symmetric matrices packed: the lower triangle in columns of blocks, each block column a dense rectangle.
+"""Packed symmetric matrices: the lower triangle in block columns, each a dense rectangle.
 
-A matrix of d × d is cut into block columns of width b. Block column j keeps the rows from its diagonal block down, so
-that sums are matrix products straight into the packed tensor, and (d² + d·b) / 2 numbers are kept of d². A matrix may
-have a border, a last row and column for inputs that are one; its d + 1 numbers come last.
+A d × d matrix is divided into block columns of width b. Of block column j the rows from its diagonal block
+down are stored, so that matrix products can write into the packed tensor directly, and (d² + d·b) / 2 numbers
+are stored instead of d². A matrix may have a border, a last row and column for an input that is always one;
+its d + 1 numbers come last.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Iterator
 from torch import Tensor
 
 LEAST_WIDTH = 64
-"""Narrower block columns cost more time than they save bytes."""
+"""The smallest width of a block column. Narrower ones cost more time than they save memory."""
 COLUMNS = 16
-"""Block columns of a large matrix."""
+"""The number of block columns of a large matrix."""
 
 
 def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
-    """Of each block column its first column, the column after its last, and where it begins in the packed tensor."""
+    """Yield for each block column its first column, its end column (exclusive), and its offset in the packed
+    tensor."""
     width, offset = max(LEAST_WIDTH, -(-d // COLUMNS)), 0
     for start in range(0, d, width):
         end = min(start + width, d)
@@ -29,19 +31,20 @@ def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
 
 
 def packed_size(d: int, border: bool = False) -> int:
-    """The numbers that are kept of a symmetric matrix of d × d and its border."""
+    """Return how many numbers are stored for a symmetric d × d matrix and its border."""
     return sum((d - start) * (end - start) for start, end, _ in block_columns(d)) + border * (d + 1)
 
 
 def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
-    """A block column as a view (..., d − start, end − start) of packed matrices (..., `packed_size`)."""
+    """Return a block column as a view (..., d − start, end − start) of packed matrices (...,
+    `packed_size`)."""
     rows, width = d - start, end - start
     column: Tensor = packed[..., offset : offset + rows * width].unflatten(-1, (rows, width))
     return column
 
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
-    """Packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
+    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):
@@ -54,7 +57,7 @@ def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
 
 
 def packed_trace(packed: Tensor, d: int) -> Tensor:
-    """The traces (...) of packed matrices without a border (..., `packed_size`)."""
+    """Return the traces (...) of packed matrices without a border (..., `packed_size`)."""
     diagonals = (
         block_column(packed, d, *at)[..., : at[1] - at[0], :].diagonal(dim1=-2, dim2=-1).sum(-1)
         for at in block_columns(d)
@@ -63,7 +66,8 @@ def packed_trace(packed: Tensor, d: int) -> Tensor:
 
 
 def pack(dense: Tensor) -> Tensor:
-    """The inverse of `unpack` without a border; only the lower triangle's block columns are read."""
+    """Return dense symmetric matrices (..., d, d) packed, without a border. Only the block columns of the
+    lower triangle are read."""
     d = dense.shape[-1]
     packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
     for start, end, offset in block_columns(d):

@@ -1,4 +1,4 @@
-"""Which ATen calls make the gradient of a shared weight, a row each: ∂loss/∂W = Σ g_r a_rᵀ."""
+"""The ATen calls that compute the gradient of a weight, one row each: ∂loss/∂W = Σ g_r a_rᵀ."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Role: TypeAlias = Literal["batch", "out", "in", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A call that makes the gradient of a weight.
+    """A call that computes the gradient of a weight as a product of two operands' rows.
 
-    ``inputs`` and ``gradients``: the values whose rows it multiplies. ``weight``: the value that it is the
-    gradient of, where the call names it. ``axes``: the dimensions of the gradient as it is made, in row-major order,
-    sizes and roles; ``batch`` is a matrix product's, of which it is still open whether it is summed.
+    ``inputs``, ``gradients``: the values of the operands: the layer's input and the gradient of its output.
+    ``weight``: the value of the weight, if the call has it as an argument; else None. ``axes``: the
+    dimensions of the call's result in row-major order, as size and role. (Whether a matrix product's
+    ``batch`` dimension is summed later is not known yet.)
     """
 
     call: Call
@@ -32,14 +33,15 @@ class Product:
     weight: str | None
     axes: tuple[tuple[int, Role], ...]
     read: Callable[[BatchSplit, int, bool], tuple[Reading, Reading]]
-    """Gives how inputs and gradients are read, once it is known how ``batch`` is split, for so many samples (0: each
-    row is one), which rows count by their fast index if the last argument is true."""
+    """A function that returns how to read the rows of inputs and gradients. Its arguments: how ``batch`` is
+    split; the number of samples (0 if each row is one); and whether samples are counted by the rows' fast
+    index."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The leading dimension of a batched matrix product: its ``sizes``, and which of them are groups (they are
-    dimensions of the weight); over the others the gradient is summed."""
+    """The leading dimension of a batched matrix product, split into ``sizes``. ``groups``: the positions of
+    those sizes that are dimensions of the weight; the gradient is summed over the others."""
 
     sizes: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
@@ -49,13 +51,14 @@ Row: TypeAlias = Callable[[Call, CapturedStep], Product | None]
 
 
 def product_of(call: Call, step: CapturedStep) -> Product | None:
-    """The product that a call of the backward half is, if it may be one."""
+    """Return a call of the backward half as a product; None if it is not one."""
     row = PRODUCTS.get(getattr(call.target, "overloadpacket", None))
     return row(call, step) if row else None
 
 
 def _mm(call: Call, step: CapturedStep) -> Product | None:
-    """(p, n) · (n, q) or, batched, (b, p, n) · (b, n, q): the operand of the forward half is the inputs."""
+    """Match (p, n) · (n, q) or, batched, (b, p, n) · (b, n, q). The operand from the forward half is the
+    input."""
     left, right = call.args[:2]
     late = [_is_late(step, ref) for ref in (left, right)]
     if late[0] == late[1]:
@@ -78,8 +81,11 @@ def _mm(call: Call, step: CapturedStep) -> Product | None:
 def _matrix_rows(
     split: BatchSplit, rows: int, features: int, rows_first: bool, samples: int, inside: bool
 ) -> Rows:
-    """An operand of a matrix product, of a shape (*split, rows, features) or, not ``rows_first``, the last two the
-    other way round. Samples are counted by the first dimension that is summed over, where it is a multiple of them."""
+    """Return how to read the rows of an operand of shape (*split, rows, features), or (*split, features,
+    rows) if not ``rows_first``.
+
+    The first summed dimension counts samples, if it is a multiple of their number.
+    """
     at = len(split.sizes)
     summed = tuple(dim for dim in range(at) if dim not in split.groups)
     lead = split.sizes[summed[0]] if summed else rows
@@ -160,9 +166,9 @@ LAYERS: Mapping[Any, tuple[int, int]] = {
     aten.baddbmm: (1, 2),
     aten.convolution: (0, 1),
 }
-"""The positions of the two operands of the forward half's ops that these are the gradients of."""
+"""The positions of the two operands of those forward ops whose gradients these products are."""
 
 
 def matrix_size(product: Product) -> int:
-    """The numbers of the gradient as it is made."""
+    """Return the number of elements of the gradient as the call computes it."""
     return math.prod(size for size, _ in product.axes)

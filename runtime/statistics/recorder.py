@@ -1,7 +1,7 @@
-"""Statistics as backwards give them, summed over the micro-batches of a training step.
+"""Collect the statistics that backwards compute, and sum them over the micro-batches of a training step.
 
-A training step ends when an optimizer has stepped over one of the module's parameters, when `Recorder.take` says so, or
-when a forward finds no gradients though a backward has run since the step began.
+A training step ends when an optimizer has stepped over a parameter of the module, when `Recorder.take` is
+called, or when a forward finds no gradients although a backward has run since the step began.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ NO_GRADIENT = "no gradient reached it in this step"
 
 @dataclass(frozen=True)
 class Taken:
-    """The sums of one weight: as of `Layer`, with the rows of each of its blocks."""
+    """The sums of one weight: its `Layer`, and the number of rows of each block."""
 
     layer: Layer
     rows: tuple[int, ...]
 
 
 class PackedFactors(Mapping[str, Factors]):
-    """Factors by the weight's name. They are kept as packed triangles, and dense for as long as somebody holds them."""
+    """Factors by the weight's name, stored as packed triangles. Dense factors are made on access; that of the
+    inputs is shared while it is in use."""
 
     def __init__(self, taken: Mapping[str, Taken], tensors: Mapping[str, Tensor], samples: int) -> None:
         self._taken, self._tensors, self._samples = dict(taken), dict(tensors), samples
@@ -51,8 +52,8 @@ class PackedFactors(Mapping[str, Factors]):
         return len(self._taken)
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The packed a and g of each block of a weight's rows, (groups, `packing.packed_size`); one block but for
-        weights whose parts have different inputs."""
+        """Return the packed a and g, (groups, `packing.packed_size`), of each block of a weight's rows. There
+        is one block, unless parts of the weight have different inputs."""
         sums = self._taken[name].layer.sums
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
 
@@ -104,7 +105,7 @@ class PackedFactors(Mapping[str, Factors]):
 
 
 def shapes(of: StatisticsStep) -> Mapping[str, Factors]:
-    """The factors that a step will give, as tensors of the device ``meta``."""
+    """Return the factors that a step will compute, as tensors on the device ``meta``."""
     outputs = {o.target: of.step.values[o.value].fake for o in of.step.outputs if o.kind == "statistic"}
     tensors = {
         target: torch.empty(fake.shape, dtype=fake.dtype, device="meta") for target, fake in outputs.items()
@@ -117,8 +118,11 @@ def _taken(layer: Layer) -> Taken:
 
 
 class Recorder:
-    """What is taken of one planned module. ``step``: the number of the present training step, from 0; it may be set,
-    as when training resumes."""
+    """Collects the statistics of one planned module.
+
+    ``step``: the number of the present training step, from 0. It can be set, for example when training
+    resumes.
+    """
 
     def __init__(self, options: Kronecker) -> None:
         self.options = options
@@ -133,13 +137,19 @@ class Recorder:
         _watch_optimizers()
 
     def take(self, wanted: bool | None) -> None:
-        """End the present training step. The coming ones have statistics or have none, or every n-th has them if
-        ``wanted`` is None."""
+        """End the present training step, and decide whether the following ones have statistics.
+
+        ``wanted``: True for all, False for none, None for every n-th (``Kronecker.every``).
+        """
         self._asked, self._ended = wanted, True
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
-        """A forward begins; whether it is to have statistics. ``accumulating``: gradients of earlier micro-batches are
-        there."""
+        """Begin a forward and return whether it computes statistics.
+
+        Args:
+            parameters: the module's parameters.
+            accumulating: whether gradients of earlier micro-batches exist.
+        """
         if self._ended or (self._backwards and not accumulating):
             self.step += 1
             self._ended, self._backwards = False, 0
@@ -148,13 +158,14 @@ class Recorder:
         return self.step % self.options.every == 0 if self._asked is None else self._asked
 
     def ends_with(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, perhaps over parameters of this module."""
+        """End the training step if this optimizer, which has stepped, has a parameter of the module."""
         groups = (group["params"] for group in optimizer.param_groups)
         if any(id(p) in self._parameters for parameters in groups for p in parameters):
             self._ended = True
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """What is told the statistics of a forward's backward. ``of``: the step, if it has any."""
+        """Return a callback for the statistics of a forward's backward. ``of``: the step with statistics;
+        None if it computes none."""
         step, pending = self.step, dict[str, Tensor | None]()
 
         def told(found: Mapping[str, Tensor | None], last: bool) -> None:
@@ -170,13 +181,14 @@ class Recorder:
 
     @property
     def held(self) -> dict[int, int]:
-        """Bytes of the statistics of earlier micro-batches, by storage."""
+        """Bytes of the statistics of earlier micro-batches, by the storage's address."""
         storages = [t.untyped_storage() for t in self._tensors.values()]
         devices = [t.device for t in self._tensors.values()]
         return {s._cdata: allocated(s.nbytes(), d) for s, d in zip(storages, devices, strict=True)}
 
     def statistics(self) -> Statistics:
-        """Those of the present training step, of the micro-batches so far; without factors if it takes none."""
+        """Return the statistics of the present training step, summed over its micro-batches so far. Without
+        statistics in this step, there are no factors."""
         factors = PackedFactors(self._taken, self._tensors, self._samples)
         left = {name: why for name, why in self._skipped.items() if name not in self._taken}
         return Statistics(factors, left, self.step)
@@ -209,7 +221,8 @@ class Recorder:
             self._add_apart(new, tensors)
 
     def _add_apart(self, new: Mapping[str, Taken], tensors: Mapping[str, Tensor]) -> None:
-        """Add statistics of other weights than before, or that share other inputs: each weight gets its own."""
+        """Add statistics when the micro-batches have different weights or share inputs differently: each
+        weight gets its own tensors."""
         taken, summed = {}, {}
         for name in {**self._taken, **new}:
             parts = [
@@ -233,7 +246,7 @@ class Recorder:
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
-    """A new tensor, the sum of one or more."""
+    """Return the sum of one or more tensors as a new tensor."""
     found = tensors[0].clone()
     for tensor in tensors[1:]:
         found += tensor
@@ -245,7 +258,8 @@ def _with_rows(taken: Taken, rows: tuple[int, ...]) -> Taken:
 
 
 def _geometry(taken: Mapping[str, Taken]) -> dict[str, Layer]:
-    """What must be equal for sums to be added tensor by tensor: all but the rows."""
+    """Return everything that must be equal for sums to be added tensor by tensor: all fields except the
+    rows."""
     return {
         name: replace(one.layer, sums=tuple(replace(s, rows=0) for s in one.layer.sums))
         for name, one in taken.items()
@@ -266,5 +280,5 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """From the first recorder on, every optimizer's step is heard of."""
+    """Register, once, a hook that runs after every optimizer's step."""
     register_optimizer_step_post_hook(_stepped)

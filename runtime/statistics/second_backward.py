@@ -1,7 +1,7 @@
-"""A further backward through a captured step, for other gradients of its outputs, that runs beside the first.
+"""An additional backward through a captured step, for other gradients of its outputs.
 
-Each of its calls stands right behind the call of the first backward that it repeats, so that both read the same saved
-tensors at the same time, and no plan has to recompute them twice.
+Each of its calls is placed directly after the call of the first backward that it repeats. Both then read the
+same saved tensors at the same time, and no plan recomputes them twice.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """What repeats the backward of a step for a tangent that takes the place of ``tangent``; all other outputs have
-    none.
+    """A copy of a step's backward in which ``given`` replaces the tangent ``tangent``, and all other outputs
+    have no tangent.
 
-    ``begin``: the call that makes that tangent, ``given``. ``made``: by the value of the first backward its
-    counterpart; None where that is zero. ``behind``: the new calls, by the call of the step behind which they stand.
-    ``values``: what they make.
+    ``begin``: the call that computes ``given``. ``suffix``: appended to the names of calls and values.
+    ``made``: by value of the first backward, its counterpart; None where that is zero. ``behind``: the new
+    calls, by the call of the step after which they are placed. ``values``: the new values.
 
     Raises:
         ModelError: a call of the backward draws random numbers.
@@ -68,8 +68,8 @@ class SecondBackward:
             return
         if call.seeded:
             raise ModelError(
-                f"{self.step.name}: {call.name} draws random numbers in the backward, so that none can be run for "
-                f"statistics alone; use fisher='empirical'"
+                f"{self.step.name}: {call.name} draws random numbers in the backward, so no second backward can "
+                f"run for statistics; use fisher='empirical'"
             )
         own: list[Call] = []
 
@@ -103,7 +103,7 @@ class SecondBackward:
         return value
 
     def _zeros(self, name: str, calls: list[Call]) -> Value:
-        """A zero that is read together with what is not zero."""
+        """Return a zero value, for a call that reads it together with nonzero values."""
         fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
         calls.append(
             call_of(
@@ -123,13 +123,14 @@ class SecondBackward:
 def call_of(
     name: str, target: Any, args: tuple[Any, ...], result: str, kwargs: Mapping[str, Any] | None = None
 ) -> Call:
-    """A call of the backward half with one result, that may run although it reads no tangent."""
+    """Return a backward call with one result that runs after the loss boundary even if it reads no
+    tangent."""
     return single_call(name, target, args, kwargs, result=result, backward=True, late=True)
 
 
 def without_results(call: Call, needed: Collection[str]) -> Call:
-    """The call without the results that nobody needs, gradients of weights say, if it has a mask that says which it
-    makes."""
+    """Return the call without results that nothing needs (gradients of weights, for example), if it has an
+    output mask."""
     arguments = [a.name for a in getattr(getattr(call.target, "_schema", None), "arguments", ())]
     at = arguments.index("output_mask") if "output_mask" in arguments else len(call.args)
     if at >= len(call.args):
@@ -148,7 +149,7 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """The step with further calls before and behind some of its own."""
+    """Return the step with further calls before and after some of its calls."""
     calls: list[Call] = []
     for call in step.calls:
         calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]

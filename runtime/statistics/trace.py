@@ -1,4 +1,5 @@
-"""From a parameter's gradient back to the calls that make it, through what only moves, adds or selects numbers."""
+"""Trace a parameter's gradient back to the products that compute it, through ops that only move, add or
+select numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ Chain: TypeAlias = tuple[tuple[Call, int], ...]
 """Calls from a product to the gradient, each with the position of its result."""
 
 SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default})
-"""Calls that give the numbers of their argument, apart from rounding."""
+"""Calls that return the numbers of their argument, except for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a parameter: from ``start`` on ``size`` rows of its first dimension. ``selected``: the dimension is
-    dropped."""
+    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``. ``selected``: whether
+    the part lacks that dimension."""
 
     start: int
     size: int
@@ -35,7 +36,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Term(Generic[Found]):
-    """One of the summands of a gradient, or of a region of it."""
+    """One summand of a gradient, or of a region of it.
+
+    ``found``: what the search returned for it. ``chain``: the calls from it to the gradient. ``region``: None
+    for the whole.
+    """
 
     found: Found
     chain: Chain
@@ -43,8 +48,8 @@ class Term(Generic[Found]):
 
 
 class NoRow(Exception):
-    """A gradient that is made in a way of which no statistics are known; the text is the reason, ``at`` the value that
-    the reason's call makes."""
+    """Raised for a gradient that is computed in a way without known statistics. The text is the reason;
+    ``at`` is the result of the call that is the reason."""
 
     def __init__(self, why: str, at: str) -> None:
         super().__init__(why)
@@ -52,12 +57,16 @@ class NoRow(Exception):
 
 
 def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
-    """The summands of a gradient, in the order in which they are made.
+    """Return the summands of a gradient, in the order in which they are computed.
 
-    ``terminal``: what is looked for, of a call and the position of its result.
+    Args:
+        step: the captured step.
+        value: the gradient.
+        terminal: a function of a call and the position of its result. It returns what is searched for, or
+            None.
 
     Raises:
-        NoRow: not all of it is made of such.
+        NoRow: some part of the gradient comes from no such call.
     """
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Term[Found]]] = []
@@ -66,7 +75,7 @@ def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found 
         name, chain, region = open_.pop()
         call = step.call.get(step.values[name].call or "")
         if call is None:
-            raise NoRow("its gradient is given to the step", name)
+            raise NoRow("its gradient is an input of the step", name)
         index = call.results.index(name)
         one = terminal(call, index)
         if one is not None:
@@ -80,7 +89,7 @@ def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found 
         elif call.target is aten.sum.dim_IntList or (call.is_view and isinstance(call.args[0], Ref)):
             open_.append((call.args[0].value, ((call, index), *chain), region))
         else:
-            raise NoRow(f"its gradient comes from {_name(call)}, of which no statistics are known", name)
+            raise NoRow(f"its gradient comes from {_name(call)}, for which no statistics are known", name)
     found.sort(key=lambda one: one[0])
     return [term for _, term in found]
 
@@ -130,7 +139,7 @@ REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] 
     aten.slice_backward.default: _slice,
     aten.select_backward.default: _select,
 }
-"""Calls that put gradients of parts of a parameter into the whole, along its first dimension."""
+"""Calls that assemble a parameter's gradient from gradients of its parts, along the first dimension."""
 
 
 def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
@@ -140,8 +149,11 @@ def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a parameter, or a region of it, is the matrix of a product: as of `Factors`. ``batch``: how the product's
-    leading dimension is split."""
+    """How a parameter, or a region of it, is viewed as the matrix of a product.
+
+    ``split``, ``order``, ``groups``: as of `Factors`. ``d_out``: the number of rows of the matrix. ``batch``:
+    how the product's leading dimension is split.
+    """
 
     split: tuple[int, ...]
     order: tuple[int, ...]
@@ -161,10 +173,10 @@ class _Part:
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Where the numbers of a product come to stand in what a chain of calls makes of it.
+    """Return where the numbers of a product are in the result of a chain of calls.
 
     Raises:
-        NoRow: not as a matrix.
+        NoRow: the result is not that product's matrix, reshaped and permuted.
     """
     why = f"its gradient is not that of a matrix at {product.call.name}"
     try:
@@ -202,8 +214,8 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """The chain's result, of a product whose numbers lie one after the other, and the size and stride of each
-    dimension that is summed over on the way."""
+    """Run a chain on a contiguous product. Return the result, and the size and stride of each dimension that
+    is summed over."""
     shape = _made_shape(product)
     tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
     for call, index in chain:
@@ -223,7 +235,7 @@ def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[
 
 
 def _made_shape(product: Product) -> tuple[int, ...]:
-    """The shape in which the product's call makes it."""
+    """Return the shape of the product's result."""
     sizes = [size for size, _ in product.axes]
     if product.axes[0][1] == "group":  # a convolution's first two dimensions are one
         sizes[:2] = [sizes[0] * sizes[1]]
@@ -231,8 +243,8 @@ def _made_shape(product: Product) -> tuple[int, ...]:
 
 
 def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) -> list[_Part] | None:
-    """Dimensions as parts along the axes (their sizes and strides), those of size 1 left out; None if one runs along
-    none."""
+    """Return dimensions as parts along the axes (sizes and strides), without those of size 1; None if a
+    dimension runs along no axis."""
     found: list[_Part] = []
     for size, stride in zip(shape, strides, strict=True):
         own: list[_Part] = []

@@ -1,7 +1,9 @@
-"""Finds the weights of a captured step that have statistics: by the calls behind their gradients, not by module class.
+"""Find the weights of a captured step that can have statistics, by the calls that compute their gradients,
+not by module class.
 
-A weight's gradient is a sum of products (`products`), one for each use. Where a parameter reaches the products through
-other ops (a parametrisation, a merged low-rank update), the weight is what these give: an effective weight.
+A weight's gradient is a sum of products (`products`), one for each use. If a parameter reaches the products
+through other ops (a parametrisation, a merged low-rank update), the weight is the result of these ops: an
+effective weight.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a weight, or of a region of it: a product, and where its numbers stand in that."""
+    """One use of a weight, or of a region of it: a product, and how the weight is viewed as its matrix."""
 
     product: Product
     placement: Placement
@@ -32,8 +34,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a weight with statistics of their own: ``uses`` in the order in which their products are made.
-    ``count``: of equal groups that the rows of outputs are cut into, all of the same inputs."""
+    """Rows of a weight with separate statistics.
+
+    ``uses``: in the order in which their products are computed. ``count``: the number of equal groups of
+    output rows, all with the same inputs, into which the block is divided.
+    """
 
     uses: tuple[Use, ...]
     count: int = 1
@@ -41,8 +46,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight with statistics. ``split``, ``order``, ``groups``: as of `Factors`. ``bias``: the parameter that is
-    added to all of its outputs, if there is one. ``parts``: the parameters that an effective weight is made of."""
+    """A weight with statistics.
+
+    ``split``, ``order``, ``groups``: as of `Factors`. ``bias``: the parameter that is added to all of its
+    outputs; None if there is none. ``parts``: the parameters from which an effective weight is computed;
+    empty for a parameter.
+    """
 
     name: str
     blocks: tuple[Block, ...]
@@ -54,12 +63,16 @@ class Weight:
 
 
 BiasKey: TypeAlias = tuple[object, ...]
-"""What a bias's gradient sums: a convolution's call, or a tensor by its place in memory and the dimensions kept."""
+"""What the gradient of a bias sums: a convolution's call, or a tensor by its location in memory and the
+dimensions kept."""
 
 
 class Weights:
-    """The weights of a step. ``found``: those with statistics, in the order of the first of their products.
-    ``skipped``: the other trained parameters, and why they have none."""
+    """The weights of a step.
+
+    ``found``: those with statistics, in the order of their first products. ``skipped``: the other trained
+    parameters, and the reasons.
+    """
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -82,7 +95,7 @@ class Weights:
             name = _effective_name(parts, {w.name for w in found})
             found.append(self._weight(name, value, tuple(parts)))
             for part in parts:
-                self.skipped[part] = f"it is a part of the effective weight {name}, which has statistics"
+                self.skipped[part] = f"it is part of the effective weight {name}, which has statistics"
         biased = self._with_biases(found, left)
         at = {call.name: position for position, call in enumerate(step.calls)}
         self.found = sorted(biased, key=lambda w: min(at[u.product.call.name] for u in _uses(w)))
@@ -100,7 +113,7 @@ class Weights:
 
     @cached_property
     def _layers(self) -> dict[str, list[tuple[Call, str]]]:
-        """By the storage of its inputs, each of the forward half's products with a weight, and the weight."""
+        """By the storage of the inputs, the products of the forward half with a weight, and that weight."""
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
         for call in self.step.calls:
             positions = LAYERS.get(getattr(call.target, "overloadpacket", None))
@@ -113,7 +126,8 @@ class Weights:
         return found
 
     def _product(self, call: Call, index: int) -> Product | None:
-        """The product that a call's result is, if a layer of the forward half has its inputs and such a weight."""
+        """Return a call's result as a product, if a layer of the forward half has its inputs and a matching
+        weight; else None."""
         late = call.name in self.step.after_turn
         product = product_of(call, self.step) if late else None
         if product is None or index != (1 if product.weight else 0):
@@ -130,7 +144,11 @@ class Weights:
         return product if same and floating else None
 
     def _weight(self, name: str, value: str, parts: tuple[str, ...] = ()) -> Weight:
-        """Raises `NoRow`."""
+        """Return a weight whose gradient is ``value``.
+
+        Raises:
+            NoRow: it cannot have statistics.
+        """
         by_region: dict[Region | None, list[Use]] = defaultdict(list)
         for term in terms(self.step, value, self._product):
             use = Use(term.found, mapped(term.found, term.chain))
@@ -152,16 +170,17 @@ class Weights:
     def _of_regions(
         self, name: str, value: str, regions: dict[Region, list[Use]], parts: tuple[str, ...]
     ) -> Weight:
-        """A weight whose rows are used in parts, by matrices of different inputs (packed projections, say)."""
+        """Return a weight whose row ranges are used by matrices with different inputs (packed projections,
+        for example)."""
         rows = self.step.values[value].fake.shape[0]
         own = sorted(regions, key=lambda r: r.start)
         end = 0
         for region in own:
             if region.start != end:
-                raise NoRow("parts of it that are used overlap, or leave out others", value)
+                raise NoRow("its used parts overlap or have gaps between them", value)
             end += region.size
         if end != rows:
-            raise NoRow("parts of it are not used", value)
+            raise NoRow("some of its rows are not used", value)
         common = math.gcd(*(r.size for r in own))
         inner = [_below_rows(regions[r][0].placement, r) for r in own]
         if len(set(inner)) > 1 or inner[0] is None:
@@ -174,7 +193,7 @@ class Weights:
         return Weight(name, blocks, whole, (*lead, *(o + shift for o in order)), rows // common, None, parts)
 
     def _effective(self, at: str) -> Iterator[str]:
-        """The gradients of effective weights from which the gradient ``at`` is made, without those of data."""
+        """Yield the gradients of effective weights from which the gradient ``at`` is computed."""
         seen, open_ = {at}, [at]
         while open_:
             call = self.step.call.get(self.step.values[open_.pop()].call or "")
@@ -255,7 +274,8 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
 
 
 def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The split and order of a region's matrix without its first dimension; None if that is none of the outputs."""
+    """Return split and order of a region's matrix without its first dimension; None if that dimension is not
+    one of the outputs."""
     if placement.groups > 1:
         return None
     if region.size == 1:
@@ -266,7 +286,7 @@ def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], 
 
 
 def _effective_name(parts: list[str], taken: set[str]) -> str:
-    """The attribute that a parametrisation stands for, else the names of its parameters."""
+    """Return the attribute of the parametrisation, or else the names of the parameters, joined."""
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
     if len(stems) == 1 and all(mark for _, mark, _ in owners):

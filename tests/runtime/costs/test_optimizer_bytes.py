@@ -152,7 +152,7 @@ def test_a_step_of_its_own_is_unknown_until_the_state_is_there() -> None:
     params = parameters()
     known, unknown = Inheriting(params), Overriding(params)
     assert optimizer_memory(known, CPU).to_come
-    with pytest.raises(UsageError, match=r"what a Overriding will hold is not known .* state its bytes"):
+    with pytest.raises(UsageError, match=r"the bytes of a Overriding are not known .* state its bytes"):
         optimizer_memory(unknown, CPU)
     above, _ = peak_above_entry(unknown.step, CPU)
     told = optimizer_memory(unknown, CPU)

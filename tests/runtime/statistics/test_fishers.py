@@ -212,8 +212,8 @@ def test_an_output_of_which_no_labels_can_be_drawn_is_refused() -> None:
         )
     for model, x, why in (
         (nn.Linear(4, 100), torch.randn(3, 4), "100 classes"),
-        (nn.Linear(4, 1), torch.randn(3, 4), "one class, so no label tells anything"),
-        (nn.Linear(4, 5), torch.randn(3, 2, 4), "one term of the loss a sample"),
+        (nn.Linear(4, 1), torch.randn(3, 4), "one class, so labels carry no information"),
+        (nn.Linear(4, 5), torch.randn(3, 2, 4), "one loss term per sample"),
     ):
         with pytest.raises(ModelError, match=why):
             taken(model, x, fisher="type-2")
