@@ -23,7 +23,6 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.planner.annealing.polish import TIDIED, polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.strategy import Auto
-from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.family.amounts import amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
@@ -60,21 +59,13 @@ def problem(name: str, length: int) -> TrainingGraph:
     return api.problem(api.load_step(name, sizes=sizes, weightless=True))
 
 
-def near(family: PlanFamily, graph: TrainingGraph, budget: int) -> list[Plan]:
-    """The plans that polishing starts from."""
-    amounts = amounts_of(graph)
-    over = family.nearest_over(amounts, budget)
-    members = (*family.fitting(amounts, budget, TIDIED), *([over] if over else []))
-    return [family.plan(graph, member, amounts) for member in members]
-
-
 def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, seconds: float) -> Cell:
     """Plan a length; what polishing finds joins the family."""
     try:
         fresh = Auto(time_limit=seconds, reuse=False).plan(replace(graph), budget).estimate.overhead
     except InfeasibleBudget:
         fresh = math.inf
-    starts = near(family, graph, budget)
+    starts = family.starts(graph, budget, TIDIED)
     fitting = [p for p in starts if p.estimate.peak <= budget]
     best = [min((p.estimate.overhead for p in fitting), default=math.inf)]
     for spent in (0.0, SHORT, LONG):

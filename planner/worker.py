@@ -25,6 +25,7 @@ from typing import IO, Any
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, UsageError
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.ir.problem_json import problem_from_json
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
@@ -104,9 +105,15 @@ def _searched(
     limit: float,
     store: PlanStore,
 ) -> Iterator[Plan]:
-    """The plans of successive searches, each of which begins with all before it."""
+    """The plans of successive searches, each of which begins with all before it; short ones first where plans of other
+    sizes are known."""
     began = time.monotonic()
     known = [*starts, *store.kept(problem)]
+    if len(starts) > 1:  # they are of other sizes, and not all of them fit
+        seed, keep_order = int(getattr(search, "seed", 0)), bool(getattr(search, "keep_order", False))
+        for plan in polished(problem, budget, starts, seed=seed, keep_order=keep_order):
+            known.append(plan)
+            yield plan
     for share in SHARES:
         left = limit - (time.monotonic() - began)
         if left <= 0:

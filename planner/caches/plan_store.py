@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
+from rematplan.planner.family.plan_family import PlanFamily
 
 PLANS_KEPT = 32
 RUNS_KEPT = 60_000
@@ -37,7 +38,11 @@ IN_MEMORY = 256
 AS_LONG = 0.9
 """The share of a time limit from which on an earlier search counts as equally long."""
 NEAREST = 4
-"""The number of earlier problems whose plans serve as starts for another problem."""
+"""The number of earlier problems of other structures whose plans serve as starts for another problem."""
+FAMILIES = 16
+"""The number of families that a store holds in memory: the latest."""
+STARTS = 12
+"""The number of plans of a family that serve as starts for another size: the cheapest that fit."""
 SEARCHES_KEPT = 64
 """The number of searches of one problem that a file notes: the latest."""
 
@@ -58,7 +63,8 @@ class PlanStore:
         self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
         self._refused: dict[Key, list[tuple[InfeasibleBudget, float]]] = {}
-        self._latest: list[tuple[frozenset[str], Plan]] = []
+        self._latest: list[tuple[str, Plan]] = []
+        self._families: dict[str, PlanFamily] = {}
 
     def __bool__(self) -> bool:
         """Whether the store has a plan."""
@@ -97,7 +103,8 @@ class PlanStore:
         self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
         while len(self._made) > IN_MEMORY:
             del self._made[next(iter(self._made))]
-        self._latest = [*self._latest, (frozenset(problem.op), plan)][-NEAREST:]
+        self._latest = [*self._latest, (problem.structure, plan)][-NEAREST:]
+        self._join(problem, plan)
         if lasting:
             self.keep(problem, plan, seconds)
 
@@ -119,20 +126,34 @@ class PlanStore:
                 return known.changed(budget=budget)
         return None
 
+    def _join(self, problem: TrainingGraph, plan: Plan) -> None:
+        family = self._families.pop(problem.structure, None) or PlanFamily(problem)
+        self._families[problem.structure] = family
+        while len(self._families) > FAMILIES:
+            del self._families[next(iter(self._families))]
+        family.add(problem, plan)
+
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return the latest plans of any problems of this process, converted to this problem where possible."""
-        return tuple(plan for plan, _ in self._transferred(problem))
+        """Return plans of other problems of this process, as plans of this one: the latest of other structures,
+        converted where possible, and all of the family of this structure."""
+        others = [plan for structure, plan in self._latest if structure != problem.structure]
+        found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
+        family = self._families.get(problem.structure)
+        return (*found, *(family.plans(problem) if family else ()))
 
     def serving(self, problem: TrainingGraph, budget: int) -> Plan | None:
-        """The cheapest plan of `nearest` that fits the budget (bytes) and comes from a problem with the same ops,
-        perhaps of other sizes; None if there is none."""
-        same = (plan for plan, same in self._transferred(problem) if same and plan.estimate.peak <= budget)
-        return min(same, key=lambda plan: (plan.estimate.cost, plan.estimate.peak), default=None)
+        """Return the cheapest plan of the family of a problem's structure, whatever the sizes it was found for, that
+        fits the budget (bytes); None if there is none."""
+        family = self._families.get(problem.structure)
+        return family.best_plan(problem, budget) if family else None
 
-    def _transferred(self, problem: TrainingGraph) -> Iterator[tuple[Plan, bool]]:
-        for ops, plan in self._latest:
-            if found := transfer_plan(plan, problem):
-                yield found, ops == problem.op.keys()
+    def starts(self, problem: TrainingGraph, budget: int) -> tuple[Plan, ...]:
+        """Return the plans of the family of a problem's structure from which its search begins: the cheapest that fit
+        the budget (bytes), and the one that exceeds it by the fewest bytes. Empty where no other size was met."""
+        family = self._families.get(problem.structure)
+        if family is None or not family.knows_other_sizes(problem):
+            return ()
+        return family.starts(problem, budget, STARTS)
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return the plans on disk of a problem, and of the same problem without inverses; the latest first."""

@@ -126,7 +126,17 @@ class PlanFamily:
             self._named = _names(graph), table
         schedule = schedule_of(member, table)
         estimate = member.estimate(amounts_of(graph) if amounts is None else amounts)
-        return Plan(graph.name, member.strategy, schedule, estimate, fingerprint=graph.fingerprint)
+        return Plan(graph.name, member.strategy, schedule, estimate)
+
+    def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
+        """Return all members as plans of a problem.
+
+        Raises:
+            ProblemError: the problem is of another structure.
+        """
+        amounts = amounts_of(graph)
+        allowed = (member for member in self.members if member.is_allowed(amounts))
+        return tuple(self.plan(graph, member, amounts) for member in allowed)
 
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
         """Return the cheapest member that fits a problem's budget (bytes) as a plan; None if none fits.
@@ -138,6 +148,25 @@ class PlanFamily:
         amounts = amounts_of(graph)
         member = self.best(amounts, budget)
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
+
+    def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
+        """Return plans of a problem from which a search for a budget (bytes) can begin: the ``count`` cheapest members
+        that fit, and the one over it by the fewest bytes.
+
+        Raises:
+            ProblemError: the problem is of another structure.
+        """
+        amounts = amounts_of(graph)
+        over = self.nearest_over(amounts, budget)
+        members = (*self.fitting(amounts, budget, count), *([over] if over else []))
+        return tuple(self.plan(graph, member, amounts) for member in members)
+
+    def knows_other_sizes(self, graph: TrainingGraph) -> bool:
+        """Whether a problem of other sizes than these was met."""
+        amounts = amounts_of(graph)
+        return any(
+            met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met
+        )
 
     def _check(self, graph: TrainingGraph) -> None:
         if graph.structure != self.structure:

@@ -23,7 +23,8 @@ class Wanted:
     """What is searched for in the background.
 
     ``plan``: the plan that training begins with. ``options``: of the strategy ``strategy``. ``gap``: a plan whose
-    overhead is proven to be within this of the optimum's ends the search.
+    overhead is proven to be within this of the optimum's ends the search. ``starts``: plans that are known from other
+    sizes.
     """
 
     problem: TrainingGraph
@@ -32,6 +33,7 @@ class Wanted:
     strategy: str
     options: Mapping[str, object]
     gap: float
+    starts: tuple[Plan, ...] = ()
 
 
 @dataclass(eq=False)
@@ -74,8 +76,9 @@ class Refining:
             if ended:
                 self._ended.set()
 
+        starts = [wanted.plan, *wanted.starts]
         if not shared().submit(
-            wanted.problem, wanted.budget, wanted.strategy, wanted.options, [wanted.plan], wanted.gap, heard
+            wanted.problem, wanted.budget, wanted.strategy, wanted.options, starts, wanted.gap, heard
         ):
             self._ended.set()
 

@@ -214,8 +214,10 @@ class StepPlanner:
             return None
         if self.store.solved(graph, plan.budget, asked.gap, asked.time_limit) is not None:
             return None
-        search = {LIMIT: asked.time_limit, "gap": asked.gap, **asked.options}
-        wanted = Wanted(graph, plan.budget, plan, asked.strategy, search, asked.gap)
+        starts = self.store.starts(graph, plan.budget)
+        limit = FURTHER * asked.time_limit if starts else asked.time_limit
+        search = {LIMIT: limit, "gap": asked.gap, **asked.options}
+        wanted = Wanted(graph, plan.budget, plan, asked.strategy, search, asked.gap, starts)
         return Refining(
             wanted, lambda better: StepPlan(step, replace(better, fingerprint=graph.fingerprint)), self.store
         )

@@ -16,7 +16,9 @@ from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches import plan_store as module
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.plans.budgets import plan_within
 
@@ -200,17 +202,54 @@ def test_other_costs_alone_take_the_same_plan_without_its_bound(problems):
     assert (found.lower_bound, found.status) == (None, "feasible")
 
 
-def test_the_latest_plans_are_transferred_to_other_sizes(problems):
+def scaled(graph, factor):
+    return replace(graph, tensors=tuple(replace(t, bytes=int(t.bytes * factor)) for t in graph.tensors))
+
+
+def test_the_latest_plans_are_transferred_to_other_structures(problems):
     graph, store = problems.chain(8), PlanStore()
-    for length in (4, 5, 6, 7):
+    for length in (3, 4, 5, 6, 7):
         store.put(problems.chain(length), 1, base(problems.chain(length)))
+    assert len(store.nearest(graph)) == module.NEAREST
+    assert {p.estimate for p in store.nearest(graph)} == {base(graph).estimate}
     assert store.serving(graph, 10**9) is None
-    store.put(graph, 1, base(graph))
-    half = replace(graph, tensors=tuple(replace(t, bytes=t.bytes // 2) for t in graph.tensors))
-    assert len(store.nearest(half)) == module.NEAREST
-    assert store.nearest(half)[-1].estimate == base(half).estimate
-    assert store.serving(half, base(half).estimate.peak).estimate == base(half).estimate
-    assert store.serving(half, base(half).estimate.peak - 1) is None
+    assert store.starts(graph, 10**9) == ()
+
+
+def test_the_cheapest_plan_of_any_size_serves_another(problems):
+    graph, store = problems.chain(8), PlanStore()
+    half = scaled(graph, 0.5)
+    plans = ApproxDP().curve(graph, ())
+    for plan in plans:
+        store.put(graph, plan.estimate.peak, plan)
+    here = [plan_from_runs(half, runs_of(p.schedule), p.strategy) for p in plans]
+    assert {p.schedule for p in here} <= {p.schedule for p in store.nearest(half)}
+    for plan in here:
+        assert store.serving(half, plan.estimate.peak).estimate.cost == plan.estimate.cost
+    assert store.serving(half, here[-1].estimate.peak - 1) is None
+
+
+def test_starts_are_of_other_sizes_the_cheapest_that_fit_and_one_that_does_not(problems, monkeypatch):
+    monkeypatch.setattr(module, "STARTS", 2)
+    graph, store = problems.residual((2, 2)), PlanStore()
+    half = scaled(graph, 0.5)
+    for plan in ApproxDP().curve(graph, ()):
+        store.put(graph, plan.estimate.peak, plan)
+    every = sorted({p.estimate for p in store.nearest(half)}, key=lambda e: e.cost)
+    budget = every[len(every) // 2].peak
+    assert store.starts(graph, budget) == ()
+    starts = [p.estimate for p in store.starts(half, budget)]
+    assert starts[:2] == [e for e in every if e.peak <= budget][:2]
+    assert starts[2].peak == min(e.peak for e in every if e.peak > budget)
+    assert len(starts) == 3
+
+
+def test_families_are_bounded_and_the_oldest_goes_first(problems, monkeypatch):
+    monkeypatch.setattr(module, "FAMILIES", 2)
+    store, graphs = PlanStore(), [problems.chain(length) for length in (4, 5, 6)]
+    for k in (0, 1, 0, 2):
+        store.put(graphs[k], 1, base(graphs[k]))
+    assert [store.serving(graph, 10**9) is not None for graph in graphs] == [True, False, True]
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first(problems, monkeypatch):
@@ -231,6 +270,7 @@ def test_copies_and_pickles_hold_what_is_in_memory(problems, copied):
     twin = copied(store)
     assert twin.get(graph, 1) == store.get(graph, 1)
     assert twin.fixed == store.fixed
+    assert twin.serving(graph, 10**9) == store.serving(graph, 10**9) is not None
 
 
 def test_a_refusal_holds_for_smaller_budgets_and_for_no_longer_search(problems):
