@@ -28,6 +28,7 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_g
 from rematplan.planner.blocks.lower_sets import blocks_of
 from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.caches.plain_loops import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,16 @@ def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
-def lower_to_positions(graph: TrainingGraph, partition: Partition) -> Ints:
-    """Like `lower`, as positions in the base order."""
+def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
+    """Like `lower`, as positions in the base order. ``compiled``: by machine code, or else by plain Python."""
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):
         block[[number.op[name] for name in names]] = i
     kept = kept_always(graph)
     kept[[number.tensor[name] for name in partition.kept]] = True
-    return lowered(traffic_of(graph), block, len(partition.blocks), kept)
+    runs_of = lowered if compiled else plain(lowered)
+    return runs_of(traffic_of(graph), block, len(partition.blocks), kept)
 
 
 def kept_always(graph: TrainingGraph) -> Flags:

@@ -59,8 +59,16 @@ def compiled(loop: Loop, **options: bool) -> Loop:
 
 
 def are_compiled(loops: Iterable[object]) -> bool:
-    """Return whether the cache holds machine code of all these kernels."""
-    return all(bool(cast(Any, loop)._cache._cache_file._load_index()) for loop in loops)
+    """Return whether the machine code of all these kernels for this processor is loaded or in the cache."""
+    return all(_is_compiled(cast(Any, loop)) for loop in loops)
+
+
+def _is_compiled(loop: Any) -> bool:
+    if loop.overloads:
+        return True
+    file = getattr(loop._cache, "_cache_file", None)
+    processor = loop.targetctx.codegen().magic_tuple()
+    return file is not None and any(key[1] == processor for key in file._load_index())
 
 
 @cache

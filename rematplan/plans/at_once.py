@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import must_run
+from rematplan.planner.auto.compile_kernels import kernels_are_ready
+from rematplan.planner.auto.uncompiled import uncompiled_plan
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.store_all import no_recompute
+
+LOG = logging.getLogger("rematplan")
+
+SECONDS = 2.0
+"""For Chen's plans, as soon as one of them fits."""
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
     """Return a plan within ``budget`` bytes that is found without a search; None if none is known.
 
     A plan that recomputes nothing if it fits, since no plan takes less time. Else the best of the store's plans of
-    the same ops, perhaps in other sizes: the plan for one batch size is good for another.
+    the same ops, perhaps in other sizes: the plan for one batch size is good for another. Else, if the planner's loops
+    are not compiled yet, the best of Chen's plans.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)
+    if found is None and not kernels_are_ready():
+        found = uncompiled_plan(graph, budget, SECONDS)
+        LOG.info(
+            "%s: the planner's loops are not compiled on this machine yet, which takes about a minute (rematplan warm "
+            "does it ahead); %s",
+            graph.name,
+            "no plan that is made without them fits the budget, so the first step waits"
+            if found is None
+            else f"training begins with a plan of {found.strategy}, and they are compiled in another process",
+        )
     return None if found is None else replace(found, budget=budget)
 
 

@@ -293,6 +293,38 @@ def test_nothing_is_searched_where_nothing_needs_to_be_recomputed(
     assert not elsewhere.searches
 
 
+@pytest.fixture
+def first_use(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    """A machine that has not compiled the planner's loops yet."""
+    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
+    monkeypatch.setattr("rematplan.plans.at_once.kernels_are_ready", lambda: False)
+    return elsewhere
+
+
+def test_training_begins_with_a_plan_of_chen_while_loops_are_compiled(
+    first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    with caplog.at_level("INFO", "rematplan"):
+        model = planned(Network(), budget="90% of activations")
+    assert model.plan.strategy in ("chen_sqrt", "chen_greedy")
+    assert model.plan.peak <= model.plan.budget
+    assert len(first_use.searches) == 1
+    said = [r.message for r in caplog.records if "not compiled" in r.message]
+    assert len(said) == 1
+    assert "begins with a plan of chen" in said[0]
+
+
+def test_a_budget_that_no_plan_of_chen_fits_is_searched_all_the_same(
+    first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rematplan.plans.at_once.uncompiled_plan", lambda *_: None)
+    with caplog.at_level("INFO", "rematplan"):
+        model = planned(Network(), budget="90% of activations")
+    assert model.plan.strategy == "auto"
+    assert "so the first step waits" in caplog.text
+
+
 # The process itself
 
 

@@ -1,0 +1,22 @@
+"""Run compiled loops in plain Python, for the first plan on a machine that has not compiled them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TypeVar, cast
+
+from numba.core.dispatcher import Dispatcher
+
+Loop = TypeVar("Loop", bound=Callable[..., object])
+
+
+def plain(loop: Loop) -> Loop:
+    """Return the same loop without compilation, the loops that it calls included."""
+    function = cast(FunctionType, loop.py_func if isinstance(loop, Dispatcher) else loop)
+    known = function.__globals__
+    called = {name: known[name] for name in function.__code__.co_names if name in known}
+    loops = {name: plain(other) for name, other in called.items() if isinstance(other, Dispatcher)}
+    return cast(
+        Loop, FunctionType(function.__code__, {**known, **loops}, function.__name__, function.__defaults__)
+    )

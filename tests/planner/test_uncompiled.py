@@ -1,0 +1,91 @@
+"""Plans that are made without compiled loops are the ones that compiled loops give."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from rematplan.planner.auto.compile_kernels import compile_kernels, kernels_are_ready
+from rematplan.planner.auto.uncompiled import STRATEGIES, uncompiled_plan
+from rematplan.planner.blocks.lowering import Partition, lower_to_positions
+from rematplan.planner.core.strategy import pareto
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_plan_is_the_best_of_the_strategies_for_every_budget(problems, seed) -> None:
+    graph = problems.random_training(Random(seed), 6 + 2 * seed)
+    curves = [plan for s in STRATEGIES for plan in s.curve(graph, ()) if plan.estimate.reruns]
+    for plan in pareto(curves):
+        found = uncompiled_plan(graph, plan.peak, 60.0)
+        assert found.estimate.cost == plan.estimate.cost
+        assert found.peak <= plan.peak
+    smallest = min((plan.peak for plan in curves), default=1)
+    assert uncompiled_plan(graph, smallest - 1, 60.0) is None
+
+
+def test_after_its_time_it_takes_what_fits_by_then(problems) -> None:
+    graph = problems.residual()
+    least = min(plan.peak for s in STRATEGIES for plan in s.curve(graph, ()))
+    assert uncompiled_plan(graph, least, 0.0).peak == least
+    assert uncompiled_plan(graph, 10**12, 0.0) is not None
+
+
+def test_a_problem_without_phases_has_no_such_plan(problems) -> None:
+    graph = problems.chain(4)
+    bare = replace(graph, ops=tuple(replace(op, phase=None) for op in graph.ops))
+    assert uncompiled_plan(bare, 10**12, 1.0) is None
+
+
+@pytest.mark.parametrize("name", ["chain", "unet", "wide"])
+def test_plain_and_compiled_loops_lower_alike(problems, name) -> None:
+    graph = problems.chain(9) if name == "chain" else getattr(problems, name)(4)
+    for plan in STRATEGIES[1].curve(graph, ()):
+        if plan.blocks:
+            partition = _partition(graph, plan)
+            runs = [lower_to_positions(graph, partition, compiled=c) for c in (True, False)]
+            assert np.array_equal(*runs)
+
+
+def _partition(graph, plan):
+    kept = [t for op in graph.ops[: len(graph.ops) // 4] for t in op.writes]
+    return Partition(plan.blocks, tuple(kept))
+
+
+EMPTY = """
+import sys
+from random import Random
+sys.path.insert(0, {folder!r})
+import problems
+from rematplan.planner.auto.compile_kernels import kernels_are_ready
+from rematplan.planner.auto.uncompiled import uncompiled_plan
+from numba.core.dispatcher import Dispatcher
+assert not kernels_are_ready()
+graph = problems.residual()
+assert uncompiled_plan(graph, 10**12, 60.0) is not None
+compiled = [
+    name
+    for module in list(sys.modules.values())
+    for name, value in list(vars(module).items())
+    if isinstance(value, Dispatcher) and value.overloads
+]
+print(compiled, kernels_are_ready())
+"""
+
+
+def test_nothing_is_compiled_for_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script = EMPTY.format(folder=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] False"
+    assert not list(tmp_path.rglob("*.nbc"))
+
+
+def test_kernels_are_ready_once_compiled() -> None:
+    compile_kernels()
+    assert kernels_are_ready()
