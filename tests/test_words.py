@@ -29,6 +29,7 @@ ROOMS = (
     "planner/strategies",
     "rematplan",
     "rematplan/optim",
+    "rematplan/plans",
     "rematplan/report",
     "runtime",
     "runtime/costs",

@@ -1,1 +1,1 @@
-"""From what a user asks to a plan: options, budgets, costs, the plan's search."""
+"""From a user's options to a plan: budgets, costs, reserved memory, refining, pipelines and trade-off curves."""

@@ -1,4 +1,4 @@
-"""Budgets as a person states them: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, bytes, or ``min``."""
+"""Budgets as text: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, a number of bytes, or ``min``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-"""Bytes by unit, in lower case."""
+"""The number of bytes in each unit, in lower case."""
 
 FEW = 2**20
-"""Bytes below which a number alone may be one whose unit was forgotten."""
+"""For a plain number of fewer bytes than this, the unit may have been forgotten."""
 
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
@@ -47,9 +47,10 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget before the problem is known.
+    """A budget that was read from text. It becomes a number of bytes once the problem is known.
 
-    ``text``: as stated. ``kind``: ``bytes``, ``share``, ``activations`` or ``min``. ``amount``: bytes, or 0.6 for 60%.
+    ``text``: as the user wrote it. ``kind``: ``bytes``, ``share`` (of the peak without recomputation),
+    ``activations`` (a share of them) or ``min``. ``amount``: the number of bytes, or 0.6 for 60%.
     """
 
     text: str
@@ -57,10 +58,12 @@ class Budget:
     amount: Fraction
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
-        """The budget in bytes, rounded down.
+        """Return the budget in bytes, rounded down.
 
-        ``base_peak``: what a percentage is of. ``smallest``: called for ``min``, the smallest reachable peak.
-        ``whole``: the part of ``base_peak`` that a share of activations leaves as it is; see `whole_bytes`.
+        Args:
+            base_peak: bytes; a percentage refers to it.
+            smallest: called if the budget is ``min``; returns the smallest reachable peak in bytes.
+            whole: bytes of ``base_peak`` that a share of activations does not reduce; see `whole_bytes`.
         """
         if self.kind == "min":
             return smallest()
@@ -70,21 +73,23 @@ class Budget:
         return int(self.amount * (base_peak if self.kind == "share" else 1))
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
-        """The budget in bytes for a problem; ``smallest`` as for `bytes`."""
+        """Return the budget in bytes for a problem. ``smallest``: see `bytes`."""
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
 
 def whole_bytes(graph: TrainingGraph) -> int:
-    """Bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers): no plan has less
-    at its end, so that only the rest of a peak is there to be saved from."""
+    """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers).
+
+    Every plan holds them at its end. So a share of activations refers to the rest of the peak.
+    """
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
 
 def parse_budget(text: str) -> Budget:
-    """Read a budget.
+    """Read a budget from text.
 
     Raises:
-        UsageError: malformed; the message shows the forms there are.
+        UsageError: the text is malformed. The message shows the accepted forms.
     """
     if text.strip().lower() == "min":
         return Budget(text, "min", Fraction(0))
@@ -101,23 +106,24 @@ def parse_budget(text: str) -> Budget:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """A question whether a budget that is a number alone lacks its unit; empty where it may well be bytes.
+    """Return a question for the user whether the unit of a budget is missing; empty if the number may well mean
+    bytes.
 
-    It is asked of few bytes which the inputs alone take, so that no plan whatever could fit.
+    It is asked only if the inputs alone exceed the budget, so that no plan can fit.
     """
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
         return ""
-    if budget.amount > 100:  # more than all there is is no share
+    if budget.amount > 100:  # more than 100 cannot be a percentage
         return f"a number alone is bytes: was --budget {number}MiB meant?"
     return f"a number alone is bytes: was --budget {number}GiB or --budget {number}% (of the no-recompute peak) meant?"
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read how much a loss holds: bytes, or ``3x``, a share of 3 of what its outputs take.
+    """Read the memory of a loss from text: bytes, or, for example, ``3x`` for three tensors of the outputs' size.
 
     Raises:
-        UsageError: malformed; the message shows the forms there are.
+        UsageError: the text is malformed. The message shows the accepted forms.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
@@ -140,16 +146,20 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """The strategy's plan within a budget.
+    """Return the strategy's plan within a budget.
 
     Args:
-        store: gets the plan, or the refusal, which it then gives without a search; a strategy that resumes begins with
-            the plans that it has of the problem.
-        starts: further plans to begin with.
-        hurried: a search that would only look for the smallest peak, for the refusal to state, is left out.
+        strategy: the strategy.
+        graph: the problem.
+        budget: bytes.
+        progress: called with the fraction done and a short text.
+        store: its plans of the problem are starts for strategies that take any. The new plan, or the refusal, is
+            stored in it; a stored refusal is raised again without a search.
+        starts: further plans to start from.
+        hurried: if even the largest op does not fit, refuse at once; do not search for the smallest peak.
 
     Raises:
-        InfeasibleBudget: it knows none; says what bounds the smallest peak of any plan.
+        InfeasibleBudget: the strategy finds no plan that fits. The error says what limits the peak of any plan.
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
@@ -170,7 +180,9 @@ def plan_within(
 
 
 def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
-    """What a strategy begins with of all that is known: of this process, and of earlier ones if it is to."""
+    """Return the stored plans that a strategy starts from: those of this process, and those on disk if it uses
+    them.
+    """
     if not strategy.resumes:
         return ()
     return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
@@ -184,10 +196,10 @@ def least_plan(
     time_limit: float | None = None,
     starts: Sequence[Plan] = (),
 ) -> Plan:
-    """The plan for the budget ``min``: of the smallest peak that the strategy can reach.
+    """Return the plan for the budget ``min``: the one with the smallest peak that the strategy can reach.
 
-    A strategy whose plans form a family knows its least. The annealing ones search for it, from ``starts`` too, for
-    ``time_limit`` seconds (by default their own).
+    ``auto`` and ``anneal`` search for it, also from ``starts``, for ``time_limit`` seconds (by default the strategy's
+    own). Other strategies know theirs.
     """
     if isinstance(strategy, (Auto, Anneal)):
         limit = strategy.time_limit if time_limit is None else time_limit

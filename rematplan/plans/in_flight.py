@@ -1,4 +1,4 @@
-"""The plan of a module of which a user's own schedule has several micro-batches in flight."""
+"""The plan of a module that a user's own pipeline schedule calls with several micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.problem.loss_boundary import LossMemory
 
 QUESTIONS = 24
-"""Plans and bounds of a stage that share the time limit, about."""
+"""About how many plans and bounds of a stage share the time limit."""
 
 
 def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
-    """What asks a strategy for the plans of stages, within about so many seconds in all."""
+    """Return the planner of stages that uses ``strategy``, for about ``seconds`` in all."""
     return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Actions that have so many micro-batches in flight again and again, one forward after one backward.
+    """Return the actions of a schedule that keeps ``in_flight`` micro-batches in flight: one forward after each
+    backward.
 
-    Args:
-        deferred: weight gradients are made so many micro-batches after the input's gradient; None for at once.
+    ``deferred``: how many micro-batches after the input's gradient the weight gradients are computed; None: at once.
     """
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
@@ -57,16 +57,24 @@ def plan_in_flight(
     in_flight: int,
     deferred: int | None,
 ) -> StepPlan:
-    """The plan of a step of which so many micro-batches are in flight.
+    """Return the plan of a step with several micro-batches in flight.
 
-    All of a micro-batch counts: its inputs and outputs, what its loss holds, and all gradients of parameters.
+    Each micro-batch counts its inputs and outputs and the memory of its loss; the gradients of all parameters count
+    once.
 
     Args:
-        graph: the step's problem with its boundaries.
+        step: the captured step of one micro-batch.
+        graph: its problem with its boundaries.
+        loss: the memory of the loss.
+        budget: bytes or a percentage, for all micro-batches together.
+        strategy: the strategy.
+        seconds: the time limit.
+        in_flight: the number of micro-batches in flight.
+        deferred: see `with_in_flight`.
 
     Raises:
-        InfeasibleBudget: none is known that fits.
-        UsageError: a budget that is neither bytes nor a percentage.
+        InfeasibleBudget: no plan is found that fits.
+        UsageError: the budget is neither bytes nor a percentage.
     """
     template = StagePlan(0, 0, 0, 0, left=loss.kept)
     problem = stage_problem(
@@ -79,7 +87,9 @@ def plan_in_flight(
         kept = problem.measured(no_recompute(problem.graph))
         most = int(budget.amount * rank_peak(actions, [kept]))
     else:
-        raise UsageError(f"with in_flight the budget is bytes or a percentage, not {budget.text!r}")
+        raise UsageError(
+            f"with in_flight, state the budget in bytes or as a percentage, not as {budget.text!r}"
+        )
     try:
         found = RankSearch([problem], actions, most, stage_planner(strategy, seconds), seconds).run()
     except InfeasibleBudget as error:

@@ -1,8 +1,8 @@
-"""Plans that may invert, and are never worse than those that may not.
+"""Plan a step with inverses, never worse than without.
 
-A step that is opened for inverses is another problem than the step as it stands: halves are storages of their own, and
-what is written in place is a concatenation. So both are planned, the plain one first, in a part of the time; what is
-found starts the other search; and the better plan of the two is the plan.
+A step with inverses is another problem than the same step without: halves of tensors are separate storages, and
+tensors that are written in place are concatenations. So both are planned, first the one without inverses, for a part
+of the time. Its plan is a start for the other search, and the better plan of the two is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 
 PLAIN = 0.4
-"""Share of the time for the problem without inverses."""
+"""The share of the time for the problem without inverses."""
 
 
 def plan_either(
@@ -34,12 +34,19 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """The better of `auto`'s plans of two problems of one step, and its problem. ``plain`` is what a share as the
-    budget is of. ``store``, which gets each plan that is found, and ``hurried``: see
-    `plan_within`.
+    """Return the better of `auto`'s plans for two problems of one step, and the problem that it belongs to.
+
+    Args:
+        auto: the strategy.
+        plain: the problem without inverses that round. A percentage as the budget refers to it.
+        inverted: the problem with them.
+        budget: the budget.
+        progress: called with the fraction done and a short text.
+        store: every plan that is found is stored in it.
+        hurried: see `plan_within`.
 
     Raises:
-        InfeasibleBudget: neither has a plan that fits; carries the smallest peak of the two.
+        InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest peaks.
     """
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.kind == "min" else budget.of(plain)
@@ -67,14 +74,16 @@ def plan_either(
 
     found = plain_first((plain, inverted), PLAIN, search)
     if not found:
-        last = failed[-1]  # of the problem that has all plans that the other has
+        last = failed[-1]  # every plan of the plain problem is one of this problem, too
         least = min(failed, key=lambda error: error.smallest)
         raise last.changed(smallest=least.smallest, plan=least.plan)
     return better_of(found, budget)
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """The problem and plan of the least peak, if that is the budget, and of the least cost; of equal ones the plain
-    one, which is first: all of its results are equal bit by bit."""
+    """Return the problem whose plan has the least cost; for the budget ``min``, the one with the smallest peak.
+
+    If both are equal it is the first, the plain one, whose gradients are bit-equal.
+    """
     least = budget.kind == "min"
     return min(found, key=lambda one: (one[1].estimate.peak if least else 0, one[1].estimate.cost))

@@ -1,4 +1,4 @@
-"""Plans of little memory at hand, for calls that must go on although no plan keeps their budget."""
+"""Plans with a small peak, for calls that must go on although no plan fits the budget."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
 SECONDS = 2.0
-"""For block plans of little memory, where no plan is known."""
+"""Seconds for finding block plans, if no plan is known."""
 
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
-    """The plan of the least peak, and of the least cost at it, of those known; of block plans, where none is.
+    """Return the plan with the smallest peak, and of these the one with the least cost.
+
+    It is one of the known plans, a block plan if none is known, or the plan without recomputation.
 
     Args:
-        known: plans of this problem, or of another of the same step.
+        graph: the problem.
+        known: plans of this problem, or of another problem of the same step.
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
     found = found or [*leanest_plans(graph, time.monotonic() + SECONDS)]
@@ -29,10 +32,12 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
-    """Refuse a budget (bytes) that the inputs and the largest op's transients exceed, without a search.
+    """Check, without a search, that the budget can hold the inputs together with any single op.
+
+    ``budget``: bytes. ``strategy``: its name is reported by the error.
 
     Raises:
-        InfeasibleBudget: no plan fits; carries a block plan of little memory.
+        InfeasibleBudget: it cannot. The error has a block plan with a small peak.
     """
     if min_peak_bound(graph).bytes > budget:
         plan = leanest_plan(graph)

@@ -1,4 +1,4 @@
-"""What a user asks of a plan, whichever door is taken: `plan_module` or `backend`."""
+"""The options of a plan, for `plan_module` and for `backend`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)
-"""What may happen where no plan keeps the budget: an error, the leanest plan known, or one that recomputes nothing."""
+"""What to do if no plan fits the budget: raise an error, use the plan with the smallest peak, or recompute
+nothing.
+"""
 QUICK = 1.5
-"""Seconds of the search before the first step, where a better plan is searched for while training runs."""
+"""Seconds of search before the first step, if the plan is refined while training runs."""
 DETERMINISTIC_MOVES = 100_000
-"""The annealer's moves that count as a second: fewer than it makes in one on most machines."""
+"""The number of annealing moves that count as a second: fewer than most machines make in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The arguments of `plan_module` that decide which plan is made; see there.
+    """The arguments of `plan_module` that determine the plan; see there.
 
     Raises:
-        UsageError: no budget, a malformed one or loss memory; an unknown strategy, option, kind of costs, overlap or
-            reaction to a budget that no plan keeps.
+        UsageError: no budget, or a malformed budget or loss memory; an unknown strategy, option, kind of costs,
+            overlap or ``on_infeasible``; options that exclude each other.
     """
 
     budget: str | int | None
@@ -62,16 +64,17 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:
-            raise UsageError("state a budget, such as budget='8GiB', or a plan")
+            raise UsageError("there is no budget: state one, such as budget='8GiB', or a saved plan")
         if self.budget is not None:
             parse_budget(str(self.budget))
         if self.in_flight < 1 or (self.deferred or 0) < 0:
             raise UsageError(
-                f"{self.in_flight} micro-batches in flight, {self.deferred} deferred: not numbers of such"
+                f"in_flight is {self.in_flight} and deferred is {self.deferred}: in_flight must be 1 or more, and "
+                f"deferred 0 or more, or None"
             )
         if self.several and (self.inverses or self.plan is not None or self.overlap not in (None, OFF)):
             raise UsageError(
-                "in_flight and deferred go neither with inverses nor with overlap or a saved plan"
+                "in_flight and deferred cannot be combined with inverses, overlap or a saved plan"
             )
         self.stated_loss()
         self.chosen()
@@ -81,7 +84,10 @@ class PlanOptions:
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
 
     def chosen(self) -> Strategy:
-        """The strategy with its options. One that is deterministic counts moves instead of seconds."""
+        """Return the strategy with its options.
+
+        If ``deterministic``, `auto` is replaced by annealing with a number of moves.
+        """
         if self.strategy != Auto.name:
             return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
         if self.deterministic:
@@ -91,10 +97,10 @@ class PlanOptions:
 
     @property
     def refines(self) -> bool:
-        """Whether a plan that is quickly found is used at once, and improved in another process while training runs.
+        """Whether training starts with a quickly found plan, which another process refines.
 
-        Not where what is computed may depend on the plan (inverses that round), where the least peak is asked for, or
-        where recomputation on a second lane is timed for the plan.
+        False if results may depend on the plan (inverses that round), if the smallest peak is asked for, or if the
+        plan has a second lane, whose time is measured for the plan.
         """
         return (
             self.refine
@@ -108,19 +114,19 @@ class PlanOptions:
         )
 
     def stated_budget(self) -> Budget:
-        """The budget as it is stated."""
+        """Return the budget as the user wrote it."""
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
-        """What the loss holds, if that is stated."""
+        """Return the memory of the loss as the user wrote it; None if it is not stated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
     @property
     def several(self) -> bool:
-        """Whether several micro-batches may be under way."""
+        """Whether several micro-batches may be in flight."""
         return self.in_flight > 1 or self.deferred is not None
 
     @property
     def inverting(self) -> bool:
-        """Whether inverses that round are wanted."""
+        """Whether inverses that round may be used."""
         return self.inverses or self.strategy == Reversible.name

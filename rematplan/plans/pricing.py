@@ -1,4 +1,4 @@
-"""What a captured step's calls cost: measured here, measured elsewhere and read from a file, or modelled."""
+"""The costs of a captured step's ops: measured on this device, read from a profile file, or modelled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COSTS = ("roofline", "profile")
 
 
 def check_costs(costs: str) -> None:
-    """Refuse what is no kind of costs, before a network is captured for it.
+    """Check that ``costs`` is ``roofline``, ``profile`` or a readable profile file, before a network is captured.
 
     Raises:
-        UsageError: the message lists the kinds, or says what is wrong with a profile file.
+        UsageError: it is not. The message lists the kinds, or says what is wrong with the file.
     """
     if costs not in COSTS:
         _profile(costs)
@@ -43,12 +43,18 @@ def priced(
     progress: Progress = silent,
     max_inversion_error: float | None = None,
 ) -> TrainingGraph:
-    """The planning problem of a captured step.
+    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
+    op.
 
-    ``costs``: ``roofline`` prices ops on the device model named ``device``, without workspaces; ``profile``
-    measures time and workspace of each distinct op on the present device; the path of a profile file
-    (``rematplan profile``) takes them from there. ``max_inversion_error``: the largest relative error that a tensor may
-    have when an inverse brings it back (`with_anchors`); by default what fits its type.
+    Args:
+        step: the captured step.
+        costs: ``roofline`` models the costs for the device model ``device``, without workspaces; ``profile`` measures
+            time and workspace of each distinct op on the present device; the path of a file that ``rematplan
+            profile`` wrote takes them from there.
+        device: the name of a device model.
+        progress: called with the fraction done and a short text.
+        max_inversion_error: the largest relative error that a tensor may have after it is recovered by inverses (see
+            `with_anchors`); by default one that suits its type.
 
     Raises:
         UsageError: unknown costs or device model, a profile that lacks an op of the step, or an error that is not
@@ -64,10 +70,9 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """What the step holds at most beyond its problem where a loss lays the gradients of the outputs out otherwise.
+    """Return the memory that the step needs in addition if gradients of its outputs arrive in another layout.
 
-    ``costs``: as for `priced`; measured with ``profile``, else what lies otherwise is copied; without workspaces with
-    ``roofline``.
+    ``costs``: as for `priced`. With ``profile`` the workspaces are measured; with ``roofline`` there are none.
     """
 
     def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:

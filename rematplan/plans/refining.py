@@ -1,4 +1,4 @@
-"""A plan that is improved in another process while training runs."""
+"""Refine a plan in another process while training runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOG = logging.getLogger("rematplan")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is searched for in the background.
+    """A search in another process.
 
-    ``plan``: the plan that training begins with. ``options``: of the strategy ``strategy``. ``gap``: a plan whose
-    overhead is proven to be within this of the optimum's ends the search. ``starts``: plans that are known from other
-    sizes.
+    ``plan``: the plan with which training starts. ``strategy``, ``options``: of the search. ``budget``: bytes.
+    ``gap``: the search ends when the plan's overhead is proven to be above the optimum's by no more than this.
+    ``starts``: plans of the step in other sizes, from which the search starts.
     """
 
     problem: TrainingGraph
@@ -38,10 +38,11 @@ class Wanted:
 
 @dataclass(eq=False)
 class Refining:
-    """The search for a better plan of one step, and what it has found; see `accumulation.Refinement`.
+    """The search for a better plan of one step, and its latest result; an implementation of
+    `accumulation.Refinement`.
 
-    ``finish``: makes of a plan what a step is run with; None where that would not keep the budget. ``store``: gets each
-    plan that is better.
+    ``finish``: returns the step's plan for a schedule that was found; None if that would exceed the budget.
+    ``store``: every plan that is found is stored in it. ``seconds``: the duration of the search so far.
     """
 
     wanted: Wanted
@@ -56,7 +57,7 @@ class Refining:
         self._best = self.wanted.plan.estimate.cost
 
     def mapped(self, change: Callable[[StepPlan], StepPlan | None]) -> Refining:
-        """The same, where what a step is run with is changed; see ``finish``."""
+        """Return a copy whose results are changed by ``change``. It returns None for results that cannot be used."""
         first = self.finish
 
         def both(plan: Plan) -> StepPlan | None:
@@ -121,7 +122,10 @@ class Refining:
 
 
 def mapped(found: StepPlan, change: Callable[[StepPlan], StepPlan | None]) -> StepPlan | None:
-    """A step's plan after a change that its later plans undergo too; None where the change makes nothing of it."""
+    """Return a step's plan changed by ``change``, which later changes the plans of its refinement, too.
+
+    None if ``change`` returns None.
+    """
     changed = change(found)
     if changed is None or found.refinement is None:
         return changed

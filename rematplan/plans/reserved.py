@@ -1,4 +1,4 @@
-"""What others hold beside a step: optimizers, further modules, bytes that are stated."""
+"""Memory that others hold during a step: optimizers, further modules, stated bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rematplan.runtime.graph.allocator import allocated
 class Held:
     """Bytes that others hold on one device.
 
-    ``always``: during the whole step. ``stepping``: beyond these, while an optimizer makes its step.
+    ``always``: during the whole step. ``stepping``: in addition, during the optimizer's step.
     """
 
     always: int = 0
@@ -28,13 +28,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What others hold, counted each time that a plan is made.
+    """Others whose memory the budget includes. Their bytes are counted each time a plan is made.
 
     ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, and text such
     as ``1GiB``.
 
     Raises:
-        UsageError: no list, or an item that is something else.
+        UsageError: an item is something else.
     """
 
     items: tuple[object, ...] = ()
@@ -45,26 +45,28 @@ class Reserved:
                 _bytes(item)
             elif not isinstance(item, (int, Counted, torch.optim.Optimizer, nn.Module)) and not _says(item):
                 raise UsageError(
-                    f"reserved: a {type(item).__name__} is no optimizer, no module, no number of bytes and no text "
-                    f"such as '1GiB', and has no method reserved_bytes()"
+                    f"reserved: cannot tell the bytes of a {type(item).__name__}; list optimizers, modules, numbers of "
+                    f"bytes, text such as '1GiB', or objects with a method reserved_bytes()"
                 )
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """What a user lists.
+        """Return the reservations that a user lists.
 
         Raises:
-            UsageError: see the class; one thing instead of a list.
+            UsageError: see the class; also if ``items`` is a single item instead of a list.
         """
         if isinstance(items, (str, int, nn.Module, torch.optim.Optimizer)):
-            raise UsageError("reserved is a list; write [optimizer]")
+            raise UsageError("reserved must be a list; write reserved=[optimizer]")
         return cls(tuple(items))
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> Held:
-        """What is held on a device beside a model's tensors; what several items share counts once.
+        """Return the bytes that the items hold on a device, in addition to a model's tensors.
+
+        A storage that several items share counts once. ``model``: the model's tensors, by name.
 
         Raises:
-            UsageError: the state of an optimizer is not there, and of no known size.
+            UsageError: an optimizer has no state yet, and its size cannot be determined.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -92,14 +94,14 @@ class Reserved:
         return Held(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
-        """Pickled as bytes by device: a model that is sent elsewhere takes no optimizer and no teacher with it."""
+        """Pickle the bytes that items hold on each device, not optimizers and modules: those stay in this process."""
         kept = tuple(i for i in self.items if isinstance(i, (str, int, Counted)))
         others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, int, Counted))))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 
     def devices(self) -> set[torch.device]:
-        """Where the items hold anything."""
+        """Return the devices of the optimizers' parameters and of the modules' tensors."""
         optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
         held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         held += [t for i in self.items if isinstance(i, nn.Module) for t in (*i.parameters(), *i.buffers())]
@@ -108,7 +110,7 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted elsewhere, by device."""
+    """Bytes that were counted in another process, by device."""
 
     by_device: Mapping[str, Held]
 
@@ -120,7 +122,9 @@ def _says(item: object) -> bool:
 def _bytes(stated: str | int) -> int:
     budget = parse_budget(str(stated))
     if budget.kind != "bytes":
-        raise UsageError(f"reserved: {stated!r} is no number of bytes; write 1GiB, 512MB or a whole number")
+        raise UsageError(
+            f"reserved: {stated!r} is not a number of bytes; write 1GiB, 512MB or a whole number"
+        )
     return budget.bytes(0, lambda: 0)
 
 

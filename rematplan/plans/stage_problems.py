@@ -1,4 +1,4 @@
-"""A captured step of one micro-batch, of which several are in flight, as a stage's planning problem."""
+"""The planning problem of a pipeline stage: a captured step of one micro-batch, while several are in flight."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def stage_problem(
     between: int = 0,
     template: StagePlan,
 ) -> StageProblem:
-    """The problem of a step beside gradients of other micro-batches.
+    """Return the problem of a step that runs while gradients of other micro-batches exist.
 
     Args:
-        graph: the step's problem with its loss boundary, and with `WEIGHTS` if its backward is split.
-        held: the kinds of inputs that each micro-batch holds from its forward to its backward; ``given``: those that it
-            has in its backward alone. Batch and tangents of neither are charged elsewhere.
-        between: see `StageProblem`.
-        template: the figures that no plan changes.
+        step: the captured step of one micro-batch.
+        graph: its problem with a loss boundary, and with the op `WEIGHTS` if its backward is split.
+        held: the kinds of inputs that each micro-batch holds from its forward to its backward.
+        given: the kinds of inputs that it holds only in its backward. Batches and tangents in neither list are
+            counted elsewhere.
+        between: bytes that others hold for a micro-batch from its forward to its backward; see `StageProblem`.
+        template: the figures of the stage that do not depend on the plan.
     """
     added, _ = earlier_gradients(step)
     adding = adding_problem(step, graph, added)
@@ -59,22 +61,28 @@ def stage_problem(
 
 
 def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
-    """What each step of the backward half leaves of its peak: gradients may wait within it, and raise it nowhere."""
+    """Return, for each step of a schedule, how many bytes the backward's peak is above the resident bytes at that
+    step.
+
+    Gradients that wait to be added to earlier ones may use these bytes without raising the peak.
+    """
     held = resident_bytes(graph, schedule)
     peak = max(held[schedule.index(Run(LOSS)) :])
     return tuple(max(0, peak - now) for now in held)
 
 
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
-    """The new buffers that no op of the backward half reads."""
+    """Return the new buffers that no op of the backward reads."""
     made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")
     read = {t for op in graph.ops if op.name in step.after_turn for t in op.reads}
     return tuple(t for t in made if t in graph.producer and t not in read)
 
 
 def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
-    """Of each op what is kept so that it can run again in the backward half: the buffers that the step gives new
-    content, as they were, and the state of the generator that it draws from."""
+    """Return, for each op, the bytes of copies that are kept for running it again in the backward.
+
+    These are old contents of buffers that the step renews, and states of the random generator.
+    """
     renewed = renewed_buffers(step)
     seeded = [call.name for call in step.calls if call.seeded and call.name not in graph.never_rerun]
     state = graph.size.get(RNG_STATES, 0) // (len(seeded) + 1)

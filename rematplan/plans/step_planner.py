@@ -1,4 +1,4 @@
-"""From what a user asks of a drop-in to the plan of a captured step."""
+"""Plan a captured step according to the options of `plan_module` or `backend`."""
 
 from __future__ import annotations
 
@@ -55,36 +55,41 @@ from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 LOG = logging.getLogger("rematplan")
 
 FURTHER = 0.25
-"""Share of the time limit for a step that a plan of an earlier one serves within the budget: the same ops on other
-shapes want much the same runs. For U-Net, ResNet-50 and a GPT at half, double and one more of the batch it came within
-.2 points of the whole time, wherever the earlier plan fitted."""
+"""The share of the time limit for a step within whose budget a plan of an earlier step fits.
+
+The same ops on other shapes need similar plans. With half, double and one more than the first batch, U-Net, ResNet-50
+and a GPT came within 0.2 points of the overhead found in the whole time, whenever the earlier plan fitted.
+"""
 RESERVED = "reserved"
-"""The input that stands for what others hold."""
+"""The name of the problem's input that represents memory of others."""
 MENTIONED = 0.01
-"""Share of a refused plan's peak from which on room for a loss is worth a word."""
+"""A refusal names the memory set aside for a loss if it is at least this share of the refused plan's peak."""
 
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans the steps of a drop-in.
+    """Plans captured steps.
 
-    ``options``: what is asked for. ``store``: what is known of plans; those made are put in it.
+    ``options``: what the user asks for. ``store``: known plans; new ones are stored in it.
     """
 
     options: PlanOptions
     store: PlanStore = field(default_factory=PlanStore, compare=False)
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The values of parameters and buffers by the names that captured steps know them by, for scales to invert."""
+    """Parameters and buffers under the names that captured steps use; inverses need the values of scales."""
     added: frozenset[str] = frozenset()
-    """Names of parameters that have gradients, to which their new ones are added."""
+    """Names of parameters that have gradients, to which new ones are added."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes that others hold during the whole step, by a name for them."""
     scope: str = ""
-    """What has a first plan of its own, whose peak a percentage is of; in a compiler each graph."""
+    """A percentage refers to the peak of the first plan with the same scope; a compiler has one scope per graph."""
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """The budget for a problem: ``min``, which each problem has of its own, or bytes. A percentage is of the first
-        problem's peak: a later one, of a smaller batch say, would else get less than the device has room for."""
+        """Return the budget for a problem: bytes, or ``min``.
+
+        A percentage refers to the first problem's peak: otherwise a smaller batch later would get fewer bytes than
+        the device has.
+        """
         stated = self.options.stated_budget()
         if stated.kind in ("min", "bytes"):
             return stated
@@ -94,7 +99,7 @@ class StepPlanner:
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
-        """What the loss holds beside the outputs and their gradients."""
+        """Return the memory that the loss needs in addition to the outputs and their gradients."""
         stated = self.options.stated_loss()
         if stated is None:
             return LossMemory.usual(step, no_recompute(graph).estimate.peak)
@@ -103,7 +108,9 @@ class StepPlanner:
         return LossMemory.of_peak(step, int(stated.amount))
 
     def problem(self, step: CapturedStep) -> TrainingGraph:
-        """The step's planning problem, with all outputs there at the turn and the user's constraints."""
+        """Return the step's planning problem, with a loss boundary, the user's constraints and the memory of
+        others.
+        """
         asked = self.options
         priced_ = priced(step, asked.costs, max_inversion_error=asked.max_inversion_error)
         copies = copies_priced(step, priced_, asked.costs)
@@ -116,17 +123,23 @@ class StepPlanner:
         return holding(graph, {**self.held, RESERVED: others.always})
 
     def opened(self, step: CapturedStep) -> CapturedStep:
-        """The step with its inverses: all if they are wanted, else those that only move numbers."""
+        """Return the step with inverses: with all if the user allows them, otherwise with those that only move
+        numbers.
+        """
         if self.options.inverting:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """The plan of a step, which has its inverses; beside gradients of earlier steps where they accumulate.
+        """Return the plan of a step, which has its inverses. With ``accumulate`` the plan counts gradients of earlier
+        steps.
 
-        ``first``: whether it is the first of its kind, though others have a plan.
+        Args:
+            step: the captured step.
+            first: whether a refusal is that of a first plan, even though other steps have plans.
 
-        Raises: see `planned`; where no plan keeps the budget, as far as the options say so.
+        Raises:
+            InfeasibleBudget: see `planned`; only if the options say that a refusal is raised.
         """
         if self.options.several:
             return self._in_flight(step)
@@ -144,14 +157,15 @@ class StepPlanner:
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """The plan that a step gets where none keeps the budget; a warning says what it needs.
+        """Return the plan for a step for which no plan fits the budget, and warn with the memory that it needs.
 
         Args:
+            step: the captured step, with its inverses.
             error: the refusal.
-            first: whether it is of the first plan, which raises it if nothing else is asked for.
+            first: whether it is the first plan, whose refusal is raised by default.
 
         Raises:
-            InfeasibleBudget: the refusal, if that is asked for.
+            InfeasibleBudget: the refusal, if the options say that it is raised.
         """
         how = self._reaction(first)
         if how == RAISE:
@@ -161,17 +175,17 @@ class StepPlanner:
         if how == LEAST:
             plan, what = (
                 leanest_plan(graph, [error.plan] if error.plan else []),
-                "the leanest plan that is known",
+                "the known plan of the smallest peak",
             )
         if plan.peak > error.budget:
             warn(
-                f"{error}. {step.name} is run by {what}, which needs {show_bytes(plan.peak)} ({plan.peak} bytes), "
-                f"beyond the budget of {show_bytes(error.budget)}"
+                f"{error}. {step.name} runs with {what}; its peak is {show_bytes(plan.peak)} ({plan.peak} bytes), "
+                f"above the budget of {show_bytes(error.budget)}"
             )
         return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
 
     def _reaction(self, first: bool) -> str:
-        """What a budget that no plan keeps leads to."""
+        """Return what to do if no plan fits the budget, a value of `INSTEAD`."""
         if self.options.plan is not None:
             return RAISE
         return self.options.on_infeasible or (RAISE if first else LEAST)
@@ -181,7 +195,7 @@ class StepPlanner:
         return self._reaction(first=not self.store) != RAISE
 
     def _in_flight(self, step: CapturedStep) -> StepPlan:
-        """The plan for as many micro-batches under way as are asked for."""
+        """Return the plan for several micro-batches in flight."""
         asked, step = self.options, self.opened(step)
         split = asked.deferred is not None
         step = with_separate_weights(step) if split else step
@@ -208,7 +222,7 @@ class StepPlanner:
         return StepPlan(step, plan, refinement=self._refinement(step, graph, plan))
 
     def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
-        """The search for a better plan, where there may be one worth the while."""
+        """Return a search for a better plan, or None if it is not wanted or could gain nothing."""
         asked = self.options
         if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
             return None
@@ -223,13 +237,16 @@ class StepPlanner:
         )
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
-        """The plan where new gradients are added to earlier ones and leave; None if it keeps its budget only where they
-        leave at once. Two lanes hold what one does not: their gradients are charged to the end."""
+        """Return a plan in which new gradients are added to earlier ones and freed during the step.
+
+        None if that exceeds the budget unless they are freed immediately. With two lanes, gradients are charged until
+        the end, so it is None then, too.
+        """
         if self.options.overlap not in (None, OFF):
             return None
         try:
             found = self._alone(step)
-        except ProblemError:  # a saved plan that charges them to the end
+        except ProblemError:  # a saved plan that charges new gradients until the end
             return None
         budget = found.plan.peak if found.plan.budget is None else found.plan.budget
         graph = self.problem(found.step)
@@ -241,14 +258,21 @@ class StepPlanner:
         return mapped(found, with_spare)
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
-        """What is planned for a step when gradients of earlier steps are there as it begins; None if its ``plan``, made
-        without them, serves, or if there is none, which a warning says.
+        """Return the plan for a step that begins with gradients of earlier steps.
 
-        ``gradients``: their bytes. ``names``: of the parameters that have them.
+        None if ``plan``, made without them, still fits the budget; or if no plan fits, which a warning says.
 
-        Raises: see `planned`.
+        Args:
+            step: the captured step.
+            plan: its plan without these gradients.
+            gradients: their bytes.
+            names: the parameters that have them.
+
+        Raises:
+            InfeasibleBudget: no plan fits, and the options say that a refusal is raised.
+            ProblemError: see `planned`.
         """
-        if self.options.several:  # it counts all gradients there can be
+        if self.options.several:  # the plan counts all possible gradients
             return None
         adding = replace(self, added=frozenset(names))
         if self.options.plan is not None:
@@ -269,18 +293,20 @@ class StepPlanner:
             if self.options.on_infeasible == RAISE:
                 raise refusal from None
             warn(
-                f"{step.name} has gradients of {show_bytes(gradients)} when it is called, and no plan keeps the budget "
-                f"beside them ({refusal}); this step goes beyond it. Let them be None by then (zero_grad), or allow "
-                f"more"
+                f"{step.name}: parameters have {show_bytes(gradients)} of gradients of earlier steps, and no plan fits "
+                f"the budget in addition to them ({refusal}). This step exceeds the budget. Set the gradients to "
+                f"None before it (optimizer.zero_grad()), or state a larger budget"
             )
             return None
 
     def _within(self, budget: int) -> StepPlanner:
-        """The planner with another budget, in bytes."""
+        """Return the planner with another budget, in bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep) -> StepPlan:
-        """The step that has the better plan, or that the saved plan is of, and the plan."""
+        """Return the plan of the step with or without inverses, whichever is better, or whichever the saved plan
+        belongs to.
+        """
         graphs = self.problem(plain), self.problem(inverted)
         if not any(inverse.noise for inverse in graphs[1].inverses):
             return StepPlan(plain, self._planned(plain, graphs[0]))
@@ -302,11 +328,11 @@ class StepPlanner:
         return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
     def planned(self, step: CapturedStep) -> Plan:
-        """The plan of a step as it stands.
+        """Return the plan of a step. Its inverses are those that the step has.
 
         Raises:
-            InfeasibleBudget: the strategy knows no plan that fits; carries the smallest peak that it can reach.
-            ProblemError: the saved plan is another graph's, or over the budget.
+            InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+            ProblemError: the saved plan belongs to another graph.
         """
         return self._planned(step, self.problem(step))
 
@@ -355,8 +381,11 @@ class StepPlanner:
         raise AssertionError("the last part is the whole search")
 
     def _in_parts(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Iterator[Strategy]:
-        """The searches that are made before the first step, one after the other until one finds a plan: a short one
-        first, where a better plan is searched for later. A tight budget is never refused for being late."""
+        """Return the searches to make, one after the other until one finds a plan.
+
+        If the plan is refined later, or an earlier plan fits, the first search is short. The last one has the whole
+        time limit, so that a tight budget is not refused for lack of time.
+        """
         if isinstance(chosen, Auto):
             if self.options.refines:
                 yield replace(chosen, time_limit=QUICK)
@@ -366,8 +395,11 @@ class StepPlanner:
 
     @contextmanager
     def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
-        """A refusal also names the room that is left for a loss outside of the model, unless that was stated, and the
-        first plan, if that made bytes of the budget. What it says of all plans holds without that room."""
+        """Add to a refusal what the user may change: the memory set aside for a loss, and the bytes of a percentage.
+
+        The memory for a loss is mentioned if the user did not state it. A statement about all plans then holds
+        without it.
+        """
         try:
             yield
         except InfeasibleBudget as error:
@@ -379,13 +411,13 @@ class StepPlanner:
                 floor = floor_text(bare) if floor else floor
             if self.options.loss_memory is None and aside >= MENTIONED * error.smallest:
                 floor += (
-                    f"; {show_bytes(aside)} are set aside for a loss outside of the model, where loss_memory= "
-                    f"may state less (loss_memory='3x' does for cross entropy)"
+                    f"; {show_bytes(aside)} are set aside for a loss outside of the model; if it needs less, say so "
+                    f"with loss_memory= (cross entropy needs loss_memory='3x')"
                 )
             if self.store and self.options.stated_budget().kind not in ("min", "bytes"):
                 hint = (
-                    f"{self.options.budget} became these bytes at the first plan; state bytes that are enough for "
-                    f"every call"
+                    f"the first plan turned {self.options.budget} into this number of bytes; state one that is enough "
+                    f"for every call"
                 )
             if (known, floor, hint) == (error.known, error.floor, error.hint):
                 raise
@@ -393,5 +425,5 @@ class StepPlanner:
 
 
 def _amount(budget: Budget) -> int | None:
-    """Bytes, or None for the least."""
+    """Return the budget in bytes, or None for ``min``."""
     return None if budget.kind == "min" else budget.bytes(0, lambda: 0)

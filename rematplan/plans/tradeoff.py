@@ -1,4 +1,4 @@
-"""The memory/overhead trade-off of a problem: curves, and the rows of a table strategy × budget."""
+"""Trade-off curves of memory against overhead, as plans, as table rows and as CSV."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.plans.budgets import Budget, known_plans
 
 RIVAL_PEAKS = 3
-"""At how many of the other strategies' peaks `auto` is asked for a plan too."""
+"""`auto` is also asked for plans at this many peaks of the other strategies' plans."""
 
 Curves = Mapping[str, Sequence[Plan]]
-"""By strategy, its plans by rising overhead and falling peak."""
+"""The plans of each strategy, by rising overhead and falling peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a strategy offers at a budget.
+    """The plan of one strategy at one budget.
 
-    ``plan``: None if nothing fits. ``smallest``: the least peak it reaches. ``best``: no other has
-    less overhead at this budget.
+    ``plan``: None if no plan fits. ``smallest``: the smallest peak of the strategy's plans, in bytes. ``best``:
+    whether no other strategy has less overhead at this budget.
     """
 
     budget: str
@@ -42,16 +42,23 @@ def trace_curves(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """The curve of each strategy, and a note on each strategy that has none (a problem too large, say).
+    """Return the curve of each strategy, and notes on the strategies without one (for example, the problem is too
+    large).
 
-    A strategy that resumes from other plans (`auto`) comes last. It starts from all plans of the others, and is also
-    asked for some of their peaks, so that its curve is nowhere above theirs. ``store``: plans on disk, from which the
-    curves start and in which they are kept.
+    `auto` is computed last. It starts from the plans of all others, and is also asked for some of their peaks, so
+    that its curve is nowhere above theirs.
+
+    Args:
+        graph: the problem.
+        strategies: by name.
+        budgets: bytes; for strategies that plan for one budget at a time.
+        progress: called with the fraction done and a short text.
+        store: plans on disk from which strategies start, and to which new plans are added.
     """
     store = PlanStore() if store is None else store
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
-    order = sorted(strategies, key="auto".__eq__)  # auto is last, for it begins with what others have found
+    order = sorted(strategies, key="auto".__eq__)  # auto is last: it starts from the others' plans
     for done, name in enumerate(order):
         strategy = strategies[name]
 
@@ -71,20 +78,23 @@ def trace_curves(
         if plans:
             found[name] = plans
         else:
-            notes.append(f"{name}: no plan within these budgets")
+            notes.append(f"{name}: no plan fits any of these budgets")
     return {name: found[name] for name in strategies if name in found}, tuple(notes)
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """At most `RIVAL_PEAKS` peaks along the best curve of the rivals, at and above the least budget."""
+    """Return at most `RIVAL_PEAKS` peaks (bytes) along the Pareto front of these plans, none below the smallest
+    budget.
+    """
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
-    """The table's rows: each strategy's plan of least overhead at each budget (``min``: its smallest).
+    """Return the rows of a table: each strategy's plan of least overhead at each budget.
 
-    ``base_peak`` and ``whole`` as for `Budget.bytes`.
+    For the budget ``min`` it is the strategy's plan with the smallest peak. ``base_peak``, ``whole``: see
+    `Budget.bytes`.
     """
     rows: list[Row] = []
     for budget in budgets:
@@ -112,17 +122,18 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
 
 
 def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
-    """At most ``count`` plans, evenly along the curve, both ends among them."""
+    """Return at most ``count`` plans, evenly spaced along the curve, including both ends."""
     if len(plans) <= count:
         return tuple(plans)
     return tuple(plans[round(i * (len(plans) - 1) / (count - 1))] for i in range(count))
 
 
 Key = tuple[str, int, float]
+"""A key for a plan among the plans of one problem."""
 
 
 def key(plan: Plan) -> Key:
-    """What tells the plans of one problem's curves apart."""
+    """Return the plan's strategy, peak and cost."""
     return plan.strategy, plan.estimate.peak, plan.estimate.cost
 
 
@@ -139,9 +150,10 @@ CSV_COLUMNS = (
 
 
 def curves_csv(curves: Curves, base: Plan, measured: Mapping[Key, tuple[int, float, float]]) -> str:
-    """Every point of every curve as CSV.
+    """Return all plans of all curves as CSV.
 
-    ``measured``: by the `key` of a plan that was run, its measured peak in bytes, its and eager's seconds.
+    ``base``: the plan without recomputation, to which percentages refer. ``measured``: for the `key` of a plan that
+    was run, its measured peak in bytes, its seconds and those of plain autograd.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

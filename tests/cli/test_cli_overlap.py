@@ -40,7 +40,7 @@ def test_off_is_the_default_and_auto_asks_whether_it_pays(call: Callable[..., An
         "plan", *SMALL, "--budget", "100%", "--strategy", "store_all", "--overlap", "on", "--json"
     ).data
     assert nothing["lanes"] is None
-    assert any("nothing comes back" in note for note in nothing["notes"])
+    assert any("recomputes nothing in the backward" in note for note in nothing["notes"])
 
 
 def test_plan_files_carry_lanes_and_the_checker_takes_them(

@@ -126,9 +126,9 @@ def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"in_flight": 0}, "not numbers of such"),
-        ({"in_flight": 2, "inverses": True}, "neither with inverses"),
-        ({"in_flight": 2, "budget": "min"}, "bytes or a percentage"),
+        ({"in_flight": 0}, "in_flight must be 1 or more"),
+        ({"in_flight": 2, "inverses": True}, "cannot be combined with inverses"),
+        ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(more: dict[str, Any], message: str) -> None:

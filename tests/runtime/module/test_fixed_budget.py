@@ -70,7 +70,7 @@ def test_a_larger_batch_is_judged_by_the_same_bytes() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         planned.prepare(rows(8192))
     assert refused.value.budget == first.budget
-    assert "60% became these bytes at the first plan" in str(refused.value)
+    assert "the first plan turned 60% into this number of bytes" in str(refused.value)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

@@ -140,12 +140,12 @@ def test_bytes_are_stated_as_numbers_texts_and_by_a_method() -> None:
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [
-        (["60%"], "no number of bytes"),
+        (["60%"], "not a number of bytes"),
         (["much"], "not understood"),
-        ([object()], "a object is no optimizer"),
-        ([3.5], "a float is no optimizer"),
-        ([Says], "no optimizer"),
-        ("1GiB", r"write \[optimizer\]"),
+        ([object()], "the bytes of a object"),
+        ([3.5], "the bytes of a float"),
+        ([Says], "cannot tell the bytes of"),
+        ("1GiB", r"write reserved=\[optimizer\]"),
     ],
 )
 def test_what_is_no_bytes_is_refused(reserved: list[object], said: str) -> None:
