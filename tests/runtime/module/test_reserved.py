@@ -164,7 +164,7 @@ def test_an_unknown_optimizer_is_refused_until_it_has_its_state() -> None:
 
     model = network()
     optimizer = Unknown(list(model.parameters()))
-    with pytest.raises(UsageError, match=r"a Unknown will hold .* such as '1GiB'"):
+    with pytest.raises(UsageError, match=r"a Unknown are not known .* such as '1GiB'"):
         planned_within("100%", model, 512, [optimizer])
     optimizer.step()
     planned = planned_within("100%", model, 512, [optimizer])
