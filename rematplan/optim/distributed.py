@@ -2,7 +2,8 @@
 
 Every process runs forward and backward on its part of the batch. Then
 
-1. a reduce-scatter adds the packed factors of all processes, each layer's at its owner;
+1. a reduce-scatter adds the packed factors of all processes, each layer's at its owner, after the backward or,
+   layer by layer, while it runs (``early``);
 2. owners average, damp and invert them;
 3. a reduce-scatter averages the gradients, each layer's at its workers, which multiply it by the inverses;
 4. an all-gather distributes the updates to all processes.
@@ -29,6 +30,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from rematplan.ir import ProcessEnded, UsageError
+from rematplan.optim.early_sums import EarlySums, Pending
 from rematplan.optim.inverses import restored, saved
 from rematplan.optim.layer import Layer
 from rematplan.optim.slots import longest_first
@@ -45,6 +47,9 @@ class Ranks:
         grad_workers: the number of workers of a layer, a divisor of the number of processes.
         reduce_gradients: whether gradients are those of each process alone. They are then averaged here, weighted by
             the ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has averaged them.
+        early: whether the statistics of a planned module are sent while the backward still runs, layer by layer, and
+            not in `KFAC.step`. Each micro-batch then sends its own. All processes need the same number of backwards
+            in a training step.
 
     Raises:
         UsageError: there is no process group, or ``grad_workers`` is no divisor.
@@ -52,7 +57,12 @@ class Ranks:
     """
 
     def __init__(
-        self, group: ProcessGroup | None = None, *, grad_workers: int = 1, reduce_gradients: bool = True
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        grad_workers: int = 1,
+        reduce_gradients: bool = True,
+        early: bool = False,
     ) -> None:
         if not distributed.is_initialized():
             raise UsageError(
@@ -62,10 +72,13 @@ class Ranks:
         self._rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)
         if grad_workers < 1 or self._size % grad_workers:
             raise UsageError(f"grad_workers is {grad_workers}, which does not divide {self._size} processes")
-        self._reduce = reduce_gradients
+        self.early, self._reduce = early, reduce_gradients
         self._width = self._size // grad_workers
         self._block = self._subgroup([range(b, b + self._width) for b in range(0, self._size, self._width)])
         self._column = self._subgroup([range(c, self._size, self._width) for c in range(self._width)])
+        # A group of their own: DistributedDataParallel communicates at the same time, in an order that may differ.
+        self._early_group = self._subgroup([range(self._size)]) if early else None
+        self._early_sums: EarlySums | None = None
         self._layers: Mapping[str, Layer] = {}
         self._owner: Mapping[str, int] = {}
         self._dtype = torch.float32
@@ -89,6 +102,8 @@ class Ranks:
         costs = {name: sum(side.cost for side in layer.sides) for name, layer in layers.items()}
         self._owner = longest_first(costs, self._size)
         self._dtype = functools.reduce(torch.promote_types, (layer.a.dtype for layer in layers.values()))
+        if self.early:
+            self._early_sums = EarlySums(layers, self.owned(), self._start)
 
     def owned(self) -> Collection[str]:
         """Return the names of the layers that `assign` gave to this process."""
@@ -102,8 +117,22 @@ class Ranks:
         """Return the position, in each block, of the layer's worker."""
         return self._owner[name] % self._width
 
+    def begin(self, name: str, sums: Tensor, step: int) -> None:
+        """Start to add one layer's statistics at its owner; see `EarlySums`."""
+        assert self._early_sums
+        self._early_sums.add(name, sums.to(self._dtype), step)
+
+    def _start(self, name: str, sums: Tensor) -> Pending:
+        owner = self._global(self._owner[name])
+        started: Pending = self._guarded(
+            distributed.reduce, sums, owner, group=self._early_group, async_op=True
+        )
+        return started
+
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Add the statistics of all processes by a reduce-scatter; see `Exchange.sums`."""
+        """Add the statistics of all processes by a reduce-scatter, or return what `begin` has added."""
+        if self._early_sums and (found := self._guarded(self._early_sums.finish)):
+            return found.items()
         parts = dict(sums)
         summed = self._reduce_scatter(parts, self._owner, range(self._size), self._rank, self._group)
         return summed.items()

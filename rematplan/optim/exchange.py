@@ -27,6 +27,19 @@ class Exchange(Protocol):
     def worked(self) -> Collection[str]:
         """Return the names of the layers that this process is a worker of."""
 
+    @property
+    def early(self) -> bool:
+        """Whether `begin` sends statistics; then `sums` returns what it has sent."""
+
+    def begin(self, name: str, sums: Tensor, step: int) -> None:
+        """Start to add the statistics of one layer of one backward, while the backward still runs.
+
+        Args:
+            name: the layer.
+            sums: this process's sums, a vector that is overwritten.
+            step: the number of the training step.
+        """
+
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Add the statistics of all processes.
 
@@ -93,6 +106,11 @@ class Alone:
     def worked(self) -> Collection[str]:
         """Return all layers."""
         return self._names
+
+    early = False
+
+    def begin(self, name: str, sums: Tensor, step: int) -> None:
+        """Do nothing."""
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return the sums unchanged."""

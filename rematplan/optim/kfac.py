@@ -19,11 +19,11 @@ from rematplan.optim.refresh import Refresh
 from rematplan.optim.report import SideReport, rows_of
 from rematplan.optim.side import AUTO
 from rematplan.optim.source import Source
-from rematplan.optim.sources import source_of
+from rematplan.optim.sources import PlannedSource, source_of
 from rematplan.optim.state_bytes import state_bytes
 from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.statistics.factors import Statistics
+from rematplan.runtime.statistics.factors import Factors, Statistics
 
 
 class KFAC(Optimizer):
@@ -104,6 +104,18 @@ class KFAC(Optimizer):
         self._refresh = Refresh(layers, self._exchange.owned(), inverse_every, early_steps)
         self._clock, self._seen, self._met, self._said = 0, -1, set[str](), False
         self._link()
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._exchange.early and isinstance(self._source, PlannedSource):
+            self._source.listen(self._arrived)
+
+    @torch.no_grad()
+    def _arrived(self, factors: Mapping[str, Factors], step: int) -> None:
+        """Send statistics that a backward has just completed; `_read` does it if nothing calls this."""
+        if self._clock % self._factors_every == 0:
+            for name in self._layers.keys() & factors.keys():
+                self._exchange.begin(name, self._layers[name].sums(factors[name], self._loss_scale()), step)
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -125,6 +137,7 @@ class KFAC(Optimizer):
         if self._met:
             source.load(self._source.state())
         self._source, self._seen = source, -1
+        self._listen()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, rows: float = 1.0) -> Any:
@@ -284,7 +297,8 @@ class KFAC(Optimizer):
     def reserved_bytes(self) -> int:
         """Return the bytes of this process's state between steps, whether it exists already or not.
 
-        The state consists of factors, inverses, momentum and the state of the other optimizer. So an optimizer can be
+        The state consists of factors, inverses, momentum and the state of the other optimizer; and of the statistics
+        that are sent during a backward, if the exchange does that. So an optimizer can be
         given to ``plan_module(..., reserved=[optimizer])``.
         """
         worked, owned = self._exchange.worked(), self._exchange.owned()
@@ -293,6 +307,8 @@ class KFAC(Optimizer):
             for name, layer in self._layers.items()
             for side in layer.sides
         )
+        if self._exchange.early:
+            factors += sum(layer.no_sums(device="meta").nbytes for layer in self._layers.values())
         momentum: int = sum(
             p.numel() * p.element_size()
             for group in self.param_groups[: self._ours]

@@ -80,6 +80,11 @@ class Layer:
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / loss_scale**2)
         return torch.cat((*(t.flatten() for t in kept), counts))
 
+    def no_sums(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the `sums` of no statistics: zeros, on the weight's device if none is named."""
+        size = sum(torch.Size(side.shape).numel() for side in self.sides) + 2
+        return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
+
     def fold(self, sums: Tensor, decay: float) -> None:
         """Add a vector of `sums` to the moving averages of both factors, which are first multiplied by ``decay``."""
         a = torch.Size(self.a.shape).numel()

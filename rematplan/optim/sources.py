@@ -11,6 +11,7 @@ from rematplan.ir import UsageError
 from rematplan.optim.source import Source
 from rematplan.runtime.module.planned_module import Planning
 from rematplan.runtime.statistics.factors import Factors, Statistics
+from rematplan.runtime.statistics.recorder import Listener
 
 
 class PlannedSource:
@@ -21,6 +22,7 @@ class PlannedSource:
 
     def __init__(self, parts: Mapping[str, Planning]) -> None:
         self._parts = parts
+        self._relays: tuple[_Relay, ...] = ()
 
     def layers(self) -> Mapping[str, Factors]:
         """Return the factors that the statistics will have, on the device ``meta``, by weight name in the whole
@@ -35,7 +37,21 @@ class PlannedSource:
         found = {prefix: part.statistics() for prefix, part in self._parts.items()}
         factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
         skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
-        return Statistics(factors, skipped, sum(one.step for one in found.values())) if len(factors) else None
+        return Statistics(factors, skipped, self.step()) if len(factors) else None
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with the factors of each layer as soon as a backward has completed them.
+
+        The second argument of a call is the ``step`` that `statistics` would return. Only one listener is called: that
+        of the last call of this method.
+        """
+        self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
+        for relay, part in zip(self._relays, self._parts.values(), strict=True):
+            part.listen_to_statistics(relay.report)
+
+    def step(self) -> int:
+        """Return the number of the current training step, summed over the modules."""
+        return sum(part.statistics_state[0] for part in self._parts.values())
 
     def state(self) -> Sequence[tuple[int, int]]:
         """Return, for each module, the number of the next training step and how often labels have been drawn so
@@ -48,6 +64,17 @@ class PlannedSource:
         """Continue with the step numbers and counts of draws that `state` returned."""
         for part, (step, draws) in zip(self._parts.values(), state, strict=True):
             part.statistics_state = step, draws
+
+
+class _Relay:
+    """Passes the factors of one module on, under their names in the whole model."""
+
+    def __init__(self, source: PlannedSource, prefix: str, listener: Listener) -> None:
+        self._source, self._prefix, self._listener = source, prefix, listener
+
+    def report(self, factors: Mapping[str, Factors], _step: int) -> None:
+        """Call the listener."""
+        self._listener(_Joined({self._prefix: factors}), self._source.step())
 
 
 class _Joined(Mapping[str, Factors]):

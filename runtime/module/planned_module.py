@@ -25,7 +25,7 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.recorder import Recorder, shapes
+from rematplan.runtime.statistics.recorder import Listener, Recorder, shapes
 
 
 def planned_module(
@@ -207,6 +207,16 @@ class Planning:
             UsageError: the module was planned without statistics.
         """
         self._recorder.take(wanted)
+
+    def listen_to_statistics(self, listener: Listener) -> None:
+        """Call a method with the factors of each layer as soon as a backward has completed them.
+
+        See `Recorder.listen`.
+
+        Raises:
+            UsageError: the module was planned without statistics.
+        """
+        self._recorder.listen(listener)
 
     @property
     def statistics_options(self) -> Kronecker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.packing import unpack
 
+Listener = Callable[[Mapping[str, Factors], int], None]
+"""Receives the factors that a backward has just completed, by weight name, and the number of the training step."""
 NO_GRADIENT = "no gradient reached it in this step"
 
 
@@ -132,6 +134,7 @@ class Recorder:
         self._ended = False
         self._backwards = 0
         self._parameters: frozenset[int] = frozenset()
+        self._listener: weakref.WeakMethod[Listener] | None = None
         self._clear()
         _RECORDERS.add(self)
         _watch_optimizers()
@@ -163,21 +166,46 @@ class Recorder:
         if any(id(p) in self._parameters for parameters in groups for p in parameters):
             self._ended = True
 
+    def listen(self, listener: Listener) -> None:
+        """Call a method with the factors of each layer as soon as a backward has completed them.
+
+        Later backwards of a training step report their own factors, without those of earlier ones. The method's object
+        is referenced weakly.
+        """
+        self._listener = weakref.WeakMethod(listener)
+
     def sink(self, of: StatisticsStep | None) -> Sink:
         """Return a callback for the statistics of a forward's backward. ``of``: the step with statistics;
         None if it computes none."""
-        step, pending = self.step, dict[str, Tensor | None]()
+        step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def told(found: Mapping[str, Tensor | None], last: bool) -> None:
             pending.update(found)
+            if of and step == self.step:
+                self._report(of, pending, reported)
             if last and step == self.step:
                 self._backwards += 1
                 if of:
                     self._add(of, pending)
             if last:
                 pending.clear()
+                reported.clear()
 
         return told
+
+    def _report(self, of: StatisticsStep, found: Mapping[str, Tensor | None], reported: set[str]) -> None:
+        """Tell the listener the layers whose factors are complete and which are not in ``reported`` yet."""
+        listener = self._listener and self._listener()
+        if not listener:
+            return
+        tensors = {target: t for target, t in found.items() if t is not None}
+        new = [
+            layer
+            for layer in of.layers
+            if layer.name not in reported and all(one.a in tensors and one.g in tensors for one in layer.sums)
+        ]
+        reported.update(layer.name for layer in new)
+        listener(PackedFactors({layer.name: _taken(layer) for layer in new}, tensors, of.terms), self.step)
 
     @property
     def held(self) -> dict[int, int]:

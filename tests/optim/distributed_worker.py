@@ -145,6 +145,57 @@ def planned(whole: nn.Module) -> None:
     same(model, whole, "planned")
 
 
+def early(whole: nn.Module) -> None:
+    """Statistics that leave during the backward, of two micro-batches, wrapped or not, beside gradients of DDP."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    share = equal_share(rank, size)
+    x = batch(0)[0][share]
+    for wrap in (lambda m: m, DistributedDataParallel):
+        model = rematplan.plan_module(
+            network(),
+            (x[: len(x) // 2],),
+            budget="1GiB",
+            strategy="store_all",
+            costs="roofline",
+            statistics=rematplan.Kronecker(fisher="empirical"),
+        )
+        wrapped = wrap(model)
+        exchange = Ranks(reduce_gradients=wrapped is model, early=True)
+        kfac = KFAC(wrapped, 0.05, exchange=exchange, loss_scale=1 / 2, **OPTIONS)
+        for at in range(STEPS):
+            if at == STEPS // 2:  # a backward that leads to no update
+                nn.functional.cross_entropy(wrapped(x[: len(x) // 2]), batch(at)[1][: len(x) // 2]).backward()
+            kfac.zero_grad()
+            images, labels = (t[share].chunk(2) for t in batch(at))
+            for image, label in zip(images, labels, strict=True):
+                (nn.functional.cross_entropy(wrapped(image), label) / 2).backward()
+            kfac.step()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
+    assert_owners_hold_all_factors_once(kfac)
+    leave_during_the_backward()
+    same(model, whole, "early")
+
+
+def leave_during_the_backward() -> None:
+    """The last layer's statistics are on their way before the first layer has its gradient."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).double()
+    x = torch.randn(4, 512, dtype=torch.float64)
+    options = {"budget": "1GiB", "strategy": "store_all", "costs": "roofline"}
+    statistics = rematplan.Kronecker(fisher="empirical")
+    model = rematplan.plan_module(wide, (x,), statistics=statistics, **options)
+    KFAC(model, 0.05, exchange=Ranks(early=True), **OPTIONS)
+    events: list[str] = []
+    real = distributed.reduce
+    distributed.reduce = lambda *args, **kwargs: events.append("sent") or real(*args, **kwargs)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    model(x).square().mean().backward()
+    distributed.reduce = real
+    assert events.count("sent") == 4, events
+    assert events.index("sent") < events.index("first layer"), events
+
+
 def data_parallel(whole: nn.Module) -> None:
     model = network()
     kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(reduce_gradients=False), **OPTIONS)

@@ -41,7 +41,19 @@ def run(size: int, folder: Path, *checks: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("size", "checks"),
     [
-        (2, ["own_reduction", "unequal", "data_parallel", "planned", "sharded", "other_size", "counted"]),
+        (
+            2,
+            [
+                "own_reduction",
+                "unequal",
+                "data_parallel",
+                "planned",
+                "early",
+                "sharded",
+                "other_size",
+                "counted",
+            ],
+        ),
         (4, ["unequal", "two_workers", "all_workers", "counted"]),
     ],
 )
