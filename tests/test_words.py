@@ -28,6 +28,7 @@ ROOMS = (
     "planner/overlap",
     "planner/strategies",
     "rematplan",
+    "rematplan/cli",
     "rematplan/optim",
     "rematplan/plans",
     "rematplan/report",

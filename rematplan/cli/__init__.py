@@ -1,4 +1,6 @@
-"""The command line: ``rematplan COMMAND``. One file a command; `program` parses and dispatches."""
+"""The command line, ``rematplan COMMAND``: one module per command; `program` parses arguments and calls the
+command.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status.
+    """Run a command and return its exit status.
 
-    0: done. 1: a verification failed. 2: an argument, a file or a problem is at fault. 3: no plan fits the
-    budget. 130: interrupted. Every error is one line on standard error.
+    0: success. 1: a verification found a difference. 2: an argument, a file or a problem is at fault. 3: no plan fits
+    the budget. 130: interrupted. Every error is one line on standard error.
+
+    ``argv``: the arguments; by default those of the process.
     """
     try:
-        from rematplan.cli.program import run  # here, so that an interrupt while it loads is one line too
+        from rematplan.cli.program import (
+            run,
+        )  # imported here, so that Ctrl-C during the import is reported in one line, too
 
         return run(argv)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What the commands' arguments share: their types, groups of options, checks of output files."""
+"""Arguments that several commands share: argument types, groups of options, and checks of output files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,37 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
 LARGEST = 2**31 - 1
-"""A size or count that nobody means to exceed."""
+"""The upper limit of sizes and counts."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UsageError`s: one line, like every other error."""
+    """An argument parser that raises a `UsageError`, so that its errors are one line."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
+        """Raise a `UsageError` instead of exiting."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 up."""
+    """Read a whole number from 1 to `LARGEST`.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {LARGEST}")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """A number above zero."""
+    """Read a finite number above zero.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -49,7 +57,11 @@ def positive_number(text: str) -> float:
 
 
 def dimension(text: str) -> tuple[str, int]:
-    """A binding such as ``batch=8``."""
+    """Read a dimension with its size, such as ``batch=8``.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     name, equals, size = text.rpartition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form NAME=SIZE, such as batch=8")
@@ -57,15 +69,15 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The bindings by name.
+    """Return the sizes of dimensions by name.
 
     Raises:
-        UsageError: a name is bound twice to different sizes.
+        UsageError: a name has two different sizes.
     """
     bound: dict[str, int] = {}
     for name, size in pairs:
         if bound.setdefault(name, size) != size:
-            raise UsageError(f"--dim {name} is given twice, as {bound[name]} and as {size}")
+            raise UsageError(f"--dim {name} has two sizes, {bound[name]} and {size}; state one")
     return bound
 
 
@@ -78,11 +90,11 @@ SIZES = {
     "classes": "classes to score",
     "vocabulary": "distinct tokens",
 }
-"""Sizes of a network of the zoo, and what they count. `rematplan.models` would load torch to say so."""
+"""Sizes of the zoo's networks, with their meanings. They are repeated here because `rematplan.models` loads torch."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Sizes of a network of the zoo."""
+    """Add the options for the sizes of a network of the zoo."""
     group = parser.add_argument_group(
         "sizes of a network of the zoo (rematplan models lists which has which)"
     )
@@ -91,36 +103,45 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
-    """The sizes by name, None where none is given."""
+    """Return the sizes by name, None for those that were not given."""
     return {size: getattr(args, size) for size in SIZES}
 
 
 MEANINGS: Mapping[str, tuple[str, str]] = {
-    "time_limit": ("SECONDS", "how long to search"),
-    "seed": ("N", "of the search's random numbers"),
+    "time_limit": ("SECONDS", "time limit of the search"),
+    "seed": ("N", "seed of the search's random numbers"),
     "keep_order": ("", "keep the first runs of all ops in the order of the model"),
-    "reuse": ("", "begin with plans that earlier runs have kept, and keep those found (rematplan cache)"),
+    "reuse": (
+        "",
+        "start from plans that earlier commands have saved, and save new ones (see: rematplan cache)",
+    ),
     "gap": (
         "SHARE",
-        "end once the overhead is proven to be within this of the least there is (0.001: 0.1 percent)",
+        "end the search when the overhead is proven to be this close to the optimum (0.001: 0.1 percent of the step)",
     ),
-    "grid": ("N", "how many thresholds of bytes are tried"),
-    "objective": ("", "which chains of a table are taken: from its least time up, or from its least memory"),
-    "ticks": ("N", "steps that recomputation time is rounded to; more are finer and slower"),
-    "budgets": ("N", "how many budgets a table is filled for, at most"),
-    "max_lower_sets": ("N", "lower sets at most: exact_dp refuses more, approx_dp takes as many of them"),
-    "units": ("N", "units that memory is rounded to; more are finer and slower"),
-    "plans": ("N", "how many plans are made of a table"),
-    "near": ("BYTES", "the one budget that plans are made for; 0: all"),
-    "moves": ("N", "changes to try in place of the time limit, for the same plan on every machine; 0: none"),
-    "upstream": ("N", "how many earlier ops a stage may run again"),
-    "shares": ("N", "how many plans, from one that inverts nothing to one that inverts all it can"),
+    "grid": ("N", "number of thresholds, in bytes, to try"),
+    "objective": ("", "which plans to prefer: those with the least time, or those with the least memory"),
+    "ticks": ("N", "number of units of recomputation time; more are finer and slower"),
+    "budgets": ("N", "largest number of budgets to make a table for"),
+    "max_lower_sets": (
+        "N",
+        "largest number of lower sets: exact_dp refuses problems with more, approx_dp uses as many of them",
+    ),
+    "units": ("N", "number of units of memory; more are finer and slower"),
+    "plans": ("N", "number of plans to make from one table"),
+    "near": ("BYTES", "make plans for this budget only; 0: for all"),
+    "moves": (
+        "N",
+        "number of changes to try, instead of a time limit, for the same plan on every machine; 0: use the time limit",
+    ),
+    "upstream": ("N", "largest number of earlier ops that a stage may run again"),
+    "shares": ("N", "number of plans, from one that inverts nothing to one that inverts as much as possible"),
 }
-"""What each option of the strategies means, and the unit of its value."""
+"""For each option of the strategies, the unit of its value and its help text."""
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """An option for every field of every strategy, and below all options what each strategy does."""
+    """Add an option for each field of each strategy, and a description of each strategy below all options."""
     width = max(map(len, STRATEGIES))
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
     parser.epilog = "\n".join(("strategies:", *rows))
@@ -162,25 +183,25 @@ def _choices(kinds: Sequence[Any]) -> str:
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:
-    """The strategy options that were given."""
+    """Return the strategy options that were given, by field name."""
     names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
     return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
 
 
 def one_strategy(args: argparse.Namespace) -> Strategy:
-    """The strategy that ``--strategy`` names, with its options.
+    """Return the strategy that ``--strategy`` names, with its options.
 
     Raises:
-        UsageError: an unknown strategy, or an option that it does not have.
+        UsageError: the strategy is unknown, or does not have one of the options.
     """
     return strategy(args.strategy, **strategy_options(args))
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Strategies by name; each gets the options it has.
+    """Return strategies by name, each with those of the options that it has.
 
     Raises:
-        UsageError: an unknown strategy, or an option that none of them has.
+        UsageError: a strategy is unknown, or none of them has one of the options.
     """
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
@@ -190,21 +211,21 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
         unused -= known
     if unused:
         flags = ", ".join("--" + n.replace("_", "-") for n in sorted(unused))
-        raise UsageError(f"none of the strategies {', '.join(names)} has the option {flags}")
+        raise UsageError(f"none of the strategies {', '.join(names)} has the option {flags}; see --help")
     return made
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Refuse output files that cannot be written, before any work is done for them.
+    """Check, before any work is done, that output files can be written.
 
     Raises:
-        UsageError: a folder that is not there, a folder in place of the file, or one file for two outputs.
+        UsageError: a path is a folder, its folder does not exist, or two outputs have the same path.
     """
     given = [p for p in paths if p is not None]
     for path in given:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file")
         if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}")
+            raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
     if len({p.resolve() for p in given}) < len(given):
-        raise UsageError(f"{given[0]} is named for more than one output")
+        raise UsageError(f"two outputs have the same path, {given[0]}; name different files")

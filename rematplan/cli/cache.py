@@ -1,4 +1,4 @@
-"""``rematplan cache``: what is kept between runs: plans, and measured costs."""
+"""``rematplan cache``: list or delete the files that earlier commands saved: plans and measured costs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rematplan.ir import show_bytes
 from rematplan.ir.cache_folder import cache_folder
 
 KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
-"""What is kept, and its files below the cache's folder."""
+"""The kinds of files, with their patterns below the cache's folder."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """What to do."""
+    """Add the arguments."""
     parser.add_argument(
         "action",
         choices=("list", "clear"),
-        help="list: the number and size of the files, by what they hold; clear: delete them",
+        help="list: show the number and size of the saved files; clear: delete them",
     )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List or delete."""
+    """List or delete the files, and return the exit status."""
     from rematplan.report.tables import pairs_table
 
     folder, deleting = cache_folder(), args.action == "clear"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _files(folder: Path, pattern: str, deleting: bool) -> tuple[int, int]:
-    """The number of files and their bytes; they are deleted, if wanted."""
+    """Return the number of files and their bytes; delete them if ``deleting``."""
     files = sorted(folder.glob(pattern))
     size = sum(file.stat().st_size for file in files)
     for file in files if deleting else ():

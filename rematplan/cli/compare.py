@@ -1,4 +1,4 @@
-"""``rematplan compare``: keep, recompute or invert? Peak, extra time and gradient error, a row a strategy."""
+"""``rematplan compare``: keep, recompute or invert tensors: peak, extra time and gradient error of each strategy."""
 
 from __future__ import annotations
 
@@ -32,41 +32,43 @@ if TYPE_CHECKING:
     pass
 
 HALF = 50
-"""Percent of the no-recompute peak: the budget for networks without inverses."""
+"""The default budget of networks without inverses, in percent of the peak without recomputation."""
 
 
 @dataclass(frozen=True)
 class PlannedRival(Rival):
-    """A row with the problem that its plan is of."""
+    """A row of the table, with the problem to which its plan belongs."""
 
     source: Source = field(kw_only=True)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, budget, files."""
+    """Add the arguments."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="what all of them get (sizes as for plan); default the least that inverting all needs, or half of the "
-        "no-recompute peak where nothing can be inverted",
+        help="the budget of all strategies (written as for plan); default the smallest peak when everything is "
+        "inverted, or half of the no-recompute peak if nothing can be inverted",
     )
     parser.add_argument(
         "--time-limit",
         type=positive_number,
         default=20.0,
         metavar="S",
-        help="seconds to search for each plan of auto; default 20",
+        help="seconds of search for each plan of auto; default 20",
     )
     add_overlap(parser, ON)
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")
-    parser.add_argument("--no-run", action="store_true", help="predict only")
+    parser.add_argument(
+        "--steps", type=positive, default=3, metavar="N", help="number of steps to time; default 3"
+    )
+    parser.add_argument("--no-run", action="store_true", help="predict only, without running a step")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw peak against time and error")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, run, show; exit status 1 if a step was not what it was planned to be."""
+    """Plan, run and show each strategy; return 1 if a verification failed, otherwise 0."""
     check_outputs(args.png)
     check_overlap(args)
     args.overlap = args.overlap or ON
@@ -119,7 +121,7 @@ def _rivals(
     progress(0.5, "with inverses")
     yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
     both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress, store))
-    # The better of the two is the plan of someone who may invert.
+    # With inverses allowed, a plan without them may still be the better one.
     best = min((both, without), key=lambda r: _rank(r.plan, budget))
     yield replace(best, name=both.name)
 
@@ -127,7 +129,7 @@ def _rivals(
 def _overlapped(
     rivals: list[PlannedRival], budget: int, args: argparse.Namespace, out: Output
 ) -> list[PlannedRival]:
-    """The plan that is done first on two lanes, if there is one; named after the best on one."""
+    """Return the fastest plan on two lanes, if there is one, under the name of the last row."""
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))
     for source in {id(r.source): r.source for r in rivals}.values():
@@ -142,14 +144,14 @@ def _overlapped(
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:
-    """Plans within the budget first, the cheapest first."""
+    """Return a key that sorts plans within the budget first, and then by cost."""
     return max(plan.estimate.peak, budget), plan.estimate.cost
 
 
 def _within(
     strategy: Strategy, source: Source, budget: int, progress: Progress, store: PlanStore | None = None
 ) -> Plan:
-    """The strategy's plan within the budget, or else the least that it reaches."""
+    """Return the strategy's plan within the budget; if none fits, its plan with the smallest peak."""
     store = PlanStore() if store is None else store
     try:
         return plan_within(strategy, source.graph, budget, progress, store=store)

@@ -1,4 +1,4 @@
-"""``rematplan curve``: the memory/overhead trade-off as a table, a picture, a CSV file."""
+"""``rematplan curve``: the trade-off between memory and overhead, as a table, a picture and a CSV file."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ if TYPE_CHECKING:
 
 BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
 MEASURED_PLANS = 5
+"""The number of plans along the best curve that ``--measure`` runs."""
 ROUNDS = 5
-"""Times that each measured plan runs, in turn with the others."""
+"""How often each of them runs, alternately with the others."""
 FLOORS, FLOOR_SHARE = 10, 0.3
-"""A picture proves a floor at this many budgets, in this share of a curve's time limit in addition."""
+"""A picture shows lower bounds at ``FLOORS`` + 1 budgets; proving them takes this share of a curve's time limit."""
 LEAST_SHARE = 0.25
-"""Of the time limit of a curve: what the search for the smallest reachable peak may take more."""
+"""The search for the smallest peak takes this share of a curve's time limit in addition."""
 
 
 @dataclass(frozen=True)
 class TradeOff:
     """The trade-off of a problem.
 
-    ``curves``: by strategy. ``base``: the no-recompute plan. ``budgets``: the table rows. ``measured``: the plans that
-    were run, the no-recompute plan first and plain autograd last. ``floors``: (budget in bytes, proven floor of the
-    overhead of any schedule within it), where a picture was asked for.
+    ``curves``: plans by strategy. ``base``: the plan without recomputation. ``budgets``: the rows of the table.
+    ``measured``: the plans that were run: first the one without recomputation, last plain autograd. ``floors``: pairs
+    of a budget in bytes and the lower bound of the overhead within it, if a picture was asked for.
     """
 
     source: Source
@@ -64,49 +65,49 @@ class TradeOff:
 
     @property
     def whole(self) -> int:
-        """What a share of activations leaves as it is."""
+        """The bytes that a share of activations does not reduce; see `whole_bytes`."""
         return whole_bytes(self.source.graph)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model or problem, strategies, budgets, files."""
+    """Add the arguments."""
     add_model(parser, problem_file=True)
     add_costs(parser)
     parser.add_argument(
         "--strategy",
         action="append",
         metavar="NAME",
-        help=f"a curve to draw, one of {', '.join(STRATEGIES)}; may be repeated; default all",
+        help=f"a strategy to trace, one of {', '.join(STRATEGIES)}; may be repeated; default all",
     )
     parser.add_argument(
         "--budget",
         action="append",
         metavar="SIZE",
-        help=f"a row of the table (sizes as for plan); may be repeated; default {', '.join(BUDGETS)}".replace(
+        help=f"a row of the table (written as for plan); may be repeated; default {', '.join(BUDGETS)}".replace(
             "%", "%%"
         ),
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every point of the curves")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all points of the curves")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help=f"run up to {MEASURED_PLANS} of the best plans on this machine, {ROUNDS} times in turn",
+        help=f"run up to {MEASURED_PLANS} of the best plans on this machine, {ROUNDS} times each, alternately",
     )
     add_strategy_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Trace, show, write."""
+    """Trace the curves, then show and write them; return the exit status."""
     check_outputs(args.png, args.csv)
     if args.measure and args.model is None:
-        raise UsageError("--measure goes with a MODEL: a problem file says nothing of how to run it")
+        raise UsageError("--measure needs a MODEL: a problem file does not contain the model to run")
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))
     source = load(args, out, runs=args.measure)
     if not (args.strategy or source.graph.inverses):
-        del strategies[Reversible.name]  # it would be store_all
+        del strategies[Reversible.name]  # without inverses it equals store_all
     trade_off = trace(source, strategies, budgets, out)
     if args.measure:
         trade_off = measure(trade_off, out)
@@ -123,10 +124,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def trace(
     source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
 ) -> TradeOff:
-    """The curves of all strategies.
+    """Return the curves of all strategies.
 
     Raises:
-        UsageError: the problem is too large for every one of them.
+        UsageError: the problem is too large for all of them.
     """
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
@@ -148,7 +149,7 @@ def trace(
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
-    """Add proven floors of the overhead at budgets along the curves, for the picture."""
+    """Return the trade-off with lower bounds of the overhead at budgets along the curves, for the picture."""
     graph, base = trade_off.source.graph, trade_off.base.estimate.peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
     budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
@@ -163,7 +164,7 @@ def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) 
 
 
 def measure(trade_off: TradeOff, out: Output) -> TradeOff:
-    """Run the no-recompute plan and some plans along the best curve, all in turn, and plain autograd with them."""
+    """Run the plan without recomputation, some plans along the best curve, and plain autograd, alternately."""
     from rematplan import api
 
     loaded = trade_off.source.loaded
@@ -176,7 +177,7 @@ def measure(trade_off: TradeOff, out: Output) -> TradeOff:
 
 
 def show(trade_off: TradeOff, out: Output) -> None:
-    """The tables."""
+    """Show the tables."""
     name, base = trade_off.source.graph.name, trade_off.base
     rows = rows_at(
         _without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak, trade_off.whole
@@ -187,7 +188,7 @@ def show(trade_off: TradeOff, out: Output) -> None:
 
 
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
-    """The picture and the CSV file, where wanted."""
+    """Write the picture and the CSV file, if asked for."""
     if csv:
         eager = trade_off.measured[-1:]
         measured = {
@@ -208,7 +209,7 @@ def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
 
 
 def document(trade_off: TradeOff) -> dict[str, Any]:
-    """The JSON output."""
+    """Return the JSON output."""
     base = trade_off.base.estimate
     plans = [p for curve in trade_off.curves.values() for p in curve]
     rows = rows_at(trade_off.curves, trade_off.budgets, base.peak, trade_off.whole)
@@ -228,7 +229,9 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
 
 
 def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
-    """The JSON output of the plans that were run: median times; least, median and largest overhead."""
+    """Return the JSON output for the plans that were run: median times, and the minimum, median and maximum
+    overhead.
+    """
     return [
         _point(m.plan)
         | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}
@@ -245,13 +248,18 @@ def _point(plan: Plan) -> dict[str, Any]:
 
 
 def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
-    """The curves for the table, where store_all is the first row; alone it keeps its place."""
+    """Return the curves for the table without ``store_all``, which is its first row anyway; unless it is the only
+    one.
+    """
     others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
     return others or curves
 
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
-    """The strategies that plan a problem without a backward half; if there is none, all, to hear why."""
+    """Return the strategies that can plan a problem without phases.
+
+    If there are none, return all: their refusals are shown to the user.
+    """
     from rematplan.planner.strategies.block_strategy import CandidateStrategy
 
     return {n: s for n, s in strategies.items() if not isinstance(s, CandidateStrategy)} or strategies

@@ -1,4 +1,4 @@
-"""``rematplan demo``: U-Net and ResNet-50 from ONNX files to planned, verified training steps."""
+"""``rematplan demo``: U-Net and ResNet-50, from ONNX files to planned and verified training steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from rematplan.plans.budgets import parse_budget
 from rematplan.plans.tradeoff import rows_at
 
 STEPS = 3
+"""The number of timed steps."""
 DRAWN = [name for name in STRATEGIES if name not in (Anneal.name, ILP.name, Reversible.name)]
-"""The curves of the demo; `auto` anneals too, and neither network is reversible."""
+"""The strategies whose curves are drawn. `auto` includes annealing, and neither network is reversible."""
 TIME_LIMIT = 20.0
-"""Seconds of annealing for a curve, so that the whole demo stays within a few minutes."""
+"""Seconds of search for the curve of `auto`, so that the whole demo takes a few minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network of the demo and its sizes; ``budget`` of the step that is run."""
+    """A network of the demo with its sizes, and the budget of the step that is run."""
 
     name: str
     batch: int
@@ -45,15 +46,19 @@ SMALL_CASES = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Folder and size."""
+    """Add the arguments."""
     parser.add_argument(
-        "--folder", type=Path, default=Path("demo"), metavar="DIR", help="where files go; default demo"
+        "--folder",
+        type=Path,
+        default=Path("demo"),
+        metavar="DIR",
+        help="the folder for the files; default demo",
     )
     parser.add_argument("--small", action="store_true", help="tiny networks, for a quick look")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Each case in turn; the exit status of the first that fails, if any."""
+    """Run all cases; return the first exit status that is not 0, otherwise 0."""
     args.folder.mkdir(parents=True, exist_ok=True)
     start, worst = time.perf_counter(), 0
     documents = []
@@ -69,10 +74,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
-    """The best plan of the curves within a budget, so that nothing is planned twice.
+    """Return the best plan of the curves within a budget, so that nothing is planned twice.
 
     Raises:
-        InfeasibleBudget: none fits.
+        InfeasibleBudget: no plan fits.
     """
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}

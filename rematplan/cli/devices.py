@@ -1,4 +1,4 @@
-"""``rematplan devices``: the device models of the roofline costs."""
+"""``rematplan devices``: list the device models for roofline costs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rematplan.cli.output import Output
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List them."""
+    """List the device models; return the exit status."""
     del args
-    import torch  # here: `rematplan --help` does not wait for it
+    import torch  # imported here, since `rematplan --help` does not need it
 
     from rematplan.report.tables import devices_table
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, DEVICE_MODELS

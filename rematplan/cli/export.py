@@ -1,4 +1,4 @@
-"""``rematplan export``: a network of the zoo as an ONNX file."""
+"""``rematplan export``: write a network of the zoo as an ONNX file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rematplan.ir import show_bytes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Name, sizes, file."""
+    """Add the arguments."""
     parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
     add_sizes(parser)
     parser.add_argument(
@@ -22,12 +22,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--static-batch",
         action="store_true",
-        help="fix the batch dimension instead of leaving it symbolic, named batch",
+        help="fix the batch size; by default it is a symbolic dimension named batch",
     )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Export with weights drawn from a fixed seed, so that the same command writes the same network."""
+    """Export the network with weights from a fixed seed, so that the same command writes the same file."""
     check_outputs(args.output)
     with zoo_errors(), out.progress(f"exporting {args.name}"):
         shapes = write_network(args.name, given_sizes(args), args.output, dynamic_batch=not args.static_batch)
@@ -48,15 +48,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
-    """Export a network; the shapes of its inputs.
+    """Export a network as an ONNX file, and return the shapes of its inputs.
 
-    ``sizes``: by name (`SIZES`); None takes the network's own.
+    Args:
+        name: a network of the zoo.
+        sizes: by name (see `SIZES`); None stands for the network's default.
+        path: the file to write.
+        dynamic_batch: whether the batch is a symbolic dimension.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.
         OSError: the file cannot be written.
     """
-    import torch  # here, so that `rematplan --help` does not wait for it
+    import torch  # imported here, since `rematplan --help` does not need it
 
     from rematplan.models import build, example_inputs, export_onnx
 

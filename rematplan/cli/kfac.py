@@ -1,4 +1,4 @@
-"""``rematplan kfac``: time and memory of SGD and K-FAC on many devices, by a model."""
+"""``rematplan kfac``: model the time and memory of SGD and K-FAC on many devices."""
 
 from __future__ import annotations
 
@@ -23,34 +23,42 @@ MOST_RANKS = 2**20
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, devices, network, intervals, picture."""
+    """Add the arguments."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "--ranks",
         metavar="N..M",
         type=ranks,
         default=DEFAULT_RANKS,
-        help=f"numbers of devices, doubled from N to M, or N,M,…; each has --batch samples; default {DEFAULT_RANKS}",
+        help="numbers of devices: doubled from N up to M, or a list N,M,…; each has --batch samples; "
+        f"default {DEFAULT_RANKS}",
     )
     parser.add_argument(
-        "--device-model", metavar="NAME", default=DEFAULT_DEVICE, help=f"the device; default {DEFAULT_DEVICE}"
+        "--device-model",
+        metavar="NAME",
+        default=DEFAULT_DEVICE,
+        help=f"the device model; default {DEFAULT_DEVICE}",
     )
     parser.add_argument(
         "--link",
         metavar="SPEED,DELAY",
         type=link,
         default=DEFAULT_LINK,
-        help=f"bandwidth and latency of a message; default {DEFAULT_LINK}",
+        help=f"bandwidth and latency of the network; default {DEFAULT_LINK}",
     )
     parser.add_argument(
-        "--every", type=positive, default=1, metavar="N", help="iterations between statistics; default 1"
+        "--every",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="take statistics in every N-th iteration; default 1",
     )
     parser.add_argument(
         "--inverse-every",
         type=positive,
         default=1,
         metavar="N",
-        help="iterations between two inverses of a factor; default 1",
+        help="invert each factor in every N-th iteration; default 1",
     )
     parser.add_argument(
         "--approx",
@@ -62,7 +70,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Numbers of processes: ``1..2048``, ``8`` or ``1,8,64``."""
+    """Read numbers of processes: ``1..2048``, ``8`` or ``1,8,64``.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     first, dots, last = text.partition("..")
     found = [positive(part) for part in ([first, last] if dots else text.split(","))]
     if max(found) > MOST_RANKS or (dots and found[0] > found[1]):
@@ -71,7 +83,7 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
-    """``first``, its doubles up to ``last``, and ``last``."""
+    """Yield ``first``, its doubles below ``last``, and ``last``."""
     while first < last:
         yield first
         first *= 2
@@ -79,7 +91,11 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def link(text: str) -> tuple[float, float]:
-    """Bandwidth in 10⁹ bytes a second and latency in microseconds."""
+    """Read a bandwidth in 10⁹ bytes per second and a latency in microseconds, such as ``25GB/s,5us``.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     number = r"(\d+(?:\.\d+)?)"
     found = re.fullmatch(number + "GB/s," + number + "us", text)
     if not found or not float(found[1]):
@@ -88,7 +104,7 @@ def link(text: str) -> tuple[float, float]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Model the times, show them, draw them."""
+    """Model the times, then show and draw them; return the exit status."""
     check_outputs(args.png)
     model, peaks = modelled(args, out)
     pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
@@ -105,7 +121,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tuple[int, int]]:
-    """The model of an iteration, and the peaks of the step without and with statistics, without recomputation."""
+    """Return the model of an iteration, and the peaks without recomputation: without statistics and with them, in
+    bytes.
+    """
     loaded = load_model(args, out, weightless=True)
     from rematplan import api
     from rematplan.optim.iteration_model import IterationModel, Link
@@ -133,7 +151,7 @@ def document(
     pairs: Sequence[tuple[Iteration, Iteration]],
     peaks: tuple[int, int],
 ) -> dict[str, Any]:
-    """The JSON output."""
+    """Return the JSON output."""
     return {
         "model": model.plain.name,
         "kind": LABEL,

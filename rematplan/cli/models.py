@@ -1,4 +1,4 @@
-"""``rematplan models``: the networks that have a name."""
+"""``rematplan models``: list the networks of the zoo."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rematplan.cli.output import Output
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List the zoo."""
+    """List the networks; return the exit status."""
     del args
-    from rematplan.models import ZOO, build  # here: `rematplan --help` does not wait for torch
+    from rematplan.models import ZOO, build  # imported here, since `rematplan --help` does not need torch
     from rematplan.report.tables import models_table
     from rematplan.runtime.capture.fake_weights import shapes_only
 

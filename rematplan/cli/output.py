@@ -1,4 +1,4 @@
-"""What a command says: tables for a person, or one JSON document for a program; progress while they wait."""
+"""The output of commands: tables for people, or one JSON document for programs, and a progress bar."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from rematplan.planner.core.strategy import Progress as ProgressCall
 from rematplan.planner.core.strategy import silent
 
 PLAIN_WIDTH = 120
-"""Columns where standard output is no terminal."""
+"""The number of columns if standard output is no terminal."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """``json``: one document on standard output and no tables. ``quiet``: no tables and no progress."""
+    """Where a command's output goes.
+
+    ``json``: print one JSON document on standard output, and no tables. ``quiet``: print no tables and no progress
+    bar.
+    """
 
     json: bool = False
     quiet: bool = False
 
     def show(self, *views: RenderableType) -> None:
-        """Print tables or lines for a person."""
+        """Print tables or lines, unless the output is JSON or quiet."""
         if self.json or self.quiet:
             return
-        # Names come from files: no markup in them, no emoji codes.
+        # Names come from files: text in them must not be read as markup or emoji codes.
         console = Console(
             markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH
         )
@@ -39,13 +43,16 @@ class Output:
             console.print(view)
 
     def data(self, document: dict[str, Any]) -> None:
-        """Print the JSON document, if one is wanted."""
+        """Print the JSON document, if the output is JSON."""
         if self.json:
             print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[ProgressCall]:
-        """A progress bar on standard error, if that is a terminal; yields what reports the fraction done."""
+        """Show a progress bar on standard error, if that is a terminal.
+
+        The context yields a function that takes the fraction done and a short text.
+        """
         if self.quiet or not sys.stderr.isatty():
             yield silent
             return
@@ -66,7 +73,7 @@ class Output:
 
 
 def _finite(value: Any) -> Any:
-    """The value without infinities and NaN, which JSON has no words for: they become null."""
+    """Return the value with infinities and NaN replaced by null, since JSON has neither."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""``--overlap``: run recomputation and inverses at the same time as the gradients."""
+"""The option ``--overlap``: run recomputation and inverses at the same time as the gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rematplan.plans.overlapping import MODES, overlapped, sharing_here
 
 
 def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--overlap`` and ``--lane-speed``. ``default``: as the help text says it."""
+    """Add ``--overlap`` and ``--lane-speed``. ``default``: the default in the help text."""
     parser.add_argument(
         "--overlap",
         choices=MODES,
         help="run recomputation and inverses at the same time as the gradients, on a second thread or CUDA stream, as "
-        f"far ahead as the budget allows; auto: where that is predicted to save {100 * PAYS:.0f} %% of the time; "
+        f"far ahead as the budget allows; auto: if that is predicted to save {100 * PAYS:.0f} %% of the time; "
         f"default {default}",
     )
     parser.add_argument(
@@ -29,12 +29,12 @@ def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
         type=positive_number,
         metavar="X",
         help="the speed of each lane while both run, relative to one that runs alone, from 0.5 (no gain) to 1; "
-        f"by default measured if ops are measured, else {USUAL.speed}",
+        f"by default it is measured if ops are measured, otherwise {USUAL.speed}",
     )
 
 
 def check_overlap(args: argparse.Namespace) -> None:
-    """Refuse a speed that no lane has.
+    """Check the speed of lanes.
 
     Raises:
         UsageError: it is not between 0.5 and 1.
@@ -44,7 +44,10 @@ def check_overlap(args: argparse.Namespace) -> None:
 
 
 def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) -> Sharing:
-    """How two lanes share the device: as stated, as measured on a plan's ops where ops are measured, or as usual."""
+    """Return how two lanes share the device: as the user states, as measured on a plan's ops, or the usual value.
+
+    It is measured if the ops' costs are measured, too.
+    """
     if args.lane_speed is not None:
         return replace(USUAL, speed=args.lane_speed)
     if source.loaded is None or args.device_model is not None or args.costs not in (None, PROFILE):
@@ -56,5 +59,5 @@ def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Outp
 def wanted_lanes(
     source: Source, plan: Plan, args: argparse.Namespace, out: Output
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan as ``--overlap`` wants it, and what there is to say: see `overlapped`."""
+    """Return the plan on as many lanes as ``--overlap`` asks for, and notes; see `overlapped`."""
     return overlapped(source.graph, plan, args.overlap, lambda: lane_sharing(source, plan, args, out))

@@ -1,4 +1,4 @@
-"""``rematplan pipeline``: a model over several ranks, each within its budget; its timeline."""
+"""``rematplan pipeline``: plan a model over several ranks, each within its budget, and show the timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, stages, schedule, budget, link, files."""
+    """Add the arguments."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     parser.add_argument(
@@ -28,14 +28,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=positive,
         required=True,
         metavar="N",
-        help="stages in all: one on each rank, two on each with interleaved, zbv, interleaved-zb and dualpipev",
+        help="the number of stages: one on each rank; with interleaved, zbv, interleaved-zb and dualpipev two",
     )
     parser.add_argument(
         "--microbatches",
         type=positive,
         required=True,
         metavar="N",
-        help="micro-batches of a step; --batch counts the samples of one",
+        help="the number of micro-batches in a step; --batch is the number of samples in each",
     )
     parser.add_argument(
         "--budget",
@@ -48,23 +48,25 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         default="1f1b",
         metavar="NAME",
-        help=f"one of {', '.join(SCHEDULES)}; or auto for the one of least makespan; default 1f1b",
+        help=f"one of {', '.join(SCHEDULES)}, or auto for the one with the least makespan; default 1f1b",
     )
     parser.add_argument(
         "--cuts",
         default=AUTO,
         metavar="NAMES",
-        help="modules that begin the second stage and each later one, such as blocks.6,blocks.12; default auto, for "
-        "the least makespan",
+        help="the modules with which the second and each later stage begin, such as blocks.6,blocks.12; default auto: "
+        "those with the least makespan",
     )
     parser.add_argument(
         "--optimizer",
         default="none",
         metavar="NAME",
-        help=f"whose state each rank holds for its parameters: {', '.join(OPTIMIZERS)}; default none",
+        help=f"the optimizer whose state each rank holds for its parameters: {', '.join(OPTIMIZERS)}; default none",
     )
     parser.add_argument(
-        "--link", metavar="SPEED,DELAY", help="between ranks, such as 25GB/s,5us; by default it takes no time"
+        "--link",
+        metavar="SPEED,DELAY",
+        help="bandwidth and latency between ranks, such as 25GB/s,5us; by default sending takes no time",
     )
     parser.add_argument(
         "--overhead",
@@ -78,25 +80,25 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=60.0,
         metavar="S",
-        help="seconds that the search should take, about; default 60",
+        help="about how many seconds the search may take; default 60",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PIPELINE.json", help="write the pipeline")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Cut, plan, show, write."""
+    """Divide the model, plan, show and write; return the exit status."""
     check_outputs(args.output, args.png)
     budget = parse_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)
     if budget.kind not in ("bytes", "share"):
-        raise UsageError(f"a pipeline's budget is bytes or a percentage, not {budget.text!r}")
+        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {budget.text!r}")
     if args.schedule not in (*SCHEDULES, AUTO):
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
-        raise UsageError(f"--overhead {args.overhead} is no time of an action")
+        raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
     if args.device_model is not None and costs_of(args) != ROOFLINE:
-        raise UsageError("--device-model goes with --costs roofline, not with measured costs")
+        raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
     from rematplan.pipeline.planning import Asked, plan_stages
 
     began = time.perf_counter()
@@ -131,12 +133,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
-    """Of a dataflow pipeline, which stages keep something from forward to backward."""
+    """Return a note for each stage of a dataflow pipeline that keeps tensors from forward to backward."""
     if plan.schedule.name != "dataflow":
         return ()
     kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}
-    why = "from forward to backward, as the budget has room or no inverse makes it again"
-    return tuple(f"stage {stage} keeps {size} a micro-batch {why}" for stage, size in kept.items())
+    why = "from forward to backward: the budget has room for them, or no inverse recovers them"
+    return tuple(f"stage {stage} keeps {size} per micro-batch {why}" for stage, size in kept.items())
 
 
 def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:
@@ -146,7 +148,7 @@ def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:
 
 
 def _model(args: argparse.Namespace, costs: str) -> dict[str, Any]:
-    """How the model was loaded, for whoever runs the pipeline."""
+    """Return how the model was loaded, so that ``rematplan pipeline-step`` can load it again."""
     sizes = {size: n for size, n in given_sizes(args).items() if n is not None}
     return {
         "model": args.model,

@@ -1,4 +1,4 @@
-"""``rematplan pipeline-step``: run a planned pipeline, measure each rank, compare it with one process."""
+"""``rematplan pipeline-step``: run a planned pipeline, measure each rank, and compare it with a single process."""
 
 from __future__ import annotations
 
@@ -17,33 +17,39 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The pipeline's file, verification."""
-    parser.add_argument("file", type=Path, metavar="PIPELINE.json", help="what rematplan pipeline wrote")
+    """Add the arguments."""
+    parser.add_argument(
+        "file", type=Path, metavar="PIPELINE.json", help="a file that rematplan pipeline wrote"
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare losses, gradients and buffers with one process that has the same micro-batches, bit by bit",
+        help="compare losses, gradients and buffers bit by bit with a single process that runs the same micro-batches",
     )
     parser.add_argument(
         "--time-limit",
         type=positive_number,
         default=30.0,
         metavar="S",
-        help="seconds in which each rank plans its own stages, about; default 30",
+        help="about how many seconds each rank may take to plan its stages; default 30",
     )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run one step on all ranks; the first one shows what all measured."""
+    """Run one step on all ranks; rank 0 shows the measurements of all.
+
+    Return 1 if the verification failed, otherwise 0.
+    """
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UsageError(
-            f"run it in {ranks} processes: torchrun --nproc-per-node {ranks} -m rematplan pipeline-step {args.file}"
+            f"{args.file} needs {ranks} processes; write "
+            f"torchrun --nproc-per-node {ranks} -m rematplan pipeline-step {args.file}"
         )
     if int(os.environ["WORLD_SIZE"]) != ranks:
         raise UsageError(
-            f"{args.file} is for {ranks} ranks, and there are {os.environ['WORLD_SIZE']} processes"
+            f"{args.file} is for {ranks} ranks, but there are {os.environ['WORLD_SIZE']} processes; run {ranks}"
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
     from rematplan.report.pipeline_tables import measured_ranks_table
@@ -54,11 +60,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.show(measured_ranks_table(plan, reports))
         if plan.model.get("costs") == ROOFLINE:
             out.show(
-                "roofline knows no workspaces, so that peaks may be higher than promised; plan with --costs profile"
+                "the roofline model has no workspaces, so peaks may be higher than promised; plan with --costs profile"
             )
         if args.verify and not wrong:
             compared = sum(one.compared for one in reports)
-            out.show(f"bit-equal to one process: {compared} gradients, buffers and losses")
+            out.show(f"bit-equal to a single process: {compared} gradients, buffers and losses")
         out.data(
             {
                 "ranks": [
@@ -75,5 +81,5 @@ def run(args: argparse.Namespace, out: Output) -> int:
             }
         )
         if wrong:
-            print(f"rematplan: different from one process: {', '.join(wrong[:5])}", file=sys.stderr)
+            print(f"rematplan: differs from a single process: {', '.join(wrong[:5])}", file=sys.stderr)
     return VERIFICATION_FAILED if wrong else 0

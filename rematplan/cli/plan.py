@@ -1,4 +1,4 @@
-"""``rematplan plan``: a plan within a budget, shown and written."""
+"""``rematplan plan``: make a plan within a budget, show and write it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rematplan.report.tables import pairs_table, plan_table, split_for_people, s
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model or problem, budget, strategy, files."""
+    """Add the arguments."""
     add_model(parser, problem_file=True)
     add_costs(parser)
     add_budget(parser)
@@ -40,14 +40,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Budget and strategy."""
+    """Add the options for budget and strategy."""
     parser.add_argument(
         "--budget",
         required=required,
         metavar="SIZE",
-        help="memory for everything the step holds: 4GiB, 512MB, 60%% of the no-recompute peak, "
-        "'50%% of activations' (inputs and gradients whole, and half of the rest), bytes, or min for the smallest "
-        "peak that the strategy can reach",
+        help="memory for everything the step holds: 4GiB, 512MB, a number of bytes, 60%% (of the no-recompute peak), "
+        "'50%% of activations' (inputs and gradients whole, and half of the rest), or min for the smallest peak "
+        "that the strategy can reach",
     )
     parser.add_argument(
         "--strategy",
@@ -58,9 +58,9 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, show, write."""
+    """Plan, show and write; return the exit status."""
     check_outputs(args.output, args.problem_out)
-    parse_budget(args.budget)  # a malformed one is refused before the model is loaded
+    parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
     check_overlap(args)
     source = load(args, out)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _error(source: Source, plan: Plan) -> float:
-    """The predicted relative error of tensors of the forward when the backward reads them."""
+    """Return the predicted relative error of forward tensors when the backward reads them."""
     if source.loaded is None:
         return worst_error(source.graph, plan.schedule)
     from rematplan.api import predicted_error
@@ -102,11 +102,12 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """The plan of the strategy within the budget that the arguments name, and what it is a plan of: with inverses, of
-    the problem with or without them that has the better one.
+    """Return the strategy's plan within the budget that the arguments name, and the source that it plans.
+
+    With inverses, that is the problem with or without them, whichever has the better plan.
 
     Raises:
-        InfeasibleBudget: the strategy cannot.
+        InfeasibleBudget: the strategy finds no plan that fits.
     """
     strategy, graph = one_strategy(args), source.graph
     budget = parse_budget(args.budget)
@@ -115,7 +116,9 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
             plain = source.without
             graph, plan = plan_either(strategy, plain.graph, graph, budget, progress)
             if graph is plain.graph:
-                better = f"{graph.name}: no plan with inverses is better than this one without"
+                better = (
+                    f"{graph.name}: no plan with inverses was found that is better than this one without them"
+                )
                 source = replace(plain, notes=(*source.notes, better))
             return source, plan
         if budget.kind == "min":
@@ -125,7 +128,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 @contextmanager
 def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
-    """A block whose refusal of a small number asks whether GiB or percent were meant."""
+    """In the block, add a question to the refusal of a small number: whether GiB or percent were meant."""
     try:
         yield
     except InfeasibleBudget as e:
@@ -136,7 +139,7 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the JSON output for a plan, without its steps. ``said``: notes in addition to the source's."""
+    """Return the JSON output for a plan, without its schedule. ``said``: notes in addition to the source's."""
     e = plan.estimate
     return {
         "problem": source.graph.name,
@@ -163,7 +166,7 @@ def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] 
 
 
 def lanes_document(plan: Plan) -> dict[str, Any] | None:
-    """What the JSON output says of two lanes: a peak that no timing exceeds, the predicted time. None for one."""
+    """Return the JSON output for the two lanes of a plan; None if it has one lane."""
     if plan.lanes is None:
         return None
     lanes = plan.lanes

@@ -1,4 +1,6 @@
-"""``rematplan profile``: what a step's ops cost on this machine, as a file for planning on another."""
+"""``rematplan profile``: measure a step's ops on this machine, and write their costs for planning on another
+machine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rematplan.cli.source import add_model, load_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, file."""
+    """Add the arguments."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="PROFILE.json", help="the file to write"
@@ -19,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Measure every distinct op, write the file; plan with it by ``--costs PROFILE.json``."""
+    """Measure every distinct op and write the file, which ``--costs PROFILE.json`` reads; return the exit status."""
     check_outputs(args.output)
     step = load_model(args, out).step
     from rematplan.runtime.costs.profile import profile_costs

@@ -1,4 +1,4 @@
-"""From arguments to a command, errors to one line and an exit status."""
+"""Parse arguments, run a command, and turn errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ CANNOT = 2
 
 
 COMMANDS = {
-    "models": "list the networks that have a name",
+    "models": "list the networks of the zoo, which can be named in place of a file",
     "export": "write a network as an ONNX file in training form",
     "plan": "plan a training step within a memory budget",
     "curve": "show the memory/overhead trade-off",
-    "compare": "keep, recompute or invert: peak, time and gradient error",
-    "profile": "measure a training step's ops, for plans made elsewhere",
+    "compare": "compare keeping, recomputing and inverting: peak, time and gradient error",
+    "profile": "measure a training step's ops, for planning on another machine",
     "pipeline": "plan a model over several ranks, each within a memory budget",
     "kfac": "model time and memory of SGD and K-FAC on many devices",
-    "pipeline-step": "run a planned pipeline's step, one process a rank, under torchrun",
+    "pipeline-step": "run a planned pipeline's step under torchrun, one process per rank",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
     "devices": "list the device models that --device-model names",
-    "warm": "compile the planner's loops ahead, which the first plan of a machine does otherwise",
-    "cache": "list or delete the plans and measured costs that are kept",
+    "warm": "compile the planner's loops now; otherwise the first plan on a machine does",
+    "cache": "list or delete saved plans and measured costs",
 }
-"""Name and summary. The module `rematplan.cli.NAME` (with _ for -) has ``add`` (its options) and ``run`` (returns the
-exit status)."""
+"""Each command with its summary.
+
+The module `rematplan.cli.NAME` (with _ for -) has the functions ``add`` (adds its arguments) and ``run`` (returns the
+exit status).
+"""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status, as `rematplan.cli.main` lists them."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what this terminal cannot show
+    """Run a command and return its exit status; see `rematplan.cli.main`."""
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # names in files may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
@@ -46,7 +51,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return status
     except SystemExit as exit_:  # --help, --version
         return exit_.code if isinstance(exit_.code, int) else 0
-    except BrokenPipeError:  # the reader of a pipe has left; nothing more can be said to it
+    except BrokenPipeError:  # the reader of the pipe has ended: nothing more can be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except RematplanError as error:
@@ -56,15 +61,16 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        return _fail(
-            "this machine has not enough memory for that; try a smaller batch, image or width", CANNOT
-        )
+        return _fail("this machine does not have enough memory; try a smaller batch, image or width", CANNOT)
 
 
 def parser(argv: Sequence[str]) -> Parser:
-    """The parser of all commands; only the command that ``argv`` names is imported, as some take seconds to."""
+    """Return the parser of all commands. Only the module of the command in ``argv`` is imported: some take
+    seconds.
+    """
     root = Parser(
-        prog="rematplan", description="A training step within a memory budget, at the least extra time."
+        prog="rematplan",
+        description="Run a training step within a memory budget, with the least extra time for recomputation.",
     )
     root.add_argument("--version", action="version", version=f"rematplan {metadata.version('rematplan')}")
     commands = root.add_subparsers(metavar="COMMAND", required=True)
@@ -74,8 +80,10 @@ def parser(argv: Sequence[str]) -> Parser:
         if name == wanted:
             command = import_module(f"rematplan.cli.{name.replace('-', '_')}")
             command.add(child)
-            child.add_argument("--json", action="store_true", help="one JSON document on standard output")
-            child.add_argument("--quiet", action="store_true", help="no tables and no progress")
+            child.add_argument(
+                "--json", action="store_true", help="print one JSON document on standard output, no tables"
+            )
+            child.add_argument("--quiet", action="store_true", help="print no tables and no progress bar")
             child.set_defaults(run=command.run)
     return root
 
@@ -86,5 +94,5 @@ def _fail(message: str, status: int) -> int:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    # PyTorch's CPU allocator has no error type of its own.
+    # PyTorch's CPU allocator raises a plain RuntimeError.
     return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)

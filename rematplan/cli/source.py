@@ -1,4 +1,4 @@
-"""Where a problem comes from: a network of the zoo, an ONNX file, or a problem file."""
+"""Load the problem to plan: from a network of the zoo, an ONNX file, or a problem file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
-"""NVIDIA's driver library on Linux and Windows."""
+"""The names of NVIDIA's driver library on Linux and Windows."""
 AMD_DEVICE = Path("/dev/kfd")
-"""AMD's driver makes this file; torch calls AMD's devices cuda too."""
+"""A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
 PROFILE, ROOFLINE = "profile", "roofline"
 MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
-"""Options that mean nothing for a problem file."""
+"""Options that cannot be combined with a problem file."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A problem to plan. ``loaded``: the captured step behind it, None for a problem file. ``without``: the problem of
-    the same step without inverses that round, where `auto` is to choose between the two."""
+    """A problem to plan.
+
+    ``loaded``: the captured step to which it belongs; None for a problem file. ``notes``: for the user. ``without``:
+    the problem of the same step without inverses that round, if `auto` may choose between the two.
+    """
 
     graph: TrainingGraph
     loaded: LoadedStep | None
@@ -41,7 +44,7 @@ class Source:
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
-    """MODEL and what belongs to it; with ``problem_file``, ``--problem`` in its place."""
+    """Add the argument MODEL and its options; with ``problem_file``, also ``--problem`` to be used instead."""
     parser.add_argument(
         "model",
         nargs="?" if problem_file else None,
@@ -49,14 +52,14 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
         help="an ONNX file, or a network of the zoo (see: rematplan models)",
     )
     if problem_file:
-        parser.add_argument("--problem", type=Path, metavar="FILE", help="a problem file, in place of MODEL")
+        parser.add_argument("--problem", type=Path, metavar="FILE", help="a problem file, instead of MODEL")
     add_sizes(parser)
     parser.add_argument(
         "--dim",
         type=dimension,
         action="append",
         metavar="NAME=SIZE",
-        help="bind a symbolic dimension of an ONNX file, such as batch=8; may be repeated",
+        help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated",
     )
     parser.add_argument(
         "--device",
@@ -64,7 +67,9 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
         help="where the step is captured, measured and run: cpu (default), cuda or cuda:1",
     )
     parser.add_argument(
-        "--loss", metavar="NAME", help="cross_entropy, mse or output; by default what fits the model's output"
+        "--loss",
+        metavar="NAME",
+        help="cross_entropy, mse or output (the output is the loss); by default the one that fits the output",
     )
     parser.add_argument(
         "--bn",
@@ -78,7 +83,7 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """What ops cost."""
+    """Add the options for inverses and for the costs of ops."""
     parser.add_argument(
         "--inverses",
         action="store_true",
@@ -89,14 +94,14 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         "--max-inversion-error",
         type=positive_number,
         metavar="X",
-        help="the largest predicted relative error of a recovered tensor; plans keep or recompute tensors where it "
-        "would be exceeded; by default what gives up a third of the type's digits, 1.5e-5 for float32",
+        help="the largest predicted relative error of a recovered tensor; tensors that would exceed it are kept or "
+        "recomputed; by default a third of the type's digits is given up: 1.5e-5 for float32",
     )
     parser.add_argument(
         "--costs",
         metavar="KIND",
-        help="profile: time and workspace of each op, measured on this machine and kept (default); "
-        "roofline: from a device model, without workspace; FILE.json: measured elsewhere by `rematplan profile`",
+        help="profile: time and workspace of each op, measured on this machine and saved (default); roofline: from a "
+        "device model, without workspaces; FILE.json: measured elsewhere by `rematplan profile`",
     )
     parser.add_argument(
         "--device-model",
@@ -106,28 +111,31 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
-    """The problem that the arguments name.
+    """Load the problem that the arguments name.
 
-    ``runs``: its step is going to run. Otherwise a device model prices it without weights or a batch being made.
+    ``runs``: whether the step will be run. If not, and a device model gives the costs, no weights and no batch are
+    made.
 
     Raises:
-        UsageError: both or neither of MODEL and ``--problem``, or options that do not go with it.
+        UsageError: MODEL and ``--problem`` are both given, or neither; or options that cannot be combined.
         RematplanError: the model or the problem cannot be read.
     """
     problem = getattr(args, "problem", None)
     if (problem is None) == (args.model is None):
-        raise UsageError("name either a MODEL or a --problem file" + (", not both" if problem else ""))
+        raise UsageError("name a MODEL or a --problem file" + (", not both" if problem else ""))
     if problem is None:
         return _load_model(args, out, runs)
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:
-            raise UsageError(f"--{option.replace('_', '-')} goes with a MODEL, not with --problem")
+            raise UsageError(
+                f"--{option.replace('_', '-')} needs a MODEL; it cannot be combined with --problem"
+            )
     return Source(with_anchors(load_problem(problem), args.max_inversion_error), None)
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
     if args.device_model is not None and args.costs not in (None, ROOFLINE):
-        raise UsageError("--device-model goes with --costs roofline, not with measured costs")
+        raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
     costs = costs_of(args)
     strategy = getattr(args, "strategy", None) or ()
     reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
@@ -146,22 +154,24 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
 
 
 def costs_of(args: argparse.Namespace) -> str:
-    """Which costs are asked for, a device model's where one is named."""
+    """Return the kind of costs that the arguments ask for; a device model implies ``roofline``."""
     return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
 
 
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
-    """The captured step of the MODEL that the arguments name; ``weightless`` and ``inverses`` as for `api.load_step`.
+    """Return the captured step of the MODEL that the arguments name.
+
+    ``weightless``, ``inverses``: as for `api.load_step`. The options for costs are checked first, since a capture
+    takes long.
 
     Raises:
-        UsageError: unknown costs, a broken profile file, an unknown device model: nobody should wait for a capture to
-            hear that.
+        UsageError: unknown costs, a broken profile file, an unknown device model.
         RematplanError: the model cannot be read.
     """
     check_reachable(args.model, args.device)
-    from rematplan import api  # here, so that problem files are planned without waiting for torch
+    from rematplan import api  # imported here, since problem files are planned without torch
     from rematplan.plans.pricing import check_costs
     from rematplan.runtime.costs.device_models import device_model
 
@@ -183,20 +193,20 @@ def load_model(
 
 
 def check_reachable(model: str, device: str | None) -> None:
-    """Refuse a missing file and an impossible device before torch is loaded, which takes seconds.
+    """Check that a file exists and a device is possible, before torch is loaded, which takes seconds.
 
     Raises:
-        UsageError: the file does not exist, or no driver for the device is on this machine.
+        UsageError: the file does not exist, or this machine has no driver for the device.
     """
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
-        raise UsageError(f"{model}: cannot be read: No such file or directory")
+        raise UsageError(f"{model}: there is no such file")
     kind = (device or "cpu").partition(":")[0]
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not _has_driver()):
         raise UsageError(f"there is no device {device!r} here; write cpu, cuda or cuda:1")
 
 
 def _has_driver() -> bool:
-    """Whether this machine may have a device that torch calls cuda."""
+    """Return whether this machine may have a device that torch calls ``cuda``."""
     for library in DRIVERS:
         with suppress(OSError):
             ctypes.CDLL(library)
@@ -211,7 +221,7 @@ def price(
     device_model: str | None = None,
     max_inversion_error: float | None = None,
 ) -> Source:
-    """The problem of a captured step, its ops measured or modelled.
+    """Return the problem of a captured step, with measured or modelled costs of its ops.
 
     Raises:
         UsageError: unknown costs or device model.
@@ -219,7 +229,7 @@ def price(
     from rematplan import api
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
 
-    with out.progress("measuring ops" if costs == PROFILE else "pricing ops") as progress:
+    with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:
         device = device_model or DEFAULT_DEVICE_MODEL
         graph = api.problem(loaded, costs, device, progress, max_inversion_error)
     return Source(graph, loaded, loaded.notes)
@@ -227,7 +237,7 @@ def price(
 
 @contextmanager
 def zoo_errors() -> Iterator[None]:
-    """The zoo's errors as errors of usage: its folder knows nothing of rematplan's."""
+    """In the block, turn errors of the zoo into errors of usage. The zoo does not import rematplan's errors."""
     from rematplan.models import ZooError
 
     try:

@@ -1,4 +1,4 @@
-"""``rematplan step``: run a planned training step, measure it, compare it with plain autograd."""
+"""``rematplan step``: run a planned training step, measure it, and compare it with plain autograd."""
 
 from __future__ import annotations
 
@@ -26,28 +26,33 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Model, budget and strategy or a plan file, steps."""
+    """Add the arguments."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     add_budget(parser, required=False)
     add_overlap(parser, "off, or as the plan file says")
     parser.add_argument(
-        "--plan", type=Path, metavar="PLAN.json", help="run this plan of the same model, in place of planning"
+        "--plan",
+        type=Path,
+        metavar="PLAN.json",
+        help="run the plan in this file, instead of planning; it must be of the same model",
     )
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to time; default 3")
+    parser.add_argument(
+        "--steps", type=positive, default=3, metavar="N", help="number of steps to time; default 3"
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare loss, every gradient and every buffer with plain autograd, bit by bit; where the plan inverts, "
-        "within the predicted error",
+        help="compare loss, every gradient and every buffer with plain autograd: bit by bit, or within the predicted "
+        "error if the plan uses inverses that round",
     )
     add_strategy_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, run, measure; exit status 1 if the verification finds a difference."""
+    """Plan, run and measure; return 1 if the verification found a difference, otherwise 0."""
     if (args.budget is None) == (args.plan is None):
-        raise UsageError("state either a --budget or a --plan file")
+        raise UsageError("state a --budget or a --plan file, not both")
     if args.budget is not None:
         parse_budget(args.budget)
     one_strategy(args)
@@ -73,19 +78,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
-    """What the step goes backward from, where nobody stated that."""
+    """Return a note that names the loss, if the user did not choose it."""
     if stated is not None:
         return ()
     loss = loaded.module.loss
-    return (f"{loaded.step.name}: the loss is {loss.name}, {loss.summary}; --loss states another",)
+    return (f"{loaded.step.name}: the loss is {loss.name}, {loss.summary}; choose another with --loss",)
 
 
 def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:
-    """The plan of a file, and what it is a plan of: the step with inverses, the one without, or the one with those that
-    are found where no weights are read.
+    """Return the plan in a file, and the source to which it belongs.
+
+    That is the step with all inverses, the one without those that round, or the one with the inverses that can be
+    found without weights.
 
     Raises:
-        ProblemError: of none.
+        ProblemError: the plan belongs to none of these.
     """
     try:
         return source, load_plan(args.plan, source.graph)
@@ -101,7 +108,7 @@ def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Sourc
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a plan and show what was measured."""
+    """Run a plan and show its measurements."""
     from rematplan import api
 
     with out.progress("running") as progress:
@@ -111,7 +118,9 @@ def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: boo
 
 
 def exit_status(report: StepReport) -> int:
-    """1, said on standard error, if the verification found a difference that was not predicted."""
+    """Return 1 if the verification found a difference that was not predicted, and print it on standard error;
+    otherwise 0.
+    """
     if report.verification is None or report.verification.passed:
         return 0
     print(f"rematplan: {report.verification}", file=sys.stderr)
@@ -119,7 +128,7 @@ def exit_status(report: StepReport) -> int:
 
 
 def step_document(report: StepReport) -> dict[str, Any]:
-    """What the JSON output says of a step that was run."""
+    """Return the JSON output for a step that was run."""
     checked = report.verification
     return {
         "measured_peak": report.measured_peak,

@@ -1,4 +1,4 @@
-"""``rematplan warm``: compile the planner's loops ahead of the first plan, for a container image for example."""
+"""``rematplan warm``: compile the planner's loops before the first plan, for example in a container image."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from rematplan.ir.cache_folder import cache_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Compile what is not compiled yet; the machine code is kept for all later processes."""
+    """Compile all loops that are not compiled yet, and save the machine code for later processes; return the exit
+    status.
+    """
     del args
     from rematplan.planner.auto.compile_kernels import compile_kernels
     from rematplan.report.tables import pairs_table

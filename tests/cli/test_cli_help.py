@@ -119,7 +119,7 @@ def test_a_step_says_which_loss_it_added_and_what_its_time_is_compared_with(call
     )
     said = call("step", *small, "--steps", "1").out
     assert "the loss is cross_entropy" in said
-    assert "--loss states another" in " ".join(said.split())
+    assert "choose another with --loss" in " ".join(said.split())
     assert "the overhead counts ops alone" in said
     assert "the loss is" not in call("step", *small, "--steps", "1", "--loss", "mse").out
 

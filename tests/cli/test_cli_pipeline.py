@@ -138,11 +138,11 @@ def test_other_schedules(call, schedule) -> None:
         (("--cuts", "blocks.1,blocks.2"), "2 stages have 1 cuts, not 2"),
         (("--optimizer", "best"), "unknown optimizer 'best'; known: none"),
         (("--link", "fast"), "link 'fast' is not understood"),
-        (("--budget", "min"), "a pipeline's budget is bytes or a percentage, not 'min'"),
+        (("--budget", "min"), "in bytes or as a percentage, not as 'min'"),
         (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
         (("--stages", "99", "--microbatches", "99"), "places for stages, not 99"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
-        (("--overhead", "-1"), "--overhead -1.0 is no time"),
+        (("--overhead", "-1"), "--overhead -1.0 is not a number"),
     ],
 )
 def test_mistakes_are_one_line(call, more, text) -> None:
