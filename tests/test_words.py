@@ -33,6 +33,8 @@ ROOMS = (
     "rematplan/plans",
     "rematplan/report",
     "runtime",
+    "runtime/capture",
+    "runtime/capture/patches",
     "runtime/costs",
     "runtime/execute",
     "runtime/graph",

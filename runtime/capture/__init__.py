@@ -1,1 +1,1 @@
-"""Capturing the joint forward and backward graph of a model."""
+"""Capture: tracing a model's forward and backward as one graph of ATen calls."""

@@ -1,7 +1,7 @@
-"""A module and a batch become one joint graph of ATen calls, forward and backward.
+"""Trace a module and a batch as one joint graph of ATen calls, forward and backward.
 
-PyTorch differentiates (`aot_export_joint_with_descriptors`); `joint_graph` reads the result. Nothing of the module is
-changed by it.
+PyTorch differentiates (`aot_export_joint_with_descriptors`), and `read_fx` reads the result. The module is
+not changed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _LEFT_BEHIND = (
 )
 _HIGHER_ORDER = (
     "it calls an operator that takes functions (torch.cond, torch.while_loop), checks values in its backward, or "
-    "communicates in place (call torch.distributed._functional_collectives), which no plan states; plan those of its "
-    "parts that do not"
+    "communicates in place (call torch.distributed._functional_collectives), which a plan cannot contain; plan the "
+    "submodules that do not"
 )
-_COMPILED = "it calls what torch.compile has made; plan what that was made of, or see rematplan.backend"
-_VARYING = "it makes nested tensors, whose sizes no plan states; plan those of its parts that do not"
+_COMPILED = "it calls a compiled function; plan the function that was compiled, or see rematplan.backend"
+_VARYING = "it makes nested tensors, whose sizes are not fixed; plan the submodules that do not"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
@@ -62,7 +62,7 @@ IN_OTHER_WORDS = {
     "dynamo-optimized": _COMPILED,
     "shape_env must not be None": _VARYING,
 }
-"""What the tracer's faults mean, by what they say."""
+"""What errors of the tracer mean, by a part of their text."""
 
 
 def capture(
@@ -72,23 +72,28 @@ def capture(
     root: nn.Module | None = None,
     decisions: ValueGuardRecorder | None = None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)``, which must return a tensor (the loss, say) or a tuple of them, with its backward.
+    """Trace ``module(*batch)`` with its backward. The module must return a tensor (the loss, for example) or
+    a tuple of tensors.
 
-    No output may be a view of an input, of a parameter or of another output.
+    No output may be a view of an input, of a parameter or of another output. The module's parameters,
+    buffers, gradients, attributes and random state are left unchanged.
 
-    The module's parameters, buffers, gradients, attributes and random state are left as they are. ``root``: the part of
-    it from which on the calls' modules are named; by default all of it. ``decisions``: of ``batch``, where the forward
-    may look at what its inputs hold; the step is then the forward's for as long as their guard holds. Without, it may
-    not.
+    Args:
+        module: the module.
+        batch: the inputs.
+        name: its name, for the step and for messages.
+        root: the submodule relative to which the modules of calls are named; None for ``module``.
+        decisions: records decisions that depend on values of the inputs ``batch``. The step is then valid as
+            long as their guard holds. None forbids such decisions.
 
     Raises:
-        ModelError: no parameter is trainable (nor does an input want a gradient), no output depends on one, the module
-            changes an input or a parameter in place, draws random numbers outside of PyTorch, or PyTorch cannot trace
-            it.
+        ModelError: no parameter is trainable and no input requires a gradient; no output depends on a trained
+            parameter; the module changes an input or a parameter in place, or draws random numbers outside
+            PyTorch; or PyTorch cannot trace it.
     """
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
-    root = module if root is None else root  # which may be empty, and false
+    root = module if root is None else root  # not `or`: an empty module list is false
     try:
         with same_attributes(root, name), no_host_draws(name):
             return _traced(module, batch, name, root, decisions)
@@ -98,19 +103,19 @@ def capture(
         where = getattr(error, "module", "")
         apart = [n for n in _callable_parts(root) if not f"{where}.".startswith(f"{n}.")]
         raise ModelError(
-            f"{name}: its forward looks at what tensors hold ({error}{where and f' in {where}'}), so that no fixed "
-            f"graph states it; plan those of its parts{_listed(apart)} that do not, or decide before the call and give "
-            f"what was decided as an argument"
+            f"{name}: its forward reads values of tensors ({error}{where and f' in {where}'}), so it has no fixed "
+            f"graph; plan the submodules{_listed(apart)} that do not, or decide before the call and pass the outcome "
+            f"as an argument"
         ) from error
-    except Exception as error:  # whatever the tracer meets in the user's model, say it in one line
+    except Exception as error:  # any error in the user's model is reported in one line
         first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
         raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
 
 
 def _callable_parts(module: nn.Module) -> Iterator[str]:
-    """The names of a module's trained parts that have a forward: of lists and dictionaries of modules, what is in
-    them."""
+    """Yield the names of a module's trained submodules that have a forward; for module lists and
+    dictionaries, those of their entries."""
     for name, part in module.named_children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             yield from (f"{name}.{inner}" for inner in _callable_parts(part))
@@ -123,28 +128,26 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse a module that is no one graph's yet, or any more.
+    """Refuse a module that cannot be traced as one graph.
 
     Raises:
-        ModelError: it is compiled, scripted or sharded, or the shape of a parameter is not known.
+        ModelError: it is compiled, scripted or sharded, or the shape of a parameter is unknown.
     """
     name = type(module).__name__
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
-        raise ModelError(f"{name} is scripted, whole or in parts; plan what it was made of")
+        raise ModelError(f"{name} is scripted, or has a scripted submodule; plan the module before scripting")
     if any(hasattr(m, "reshard") for m in list(module.modules())[1:]) or any(
         map(_is_sharded, module.parameters())
     ):
         raise ModelError(
-            f"{name} is sharded, whole or in parts; plan first, then shard what is planned as one unit"
+            f"{name} is sharded, or has a sharded submodule; plan first, then shard the planned module as one unit"
         )
     if any(isinstance(m, OptimizedModule) for m in module.modules()):
         raise ModelError(
-            f"{name} is compiled, whole or in parts; plan what it was made of, or see rematplan.backend"
+            f"{name} is compiled, or has a compiled submodule; plan the original module, or see rematplan.backend"
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
-        raise ModelError(
-            f"{name} has parameters whose shape is not known yet; call it once before it is planned"
-        )
+        raise ModelError(f"{name} has parameters whose shape is not known yet; call it once before planning")
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -166,9 +169,9 @@ def _traced(
         quiet(),
         torch.enable_grad(),
         _annotated(root),
-        # Draws stay though nothing reads them: those after them depend on what they leave of the random numbers.
+        # Random calls stay even if nothing reads them: later draws depend on the generator's state after them.
         inductor_config.patch(fallback_random=True),
-        # A backward is run after autocast's block, not in it.
+        # A backward runs after autocast's block, not inside it.
         functorch_config.patch(backward_pass_autocast="off"),
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
@@ -187,22 +190,25 @@ def _traced(
             untied.decisions = decisions
             with decisions or nullcontext():
                 try:
-                    joint = untied.presumptions.traced(trace)
+                    joint = untied.assertions.traced(trace)
                 except VALUES_DECIDE:
-                    # Models that look into their data to take a shortcut often do not when they are being compiled.
+                    # Models that inspect their data for a shortcut often skip that while they are being compiled.
                     stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
-                    untied.presumptions = SpeculatedAssertions()
-                    joint = untied.presumptions.traced(trace)
+                    untied.assertions = SpeculatedAssertions()
+                    joint = untied.assertions.traced(trace)
     return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
 
 
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
-    """A block in which the tracer notes for each op the innermost submodule whose forward makes it. An error that says
-    that values decide gets the name of the one that it comes from, as ``module``."""
+    """Record for each traced op the innermost submodule whose forward calls it.
+
+    An error about a decision that depends on values gets the name of the submodule that raises it, as
+    attribute ``module``.
+    """
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
-    tracing_thread = get_ident()  # the hooks are everybody's
+    tracing_thread = get_ident()  # the hooks run in all threads
 
     def enter(module: nn.Module, _args: Any) -> None:
         if get_ident() != tracing_thread:
@@ -235,16 +241,17 @@ def _annotated(module: nn.Module) -> Iterator[None]:
 class _Untied(nn.Module):
     """A module as a function of its distinct parameters and buffers.
 
-    The tracer takes a tied weight for two, with a gradient each; plain autograd knows one, and adds where it adds.
+    The tracer would treat a tied weight as two, with a gradient each. Autograd has one gradient, and its
+    order of additions must be kept.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["inner"] = module  # not a child: its names must not be seen beside these
+        self.__dict__["inner"] = module  # not a submodule, which would add its parameters under other names
         self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: ValueGuardRecorder | None = None
-        self.presumptions = SpeculatedAssertions()
-        self.outputs = 0  # of the module; those after them are checks
+        self.assertions = SpeculatedAssertions()
+        self.outputs = 0  # the number of the module's outputs; further results are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
         for at, (name, parameter) in enumerate(module.named_parameters()):
@@ -261,9 +268,9 @@ class _Untied(nn.Module):
             held = {self.names[short]: getattr(self, short) for short in self._buffers}
             self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
         leaves = [*self.parameters(), *batch]
-        self.presumptions.begin()
+        self.assertions.begin()
         with (
-            Checks(self.presumptions) as checks,
+            Checks(self.assertions) as checks,
             no_seeding(),
             casting_once(leaves, self.casts_once),
             written_data([*leaves, *self.buffers()]),
@@ -277,7 +284,7 @@ class _Untied(nn.Module):
 
 
 def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
-    """What a forward assigned to a buffer becomes the content of the buffer that it was given."""
+    """Copy a tensor that a forward assigned to a buffer into the buffer that the forward was given."""
     if left is given:
         return
     if (left.shape, left.dtype) != (given.shape, given.dtype):

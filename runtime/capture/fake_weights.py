@@ -1,4 +1,4 @@
-"""Modules that have shapes and no data, so that a step of any size is captured in no memory."""
+"""Modules with shapes but without data, so that a step of any size can be captured without allocating it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ DRAWS = frozenset(
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Modules made within are on the meta device, and nothing is drawn for their weights: where there are no numbers,
-    drawing them is all the same most of the time that a module takes to make."""
+    """Create modules on the meta device inside the block, without drawing their initial weights.
+
+    Drawing would take most of the time of creating a module, even if there are no numbers to fill.
+    """
     with torch.device("meta"), _Undrawn():
         yield
 
@@ -39,9 +41,15 @@ class _Undrawn(TorchFunctionMode):
 def without_data(
     make: Callable[[], nn.Module], inputs: Callable[[], Sequence[torch.Tensor]], device: torch.device = CPU
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
-    """A module whose parameters and buffers are fakes on ``device``, a batch of fakes, and the mode they live in.
+    """Return a module and a batch without data.
 
-    ``make`` runs in `shapes_only`, ``inputs`` in the mode, so that neither allocates.
+    Args:
+        make: creates the module; runs in `shapes_only`.
+        inputs: creates the batch; runs in the fake mode. So neither allocates memory.
+        device: the device of the fakes.
+
+    Returns:
+        The module, whose parameters and buffers are fakes on ``device``; the fake batch; and their fake mode.
     """
     mode = FakeTensorMode()
     with shapes_only():
@@ -52,7 +60,8 @@ def without_data(
 
 
 def empty(module: nn.Module, mode: FakeTensorMode, device: torch.device = CPU) -> None:
-    """Put a fake on ``device``, of the same layout, in place of each parameter and buffer; tied ones stay tied."""
+    """Replace each parameter and buffer by a fake on ``device`` with the same shape and strides. Tied tensors
+    stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():
         for table in (part._parameters, part._buffers):
@@ -70,5 +79,5 @@ def _empty(t: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch
 
 
 def is_weightless(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any of the tensors is a fake."""
+    """Return whether any of the tensors is a fake."""
     return any(isinstance(t, FakeTensor) for t in tensors)

@@ -1,4 +1,4 @@
-"""A model as a function of tensors alone, from a flat tuple to a flat tuple, as tracers take it."""
+"""A model as a function from a flat tuple of tensors to a flat tuple of tensors, as tracers need it."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from rematplan.runtime.guards.attributes import Reads
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Stands for a tensor, by its place among those that a compiled plan gives."""
+    """Represents a tensor of the results, by its position among the outputs of the compiled plan."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Stands for something that the caller has given, by its place among the leaves of the arguments."""
+    """Represents an object that the caller has passed, by its position among the leaves of the arguments."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Stands for a parameter or buffer of the model, by its name, in an attribute that the forward sets."""
+    """Represents a parameter or buffer of the model, by name, in an attribute that the forward sets."""
 
     at: str
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """A tree's leaves and structure. A size is a leaf: put together again it would be a plain tuple."""
+    """Return a tree's leaves and structure. `torch.Size` is a leaf, since it would otherwise come out as a
+    plain tuple."""
     return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
 
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
-"""Types of arguments that are leaves themselves."""
+"""Types of arguments that are leaves."""
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves and the structure of ``(args, kwargs)``, as `flattened` returns them.
+    """Return the leaves and the structure of ``(args, kwargs)``, as `flattened` does.
 
-    Calls whose arguments are all leaves share one structure object, which compares with itself by identity.
+    Calls whose arguments are all leaves share one structure object, so that comparing it takes no time.
     """
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
@@ -65,12 +66,16 @@ def _flat_spec(positional: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 
 
 def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
-    """The tensors among the leaves, each once."""
+    """Return the tensors among the leaves, each once."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """The caller's ``arguments``, whose lists and dictionaries get what a forward ``left`` in those of its own."""
+    """Update the lists and dictionaries in the caller's ``arguments`` to have the content that the forward
+    ``left`` in its copies.
+
+    Return ``arguments``, or ``left`` where it is not a container that can be updated.
+    """
     if type(arguments) is not type(left):
         return left
     if isinstance(arguments, dict):
@@ -91,13 +96,15 @@ def refill(arguments: Any, left: Any) -> Any:
 
 
 class FlatModel(nn.Module):
-    """The model called as ``leaves`` and ``spec`` say, as a function of the tensors among them.
+    """The model as a function of the tensors among ``leaves``; ``spec`` is the structure of the arguments.
+    ``reads`` records which attributes the forward sets.
 
-    Its first call leaves behind how what it gives is put together again: ``outputs``, the structure of the results, of
-    the attributes that the forward gives (a dictionary by module, of dictionaries) and of the arguments if it leaves
-    others in their lists and dictionaries than were there, and ``constants``, its leaves, with a `Place` where one of
-    the ``count`` tensors goes. ``attributes`` are the positions of those that nothing but attributes give. ``counted``:
-    numbers in attributes that the forward has changed, by the module's place and their names.
+    Its first call sets these attributes, from which the model's results are put together. ``outputs``: the
+    structure of three things: the results; the attributes that the forward sets (a dictionary by module, of
+    dictionaries); and the arguments, if the forward changes lists or dictionaries among them, else None.
+    ``constants``: the leaves of that structure, with a `Place` for each of the ``count`` output tensors.
+    ``attributes``: positions of output tensors that occur only in attributes. ``counted``: numbers in
+    attributes that the forward has changed, by the module's position and the attribute's name.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class FlatModel(nn.Module):
         super().__init__()
         self.model, self._forward, self._reads = model, forward, reads
         self.training = model.training
-        first: dict[int, str] = {}  # of the places of a tied tensor
+        first: dict[int, str] = {}  # tied tensor → its first name
         self._names = {name: first.setdefault(id(t), name) for name, t in slots(model).items()}
         at: dict[int, int] = {}
         self._leaves = [
@@ -121,12 +128,12 @@ class FlatModel(nn.Module):
         self._spec = spec
         self.outputs: pytree.TreeSpec
         self.constants: list[Any] = []
-        self.count = 0  # of tensors among the outputs
+        self.count = 0  # the number of tensors among the outputs
         self.attributes: frozenset[str] = frozenset()
         self.counted: dict[int, dict[str, Any]] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors that the model gives, each once, none of them another's view."""
+        """Call the model and return its output tensors, each once; no output is a view of another."""
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         modules = list(self.model.modules())
@@ -138,7 +145,7 @@ class FlatModel(nn.Module):
             for at, (m, had) in enumerate(zip(modules, before, strict=True))
         }
         self.counted = {at: numbers for at, numbers in counted.items() if numbers}
-        # A recurrent layer lists its weights anew: they are no results, and stay those that an optimizer changes.
+        # A recurrent layer rebuilds its list of weights. These are no results and must stay the model's parameters.
         names = {
             id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
         }
@@ -148,22 +155,23 @@ class FlatModel(nn.Module):
         flat, self.outputs = flattened((results, given, left))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:
-            check_no_hidden_tensors(flat, f"{type(self.model).__name__} gives nothing but", True)
+            check_no_hidden_tensors(flat, f"{type(self.model).__name__} returns nothing but", True)
         if any(o.retains_grad for o in outputs.values()):
             raise ModelError(
-                f"{type(self.model).__name__} keeps the gradient of a tensor that it gives (retain_grad), and a "
-                f"planned step keeps those of parameters and inputs alone"
+                f"{type(self.model).__name__} retains the gradient of a tensor that it returns (retain_grad); a "
+                f"planned step keeps only gradients of parameters and inputs"
             )
         places = {of: Place(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
         returned = {id(o) for o in flattened((results, left))[0]}
         self.attributes = frozenset(str(place.at) for of, place in places.items() if of not in returned)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
-        # A view has a tangent of its own only as a copy.
+        # A view must be copied to have a separate tangent.
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
 
     def _left(self, arguments: Any, leaves: list[Any]) -> Any:
-        """The arguments after the forward, those that were given as `Given`; None if they are as they were."""
+        """Return the arguments as the forward left them, with `Given` for each leaf that the caller passed;
+        None if they are unchanged."""
         left, spec = flattened(arguments)
         if spec == self._spec and all(map(is_, left, leaves)):
             return None
@@ -171,7 +179,7 @@ class FlatModel(nn.Module):
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
     def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """The attributes that the forward gives a module, which gets back what it had."""
+        """Return the attributes that the forward has set on a module, and restore the previous ones."""
         given = self._reads.given(module, before)
         for name in given:
             if name in before:
@@ -182,7 +190,7 @@ class FlatModel(nn.Module):
 
 
 def _changed_numbers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The numbers among attributes that were numbers before, and others."""
+    """Return those attributes that were numbers before and are other numbers now."""
     kinds = (int, float)
     return {
         name: value

@@ -1,4 +1,4 @@
-"""A module called with other tensors in the place of its own."""
+"""Calling a module with other tensors in place of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch.func import functional_call
 
 
 def slots(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by the place that holds them, each place once.
+    """Return parameters and buffers by the qualified name of the slot (module and attribute) that contains
+    them.
 
-    A tied tensor has several places. A module that has several names has its tensors in one place all the same: were
-    each name given a tensor, `functional_call` would put it there twice and leave the second behind.
+    A tied tensor has several slots. A module with several names has only one slot for each of its tensors:
+    with several, `functional_call` would swap a tensor twice and leave the second in place.
     """
     return {
         f"{path}.{name}" if path else name: tensor
@@ -25,8 +26,9 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-    """The module's outputs with these tensors, by `slots`. Its own are left as they are, in content and in place.
+    """Call a module with ``tensors`` (by `slots`) in place of its parameters and buffers, and return its
+    outputs. The module is left unchanged.
 
-    Where its forward assigns another tensor to such a place, ``tensors`` then has that one.
+    If the forward assigns another tensor to a slot, ``tensors`` contains that tensor afterwards.
     """
     return functional_call(module, tensors, tuple(batch), tie_weights=False)

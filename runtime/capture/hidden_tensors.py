@@ -1,5 +1,5 @@
-"""What a plan cannot take or give: tensors without strides, tensors that PyTorch does not see, hooks that do more than
-compute."""
+"""Checks for what a plan cannot take or return: tensors without strides, tensors that PyTorch does not see,
+and hooks with side effects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
 COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""Where hooks come from that do nothing but compute: reparametrizations, outputs of inner layers."""
+"""Modules whose hooks only compute: reparametrisations, outputs of inner layers."""
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
     """Refuse tensors without strides.
 
     Raises:
-        ModelError: the message begins with ``what``.
+        ModelError: one of them is nested or sparse. The message begins with ``what``.
     """
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
@@ -32,22 +32,25 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
-    """Refuse objects with tensors that PyTorch does not look into; see `hides_tensors`.
+    """Refuse objects that contain tensors which PyTorch does not see; see `hides_tensors`.
 
     Raises:
-        ModelError: the message begins with ``what``.
+        ModelError: one of ``leaves`` does. The message begins with ``what``.
     """
     for one in leaves:
         if hides_tensors(one, called_later):
             raise ModelError(
-                f"{what} a {type(one).__name__}, whose tensors PyTorch does not see; give them in a tuple or "
+                f"{what} a {type(one).__name__}, whose tensors PyTorch does not see; pass them in a tuple or "
                 f"dictionary, or register the class with torch.utils._pytree"
             )
 
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
-    """Whether something leads to a tensor by its attributes, through containers and other objects, or is an iterator,
-    which computes when it is asked. ``called_later``: or whether a function does by what it has of those around it."""
+    """Return whether an object leads to a tensor through its attributes, containers and other objects, or is
+    an iterator, which computes on demand.
+
+    ``called_later``: also follow what a function refers to: its closure, and the object of a bound method.
+    """
     if isinstance(one, Iterator):
         return True
     seen: set[int] = set()
@@ -65,40 +68,44 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
 
 
 def _behind(one: Any) -> list[Any]:
-    """An object's attributes, or what a function has of those around it and a method of its object."""
+    """Return an object's attributes, the closure of a function, and the object of a bound method."""
     held = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
     for cell in getattr(one, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing is in it yet
+        with suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
     return held
 
 
 class NotGiven(ModelError, AttributeError):
-    """What is asked of an output that a planned step does not give; such an output has no attributes."""
+    """An attempt to use an output that a planned step does not return. It is an AttributeError too, since
+    such an output has no attributes."""
 
 
 class Withheld:
-    """Stands in the place of an output that hides tensors: whoever uses it is told."""
+    """A placeholder for an output that hides tensors. Using it raises an error.
+
+    ``what``: the beginning of the error's message.
+    """
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and pickling look for
+        if name.startswith("__"):  # copying and pickling look for such names
             raise AttributeError(name)
         self._refuse()
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotGiven(
-            f"{self._what}, whose tensors PyTorch does not see, and a planned step does not give; register the class "
-            f"with torch.utils._pytree, or call the model without gradients"
+            f"{self._what}, whose tensors PyTorch does not see, so a planned step does not return it; register the "
+            f"class with torch.utils._pytree, or call the model without gradients"
         )
 
     __call__ = __iter__ = _refuse
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """The names of the parts of a module that have hooks, other than those that only compute."""
+    """Return the names of a module's submodules that have hooks which do more than compute."""
     return [
         name
         for name, m in module.named_modules()

@@ -1,5 +1,5 @@
-"""Random numbers that a fixed graph cannot draw: those from outside of PyTorch, which are constants once a forward is
-traced, and those after the forward has put PyTorch's own generator somewhere else."""
+"""Refusal of random numbers that a fixed graph cannot draw: those from outside PyTorch, which a trace turns
+into constants, and those after a forward has seeded PyTorch's generator."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """A block that leaves the generators of Python and NumPy, and ``others`` of their kinds, as they were.
+    """Check that the block does not draw from the generators of Python and NumPy, or from ``others``. Their
+    states are restored.
 
     Raises:
-        ModelError: it drew from one; the message begins with ``name``.
+        ModelError: the block drew from one. The message begins with ``name``.
     """
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]
     who = refused = None
     try:
         yield
-    except ModelError as error:  # the draws may be why
+    except ModelError as error:  # the draws may be the cause
         refused = error
     finally:
         for generator, state in zip(generators, before, strict=True):
@@ -38,8 +39,8 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
                 _set_state(generator, state)
     if who:
         raise ModelError(
-            f"{name}: its forward draws from {who}, which a fixed graph cannot do again; draw with torch, or before "
-            f"the call and give what was drawn as an argument"
+            f"{name}: its forward draws from {who}, which a fixed graph cannot repeat; draw with torch, or draw before "
+            f"the call and pass the numbers as an argument"
         )
     if refused:
         raise refused
@@ -60,25 +61,25 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """A block that leaves the state of PyTorch's generator to the draws.
+    """Forbid seeding of PyTorch's generator inside the block.
 
     Raises:
-        ModelError: it seeds it, gives it another state, or asks for its seed.
+        ModelError: the block seeds the generator, sets its state, or asks for its seed.
     """
 
-    thread = get_ident()  # the functions are everybody's
+    thread = get_ident()  # all threads see the replaced functions
 
     def refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != thread:
                 return own(*args, **kwargs)
             raise ModelError(
-                "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot do again"
+                "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
             )
 
         return refused
 
-    # Dynamo looks for these functions once in a while; what it took for them here would be wrong for good.
+    # Dynamo caches a table of these functions. Build it before they are replaced, or it would be wrong for good.
     get_torch_obj_rule_map()
     with ExitStack() as stack:
         for owner in (torch, torch.random):

@@ -1,7 +1,8 @@
-"""A captured step without the tangents that a training loop does not bring: those of outputs that its loss is made of.
+"""Remove tangents that a training loop does not compute: those of outputs from which a loss among the outputs
+is computed.
 
-A Hugging Face model returns ``(loss, logits)``, and nobody goes backward from the logits. Their gradient would be
-charged and computed for nothing.
+A Hugging Face model returns ``(loss, logits)``, and nobody calls backward on the logits. Their gradient would
+be charged and computed for nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, brought: Set[str] = frozenset()) -> CapturedStep:
-    """The step without the tangents of outputs that a scalar output is made of; scalars and all others keep theirs.
+    """Return the step without the tangents of outputs from which a scalar output (a loss) is computed.
+    Scalars and all other outputs keep theirs.
 
-    It computes the same bits as the whole step does where these tangents are missing. A tangent stays where that cannot
-    be had: where a parameter would lose its gradient, or a value would lie otherwise in memory.
+    The new step computes the same bits as the whole step with these tangents missing. A tangent stays where
+    that is not possible: where a parameter would lose its gradient, or a value would have other strides.
 
-    ``brought``: positions of outputs whose tangents are known to come all the same.
+    ``brought``: positions of such outputs for which a gradient has arrived before, so that their tangents
+    stay.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
@@ -45,7 +48,7 @@ def with_expected_tangents(step: CapturedStep, brought: Set[str] = frozenset()) 
     if found is not None:
         return found
     left_out, found = frozenset[str](), step
-    for target in candidates:  # one of them is in the way
+    for target in candidates:  # they cannot all be removed, so try one by one
         less = _without(step, left_out | {target})
         if less is not None:
             left_out, found = left_out | {target}, less
@@ -53,7 +56,7 @@ def with_expected_tangents(step: CapturedStep, brought: Set[str] = frozenset()) 
 
 
 def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:
-    """The step without these tangents, by the outputs' positions; None if that cannot be had."""
+    """Return the step without the tangents of these outputs (by position); None if that is not possible."""
     if not left_out:
         return step
     missing = {i.value for i in step.inputs if i.kind == "tangent" and i.target in left_out}
@@ -61,15 +64,15 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """A step without some tangents: calls that give zeros go, sums with a zero are their other summand, and zeros that
-    are read with other values are made where they are read."""
+    """A step without some tangents. Calls that return zeros are removed, sums with a zero become their other
+    summand, and zeros that other calls read are made where they are read."""
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
         self.whole = step
         self.zeros = zeros_without(step, missing)
         self.values = dict(step.values)
-        self.renamed: dict[str, str] = {}  # sums, by the value that they equal
-        self.storages: dict[str, str] = {}  # of sums, by the storage of that value
+        self.renamed: dict[str, str] = {}  # sum → the value that it equals
+        self.storages: dict[str, str] = {}  # storage of a sum → storage of that value
         self.possible = not any(o.value in self.zeros.values for o in step.outputs)
         calls = [call for one in step.calls for call in self._call(one)] if self.possible else []
         self.step = self._finished(missing, left_out, calls) if self.possible else None
@@ -77,7 +80,7 @@ class _Reduced:
     def _call(self, call: Call) -> Iterator[Call]:
         results = [r for r in call.results if r]
         if results and self.zeros.values.issuperset(results):
-            self.possible &= not call.seeded  # it would draw
+            self.possible &= not call.seeded  # removing it would change later draws
         elif call.name in self.zeros.sums:
             self._equate(results[0], self.zeros.sums[call.name])
         else:
@@ -88,7 +91,7 @@ class _Reduced:
             yield replace(call, args=args, kwargs=kwargs)
 
     def _now(self, value: str, reader: Call) -> str:
-        """The name of what a call reads in place of a value."""
+        """Return the name of the value that a call reads in place of another one."""
         if value in self.zeros.values:
             return f"{value}_zeros_for_{reader.name}"
         return self.renamed.get(value, value)

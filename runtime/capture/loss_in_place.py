@@ -1,7 +1,8 @@
-"""The gradient of a cross entropy, computed in one tensor of its scores' size.
+"""The gradient of a cross entropy, computed in a single tensor of the scores' size.
 
-Of ``nll_loss`` and ``log_softmax`` each has a backward that gives such a tensor, and the second only reads the first's
-to make its own of it. A language model's scores are often the largest tensors of its step: here it holds one fewer.
+The backward of ``nll_loss`` and that of ``log_softmax`` each return such a tensor, and the second only reads
+the first's result. A language model's scores are often the largest tensors of its step, so one fewer of them
+matters.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ ATEN = torch.ops.aten
 LOSSES = frozenset({ATEN.nll_loss_backward.default, ATEN.nll_loss2d_backward.default})
 SCORES = ATEN._log_softmax_backward_data
 COMPARED = frozenset({"cpu"})
-"""Types of devices whose kernels were seen to give the same bits in place."""
+"""Device types whose kernels were found to give the same bits in place."""
 
 
 @dataclass(frozen=True)
 class CrossEntropyBackward:
-    """The backward of ``nll_loss`` and then that of ``log_softmax``, which writes over what the first gives: it reads
-    each row whole before it writes there, so that the bits are those of two tensors.
+    """The backward of ``nll_loss`` followed by that of ``log_softmax``, which overwrites the result of the
+    first. It reads each row before it writes it, so the bits are the same as with two tensors.
 
-    Its arguments are those of the first op, and those of the second but for the gradient.
+    Its arguments are those of the first op, then those of the second without the gradient. ``loss``: the
+    first op.
     """
 
     loss: Callable[..., Any]
@@ -37,7 +39,7 @@ class CrossEntropyBackward:
         return f"{self.loss}.in_place"
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """What the second op gives."""
+        """Return the result of the second op."""
         *own, output, dim, dtype = args
         gradient: torch.Tensor = kernel_of(self.loss)(*own)
         kernel_of(SCORES.out)(gradient, output, dim, dtype, out=gradient)
@@ -45,7 +47,8 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """The step with one call for the backward of each cross entropy, under the name of the first of its two."""
+    """Return the step with the two backward calls of each cross entropy replaced by one, under the name of
+    the first."""
     readers: dict[str, list[Call]] = {}
     for call in step.calls:
         for ref in dict.fromkeys(refs((call.args, call.kwargs))):
@@ -66,7 +69,8 @@ def with_losses_in_place(step: CapturedStep) -> CapturedStep:
 
 
 def _second(step: CapturedStep, call: Call, readers: dict[str, list[Call]]) -> Call | None:
-    """What alone reads the gradient that a loss's backward gives, and may write over it."""
+    """Return the only reader of the gradient that a loss's backward returns, if it may overwrite that
+    gradient; else None."""
     if call.target not in LOSSES or call.kwargs:
         return None
     given = str(call.results[0])

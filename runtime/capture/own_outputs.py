@@ -1,4 +1,4 @@
-"""The outputs of a captured step in storages of their own: superfluous copies go, missing ones are added."""
+"""Separate storages for the outputs of a captured step: remove needless copies and add missing ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Give what a module's output is a copy of, where that is a view of all of a storage that no other output has: a
-    `FlatModel` copies views, since autograd gives only copies a tangent each, and a captured step has its tangents."""
+    """Return the step with copied outputs replaced by their originals, where these are views of an entire
+    storage that no other output has.
+
+    `FlatModel` copies views because autograd gives only copies separate tangents. A captured step already has
+    its tangents.
+    """
     values, outputs = step.values, []
     taken = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
     read = {r.value for call in step.calls for r in refs((call.args, call.kwargs))}
@@ -37,16 +41,17 @@ def without_copies(step: CapturedStep) -> CapturedStep:
 
 
 def is_whole(value: Value) -> bool:
-    """Whether a value is all the numbers of a storage."""
+    """Return whether a value covers its storage entirely."""
     return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
 
 
 def with_own_outputs(step: CapturedStep) -> CapturedStep:
-    """Give every output a dense storage of its own: copy an input, an expanded or a shared tensor, and a gradient that
-    does not lie as its parameter does.
+    """Return the step in which every output has its own dense storage. Inputs, expanded and shared tensors,
+    and gradients whose strides differ from their parameter's, are copied.
 
-    ``.grad`` of two parameters must not be one memory, and an expanded gradient cannot be accumulated into. Autograd
-    would copy a gradient that lies otherwise by itself, beyond what is planned.
+    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated
+    into. Autograd itself would copy a gradient with other strides than its parameter, and use more memory
+    than planned.
     """
     taken = {step.values[i.value].storage for i in step.inputs}
     parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
@@ -72,13 +77,14 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd takes a gradient for a parameter's as it lies (the layout contract of ``AccumulateGrad``)."""
+    """Return whether autograd stores a gradient without copying it (the layout contract of
+    ``AccumulateGrad``)."""
     strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
     return all(size == 1 or own == other for size, own, other in strides)
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own, if nothing lies between its numbers, else those of a contiguous tensor."""
+    """Return the parameter's strides if it is dense, else those of a contiguous tensor."""
     own, expected = parameter.stride(), 1
     for stride, size in sorted(zip(own, parameter.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -92,7 +98,8 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """The calls that make a copy of that name, and what they make: contiguous, or laid out as ``like`` is."""
+    """Return the calls that copy a value, and the values that they make. The copy is contiguous, or has the
+    dense strides of ``like``."""
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

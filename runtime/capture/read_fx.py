@@ -1,5 +1,5 @@
-"""Reads a joint fx graph, forward and backward, into a `CapturedStep`: which call makes which storage, which calls
-are views, what goes in and what comes out."""
+"""Read a joint fx graph, forward and backward, into a `CapturedStep`: which call makes which storage, which
+calls are views, and the inputs and outputs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,32 @@ from rematplan.runtime.graph.compat import FakeTensor, HigherOrderOperator
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 
 MODULE = "rematplan.module"
-"""The key under which a node's annotations name the module that it belongs to."""
+"""The key under which a node's annotations have the name of its module."""
 
 MUTATED = "InputMutationAOTOutput"
 COPY = torch.ops.aten.copy_.default
 
 MARKERS = frozenset({"profiler"})
-"""Namespaces of ops that only say where a profile's ranges begin and end."""
+"""Namespaces of ops that only mark the ranges of a profile."""
 
-# Calls whose result is their argument once autograd no longer looks.
+# Calls that return their argument, once autograd has finished.
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def read_joint_graph(
     module: fx.GraphModule, names: Mapping[str, str], outputs: int, name: str
 ) -> CapturedStep:
-    """The step that a joint graph of a module states. ``names``: of parameters and buffers, by what the tracer calls
-    them. ``outputs``: how many of its outputs are the module's; the rest of them are checks.
+    """Return the step of a module's joint graph.
+
+    Args:
+        module: the graph.
+        names: the names of parameters and buffers, by those that the tracer uses.
+        outputs: the number of the module's outputs. Further outputs are checks.
+        name: the step's name.
 
     Raises:
-        ModelError: no output depends on what is trained, or the model changes an input in place.
+        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in
+            place; or an op cannot be planned.
     """
     step = _on_one_device(_Reader(module, _OfModule(names, outputs)).read(name))
     step = with_losses_in_place(with_own_outputs(without_copies(step)))
@@ -57,44 +63,45 @@ def read_joint_graph(
 
 
 def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
-    """The step that a joint graph states that knows nothing of modules, as a partitioner gets it.
+    """Return the step of a joint graph without modules, as a partitioner gets it.
 
-    All inputs are a batch, all outputs (the first ``early``) and gradients (the rest) go by their position.
+    All inputs count as a batch. All outputs (the first ``early`` results) and gradients (the rest) are named
+    by position.
 
     Raises:
-        ModelError: a shape depends on what tensors hold, or an op changes its arguments.
+        ModelError: a shape depends on values of tensors, or an op changes its arguments.
     """
     return without_dead_calls(with_phases(_on_one_device(_Reader(module, _Flat(module, early)).read(name))))
 
 
 def _on_one_device(step: CapturedStep) -> CapturedStep:
-    """The step, as it is.
+    """Return the step itself.
 
     Raises:
-        ModelError: it is spread over several accelerators.
+        ModelError: it uses several accelerators.
     """
     beside_cpu = [str(d) for d in step.devices if d.type != "cpu"]
     if len(beside_cpu) > 1:
         raise ModelError(
-            f"{step.name} is spread over {' and '.join(beside_cpu)}; a budget is of one device: plan its parts"
+            f"{step.name} is spread over {' and '.join(beside_cpu)}; a budget is for one device: plan its submodules"
         )
     return step
 
 
 def fixed_size(size: torch.SymInt) -> int:
-    """A size that a compiler may leave open, fixed as it is now.
+    """Return the present value of a size that a compiler may keep symbolic.
 
     Raises:
-        ModelError: it depends on what tensors hold.
+        ModelError: it depends on values of tensors.
     """
     try:
         return int(size)
     except GuardOnDataDependentSymNode as error:
-        raise ModelError("a size depends on what tensors hold; plans are for fixed shapes") from error
+        raise ModelError("a size depends on values of tensors; plans are for fixed shapes") from error
 
 
 class _OfModule:
-    """Inputs and outputs as the tracer of a module describes them."""
+    """Describes inputs and outputs as the tracer of a module does."""
 
     def __init__(self, names: Mapping[str, str], outputs: int) -> None:
         self.names, self.outputs = names, outputs
@@ -116,7 +123,7 @@ class _OfModule:
 
 
 class _Flat:
-    """Inputs and outputs by their position. Inputs that are given new content count as buffers."""
+    """Describes inputs and outputs by their position. Inputs that get new content count as buffers."""
 
     def __init__(self, module: fx.GraphModule, early: int) -> None:
         self.early = early
@@ -146,7 +153,7 @@ class _Reader:
         self.constants: dict[str, torch.Tensor] = {}
         self.item: dict[tuple[str, int], str] = {}  # (call, position) → value name
         self.alias: dict[str, str] = {}  # fx name → value name
-        self.sizes: dict[str, int] = {}  # fx name → what it is
+        self.sizes: dict[str, int] = {}  # fx name → the size's value
         self.renewed: list[StepOutput] = []  # inputs' new content, where the graph copies it into them
         self.storages: dict[int, str] = {}  # address of a fake's storage → its name
 
@@ -168,7 +175,7 @@ class _Reader:
         if fake.layout != torch.strided:
             raise ModelError(
                 f"{call or name} is a tensor of layout {fake.layout}, as the gradient of an embedding with sparse=True "
-                f"is; plans are for dense ones"
+                f"is; plans need dense tensors"
             )
         # Addresses of fakes' storages are unique while the graph keeps the fakes alive.
         storage = self.storages.setdefault(fake.untyped_storage()._cdata, name)
@@ -176,7 +183,7 @@ class _Reader:
         return value
 
     def _placeholder(self, node: fx.Node, at: int) -> None:
-        if "val" not in node.meta:  # what orders ops that have effects goes through the graph as an input
+        if "val" not in node.meta:  # a token that orders ops with side effects
             return
         if isinstance(node.meta["val"], torch.SymInt):
             self.sizes[node.name] = fixed_size(node.meta["val"])
@@ -190,16 +197,18 @@ class _Reader:
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.module, str(node.target))
         if not isinstance(tensor, torch.Tensor):
-            raise ModelError(f"an op is given a {type(tensor).__name__}, which a plan cannot hold")
+            raise ModelError(
+                f"an op has an argument of type {type(tensor).__name__}, which a plan cannot contain"
+            )
         if tensor.requires_grad:
             raise ModelError(
-                "the model uses a tensor that wants a gradient and is none of its parameters; make it one, or, where a "
+                "the model uses a tensor that requires a gradient and is none of its parameters; make it one, or, if a "
                 "hook of the model computes it (weight_norm, prune), plan nn.Sequential(model)"
             )
         self.constants[node.name] = tensor
         fake = node.meta.get("val", tensor)
         if isinstance(fake, FakeTensor):
-            # Each mention has a fake of its own; views of the constant are of the tracer's one.
+            # Each use has another fake. Views of the constant refer to the tracer's fake.
             fake = fake.fake_mode.from_tensor(tensor, static_shapes=True)
         self._value(node.name, fake, None)
         self.inputs.append(StepInput("constant", node.name, node.name))
@@ -252,23 +261,23 @@ class _Reader:
             made = [self._same_storage(v, args) for v in made]
         is_view = bool(made) and all(v.storage in read for v in made)
         if not is_view:
-            # A result that shares an argument's storage beside fresh ones is counted as a storage of its own:
-            # more than it takes, never less.
+            # If only some results share an argument's storage, they are counted as new storages:
+            # never less than what is allocated.
             for v in made:
                 if v.storage in read:
                     self.values[v.name] = replace(v, storage=v.name)
         self.calls.append(replace(call, is_view=is_view))
 
     def _same_storage(self, value: Value, args: Any) -> Value:
-        """A value as a view of what its call is given, where the trace does not know that it is one."""
+        """Return a value as a view of its call's argument, where the trace does not know that it is one."""
         (of,) = refs(args)
         storage = self.values[of.value].storage
-        self.storages[value.fake.untyped_storage()._cdata] = storage  # of its views, too
+        self.storages[value.fake.untyped_storage()._cdata] = storage  # also for its views
         self.values[value.name] = value = replace(value, storage=storage)
         return value
 
     def _renews(self, node: fx.Node) -> bool:
-        """Whether a copy gives an input new content, which then is an output of the step."""
+        """Return whether a copy writes into a buffer. The copied value then becomes an output of the step."""
         targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
         place, value = (self._refs(a).value for a in node.args[:2])
         if place in targets:
@@ -294,12 +303,12 @@ class _Reader:
             if isinstance(result, fx.Node) and result.name not in self.sizes and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
-            raise ModelError("nothing that the model gives depends on a trainable parameter")
+            raise ModelError("no output of the model depends on a trainable parameter")
         return (*outputs, *self.renewed)
 
 
 def _module_of(node: fx.Node) -> str:
-    """The module that a node belongs to, from our own annotation or from TorchDynamo's."""
+    """Return the name of a node's module, from our annotation or from TorchDynamo's."""
     own = (node.meta.get("custom") or {}).get(MODULE)
     if own is not None:
         return str(own)
@@ -308,7 +317,8 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call tagged as random really draws: attention without dropout is tagged too."""
+    """Return whether a call that is tagged as random really draws. Attention without dropout is tagged
+    too."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -348,6 +358,6 @@ def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
         return ModelError(f"the model changes its input {place.idx} in place")
     name = names.get(place.target, place.target).removeprefix("model.")
     return ModelError(
-        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which no plan "
-        f"states; change it between the steps"
+        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which a plan cannot "
+        f"contain; change it between steps"
     )

@@ -1,5 +1,5 @@
-"""Blocks after which a module and the random numbers are as before: its attributes, where a trace leaves what is no
-real tensor, its buffers, its gradients, and the states of all generators."""
+"""Context managers that restore a module and the random numbers: attributes (a trace leaves fake tensors
+there), buffers, gradients, and the states of all generators."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
-    """A block after which attributes of the module, its parts and records that they hold are as before it, as is what
-    lists, dictionaries and sets among them hold, hooks among these. Warns of tensors and plain values that the block
-    left in public ones, as a planned forward will not. ``name``: the module's."""
+    """Restore the attributes of the module, of its submodules and of records in their attributes after the
+    block, and the content of lists, dictionaries and sets among them, hooks included.
+
+    Warn about tensors and plain values that the block left in public attributes, because a planned forward
+    will not set them. ``name``: the module's name, for the warning.
+    """
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
         for path, m in _holders(module)
@@ -50,7 +53,7 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
-    """A block after which the module's buffers hold what they held before it."""
+    """Restore the content of the module's buffers after the block."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -62,7 +65,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module) -> Iterator[None]:
-    """A block that begins without gradients, and after which the parameters have those that they had."""
+    """Run the block without gradients at its start, and restore those of the parameters afterwards."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -75,7 +78,7 @@ def same_gradients(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """A block after which PyTorch's, Python's and NumPy's random numbers go on as they would have before it."""
+    """Restore the random states of PyTorch, Python and NumPy after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -86,7 +89,8 @@ def same_draws() -> Iterator[None]:
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module, its parts, and the records in their attributes, each once, by the way to them."""
+    """Return a module, its submodules, and the records in their attributes, each once, with the path to
+    it."""
     parts = list(module.named_modules())
     records = {
         id(value): (f"{path}.{key}", value)
@@ -98,7 +102,7 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
-    """The containers in an object's attributes, those in others included, and copies of each."""
+    """Return the containers in an object's attributes, nested ones included, each with a copy."""
     found: dict[int, tuple[Any, Any]] = {}
     todo = list(holder.__dict__.values())
     while todo:

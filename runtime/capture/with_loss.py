@@ -1,4 +1,4 @@
-"""A model with a loss on top: what a training step differentiates."""
+"""A model with a loss on top: the function that a training step differentiates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from rematplan.runtime.graph.quiet_logs import quiet
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss by name. ``apply``: output and targets to a scalar. ``target``: an output's fake to a random
-    target, or None where the loss needs none. ``fits``: whether outputs of that shape have such a loss."""
+    """A named loss.
+
+    ``apply``: a function of the output and the targets that returns a scalar. ``target``: a function of a
+    fake output and a generator that returns a random target; None if the loss needs none. ``fits``: whether
+    an output of that shape can have this loss.
+    """
 
     name: str
     summary: str
@@ -31,7 +35,7 @@ class Loss:
 
 
 def _class_axis(output: torch.Tensor) -> int:
-    # (N, C, H, W) and (N, C) have their classes second; a sequence model's (N, T, C) has them last.
+    # Classes are the second dimension of (N, C, H, W) and (N, C), but the last of a sequence model's (N, T, C).
     return 2 if output.dim() == 3 else 1
 
 
@@ -56,7 +60,7 @@ def _noise_target(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _sum(output: torch.Tensor, _targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Of a scalar too: a loss that is a view of something else would not be a result of its own.
+    # Also for a scalar: the loss must not be a view of another tensor.
     return output.sum()
 
 
@@ -75,10 +79,10 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 
 
 class WithLoss(nn.Module):
-    """``model`` with a loss on one of its real outputs: ``forward(*inputs, *targets)`` gives a scalar.
+    """``model`` with a loss on one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
 
-    ``place``: which of the floating-point tensors among its outputs (a tensor, or nested sequences and mappings of
-    them) that is.
+    ``inputs``: the number of inputs. ``place``: the position of that output among the floating-point tensors
+    in the model's outputs (a tensor, or nested sequences and mappings of tensors).
     """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
@@ -86,20 +90,21 @@ class WithLoss(nn.Module):
         self.model, self.loss, self.inputs, self.place = model, loss, inputs, place
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch: the inputs followed by the targets."""
         return self.of(self.model(*batch[: self.inputs]), *batch[self.inputs :])
 
     def of(self, outputs: Any, *targets: torch.Tensor) -> torch.Tensor:
-        """The loss of what the model gave."""
+        """Return the loss of the model's outputs."""
         output = next(islice(_reals(outputs), self.place, None))
         return self.loss.apply(output, targets)
 
 
 def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
-    """The first output that is computed from what is trained; the first one where none is, which capture refuses.
+    """Return the position of the first output that depends on a trained parameter; 0 if there is none, which
+    capture refuses.
 
     Raises:
-        ModelError: there is none, so nothing to differentiate.
+        ModelError: there are no floating-point outputs.
     """
     if not reals:
         raise ModelError("the model has no floating-point output, so no loss to differentiate")
@@ -121,13 +126,21 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """The model with a loss, and a batch for it: the inputs, and random targets if the loss needs them.
+    """Return the model with a loss, and a batch for it: the inputs, and random targets if the loss needs
+    them.
 
-    The loss is of the first real output that is computed from a trainable parameter. ``loss``: a name of `LOSSES`;
-    None takes ``output`` for a scalar output, ``cross_entropy`` for scores of two classes or more, else ``mse``.
+    The loss applies to the first floating-point output that depends on a trained parameter.
+
+    Args:
+        model: the model.
+        inputs: its inputs.
+        loss: a name of `LOSSES`. None selects ``output`` for a scalar output, ``cross_entropy`` for scores of
+            two or more classes, and else ``mse``.
+        seed: the seed of the random targets.
 
     Raises:
-        UsageError: an unknown loss, or one that does not fit the output.
+        UsageError: the loss is unknown or does not fit the output.
+        ModelError: the model does not run on these inputs, or has no floating-point output.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
@@ -150,8 +163,8 @@ def with_loss(
 
 
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """The outputs' shapes and types, and what they are computed from, without data and without touching the model's
-    buffers.
+    """Return the model's outputs as fakes, with their autograd graph. Nothing is allocated, and buffers are
+    not changed.
 
     Raises:
         ModelError: the model does not run on inputs of these shapes.

@@ -1,4 +1,4 @@
-"""What capture changes in PyTorch while it runs; `PATCHES` has a row for each change."""
+"""The changes that capture makes in PyTorch while it runs. `PATCHES` has a row for each change."""
 
 from rematplan.runtime.capture.patches.index import PATCHES, Patch
 

@@ -1,6 +1,8 @@
-"""Weights that autocast casts once for all their uses, as in eager mode: their gradients are then added up as cast.
+"""Casting a weight only once for all its uses under autocast, as in eager mode, so that its gradients are
+summed in the lower precision.
 
-Autocast's own cache is of leaves, which a tracer's tensors are not, and is switched off while a tracer runs.
+Autocast's cache works only for leaf tensors, which a tracer's tensors are not, and is off while a tracer
+runs.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
-    """A block in which autocast casts each of these tensors once, if the cache is ``enabled`` outside of the tracer."""
+    """Make autocast cast each of these tensors only once inside the block.
+
+    Args:
+        leaves: the parameters and inputs.
+        enabled: whether autocast's cache is enabled outside the tracer.
+    """
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
     switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}
-    thread = get_ident()  # the functions are everybody's, and so are the kernels
+    thread = get_ident()  # all threads see the replaced functions and kernels
     switch, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
 
     def note(device: str, on: bool) -> None:
@@ -41,7 +48,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
             clear()
 
     def by_autocast(device: str, dtype: torch.dtype | None) -> bool:
-        # While autocast casts, its key is left out, as it is wherever it is switched off.
+        # While autocast casts, its dispatch key is excluded, as it is where autocast is off.
         if not switched_on.get(device) or not is_dispatch_key_excluded(AUTOCAST[device]):
             return False
         return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
@@ -62,7 +69,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
         with (
             with_kernels({(TO_COPY, DispatchKey.Autograd): to_copy}),
             patch.object(torch, "set_autocast_enabled", note),
-            # Called where the outermost block of autocast is left.
+            # Called when the outermost autocast block ends.
             patch.object(torch, "clear_autocast_cache", left),
         ):
             yield

@@ -1,4 +1,5 @@
-"""A model's own checkpoints, which a plan replaces: what is kept and what runs again is for the plan to say."""
+"""Disabling a model's activation checkpointing during capture: the plan decides what is kept and what is
+recomputed."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """A block in which `torch.utils.checkpoint.checkpoint` only calls what it is given; in this thread, for others may
-    train a model whose checkpoints they need."""
-    thread = get_ident()  # the functions are everybody's
+    """Make `torch.utils.checkpoint.checkpoint` only call its function inside the block, in this thread. Other
+    threads may be training a model that needs its checkpoints."""
+    thread = get_ident()  # all threads see the replaced functions
     with_reentry, without = checkpoints.CheckpointFunction.apply, getattr(checkpoints, CHECKPOINT_GENERATOR)
 
     def apply(*args: Any) -> Any:

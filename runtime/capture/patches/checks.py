@@ -1,4 +1,4 @@
-"""Ops that give nothing and may raise, as ops that give an empty tensor: what gives nothing a tracer leaves out."""
+"""Assertion ops that return an empty tensor. A tracer removes ops without a result."""
 
 from __future__ import annotations
 
@@ -46,33 +46,39 @@ _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
     ATEN._assert_async.msg: torch.ops.rematplan.assert_async.default,
     ATEN._linalg_check_errors.default: torch.ops.rematplan.linalg_check_errors.default,
 }
-# PyTorch 2.11 removes a check that a backward makes as dead code, so that it would neither be made nor refused.
+# PyTorch 2.11 removes checks in a backward as dead code, so they would be neither made nor refused.
 for _check in _WITH_RESULT:
     torch.fx.has_side_effect(_check)
 
 _VALID = Assertion(
     True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
 )
-"""What is so of all that a distribution validates, and the error where it is not. Its own text would print values."""
+"""The condition that torch.distributions validates, and the error if it does not hold. The original message
+would print values."""
 
 
 class Checks(TorchDispatchMode):
-    """A block whose checks are made by ops that give something. ``results``: what they gave, for the graph to keep.
-    ``presumptions``: of the conditions that it looks at and that are not known."""
+    """Replaces assertion ops inside the block by variants that return a tensor.
 
-    supports_higher_order_operators = True  # they pass through
+    ``results``: these tensors, which the graph must return. ``assertions``: the speculated assertions, for
+    conditions on unknown values.
+    """
 
-    def __init__(self, presumptions: SpeculatedAssertions) -> None:
+    supports_higher_order_operators = True  # they are not changed
+
+    def __init__(self, assertions: SpeculatedAssertions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[torch.Tensor] = []
-        self.presumptions = presumptions
+        self.assertions = assertions
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if func is ATEN._is_all_true.default:  # asked by torch.distributions, to raise if it is not so
-            return torch.tensor(self._presume(ATEN.all.default(*args), _VALID))
+        if (
+            func is ATEN._is_all_true.default
+        ):  # called by torch.distributions, which raises if the result is false
+            return torch.tensor(self._assert(ATEN.all.default(*args), _VALID))
         if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition(*args)
         check = _WITH_RESULT.get(func)
@@ -85,11 +91,11 @@ class Checks(TorchDispatchMode):
         try:
             return ATEN._local_scalar_dense.default(condition)
         except VALUES_DECIDE:
-            presumed = self.presumptions.next()
-            if presumed is None:
+            expected = self.assertions.next()
+            if expected is None:
                 raise
-        return self._presume(condition, presumed)
+        return self._assert(condition, expected)
 
-    def _presume(self, condition: torch.Tensor, presumed: Assertion) -> bool:
-        self.results.append(CHECK_CONDITION(condition, presumed.outcome, presumed.kind, presumed.text))
-        return presumed.outcome
+    def _assert(self, condition: torch.Tensor, expected: Assertion) -> bool:
+        self.results.append(CHECK_CONDITION(condition, expected.outcome, expected.kind, expected.text))
+        return expected.outcome

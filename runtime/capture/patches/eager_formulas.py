@@ -1,7 +1,8 @@
-"""Ops for which eager mode looks at values to choose between formulas, and a tracer, which has none, takes another.
+"""Ops for which eager mode chooses between formulas by looking at values. A tracer has no values and takes
+another formula.
 
-Their gradients (in one case the result too) would have other last bits. Here what looks is one call, which does at each
-run what eager mode does.
+Their gradients (in one case the result too) would have other last bits. Here the choice is inside one op,
+which makes it at each run as eager mode does.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from rematplan.runtime.graph.compat import AutoDispatchBelowAutograd, DispatchKe
 ATEN = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
 NONE, MEAN = 0, 1
-"""ATen's numbers of reductions."""
+"""ATen's codes for reductions."""
 
 
 @torch.library.custom_op("rematplan::prod_backward", mutates_args=())
 def _prod_backward(
     gradient: torch.Tensor, x: torch.Tensor, product: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
-    """The gradient of a product of everything, or along a dimension, which is kept."""
+    """Return the gradient of a product over all elements (``dim`` None) or along a dimension, which is
+    kept."""
     zeros, result = int((x == 0).sum()), torch.empty_like(x)
     if not zeros:
         return result.copy_(gradient * (product / x).conj())
@@ -38,7 +40,7 @@ _prod_backward.register_fake(lambda gradient, x, product, dim: torch.empty_like(
 
 
 def _but_one(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """At each place the conjugate product of what stands at the others along a dimension."""
+    """Return for each position the conjugate product of all other elements along a dimension."""
     one, n = torch.ones_like(x.narrow(dim, 0, 1)), x.shape[dim]
     before = torch.cat([one, x.narrow(dim, 0, n - 1)], dim).cumprod(dim)
     after = torch.cat([one, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
@@ -70,7 +72,7 @@ def _prod(
 
 @torch.library.custom_op("rematplan::masked_sum", mutates_args=())
 def _masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum of what a mask picks, in its order."""
+    """Return the sum of the elements that a mask selects, in order."""
     return x.masked_select(mask).sum()
 
 
@@ -98,7 +100,7 @@ class _MaskedFill(torch.autograd.Function):
 
 @torch.library.custom_op("rematplan::weight_of_targets", mutates_args=())
 def _weight_of_targets(weight: torch.Tensor, target: torch.Tensor, ignored: int) -> torch.Tensor:
-    """The sum of the classes' weights over the targets that are not to be ignored."""
+    """Return the sum of the class weights over all targets except the ignored ones."""
     return weight.gather(0, target.masked_select(target != ignored)).sum()
 
 
@@ -133,4 +135,4 @@ BY_VALUES: Mapping[tuple[OpOverload, DispatchKey], Callable[..., Any]] = {
     (ATEN.masked_fill.Tensor, DispatchKey.Autograd): _MaskedFill.apply,
     (ATEN.cross_entropy_loss.default, COMPOSITE): _cross_entropy_of(ATEN.cross_entropy_loss.default),
 }
-"""Kernels for these ops while a step is traced."""
+"""The kernels of these ops while a step is traced."""

@@ -1,10 +1,11 @@
 """Keep ATen calls whole while a step is traced.
 
-For some ops PyTorch registers a Python decomposition that replaces the C++ kernel under tracing alone: an
-``upsample_bilinear2d`` becomes forty index calls, slower, with other rounding, and keeping several times the
-memory. Eager mode runs the kernel, so the step that is planned has to as well. A ``dropout`` becomes the fused one,
-which on a CPU eager mode does not run, and which scales by another last bit at some rates (0.15 for one). A recurrent
-layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's own, which has other bits.
+For some ops PyTorch registers a Python decomposition that replaces the C++ kernel only under tracing. An
+``upsample_bilinear2d`` becomes forty index calls, which are slower, round differently, and keep several times
+the memory. Eager mode runs the kernel, so the planned step must, too. A ``dropout`` becomes the fused one,
+which eager mode does not run on a CPU, and whose scale differs in the last bit at some rates (0.15, for
+example). A recurrent layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's, which has
+other bits.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def _overloads() -> Iterator[OpOverload]:
 
 @cache
 def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
-    """Whether the fused dropout, which scales by a number, gives the bits of a product with scaled noise."""
+    """Return whether the fused dropout, which multiplies by a number, has the same bits as a product with
+    scaled noise."""
     if rate == 1:
-        return False  # the fused one draws all the same
+        return False  # the fused kernel draws, eager mode does not
     with disable_current_modes():
         noise = torch.ones((), dtype=dtype).div_(1 - rate).double()
         return bool(noise == torch.tensor(1 / (1 - rate), dtype=torch.promote_types(dtype, torch.float32)))
 
 
 def _dropout_of(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for dropout: ``fused``, or where its bits are others what eager mode does on a CPU."""
+    """Return a kernel for dropout: ``fused``, or what eager mode does on a CPU if the bits differ."""
 
     def dropout(x: torch.Tensor, rate: float, train: bool | None) -> Any:
         if not train or x.device.type != "cpu" or _fused_scales_alike(rate, x.dtype):
@@ -83,8 +85,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """cuDNN's batch norm. It changes the running statistics, which its schema does not say; the op that does runs the
-    same kernel."""
+    """Run cuDNN's batch norm. It changes the running statistics, which its schema does not say, so in
+    training it is replaced by an op whose schema does, and which runs the same kernel."""
     if training and mean is not None:
         return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
     cudnn = ATEN.cudnn_batch_norm.default
@@ -93,8 +95,11 @@ def _batch_norm(
 
 
 def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
-    """A recurrent layer as eager mode runs it, but by PyTorch's own cells in the place of cuDNN's layers, which look at
-    where their weights lie: in a trace they are nowhere. So is how many sequences each step has, if that is an input.
+    """Return a kernel that runs a recurrent layer as eager mode does, but with PyTorch's cells instead of
+    cuDNN's.
+
+    cuDNN's layers read the addresses of their weights, which a trace does not have. If the number of
+    sequences at each step is an input, it is made a real tensor.
     """
     packed = op._overloadname == "data"
 
@@ -121,7 +126,8 @@ def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
 def _pad_packed_sequence(
     packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernel does it, which writes the lengths to where a tensor lies: in a trace it is nowhere."""
+    """Pad a packed sequence as the kernel does. The kernel writes the lengths through a tensor's address,
+    which a trace does not have."""
     sizes = batch_sizes.tolist()
     longest = total_length if total_length > 0 else len(sizes)
     padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
@@ -144,7 +150,8 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """As the kernel does it, which makes a tensor of the lengths where no tracer sees it."""
+    """Compute the CTC loss as the kernel does. The kernel makes a tensor of the lengths where a tracer does
+    not see it."""
     given = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
     losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *given, wanted, zero_infinity)
@@ -156,7 +163,7 @@ def _ctc_loss(
 
 @contextmanager
 def native_kernels() -> Iterator[None]:
-    """Within it, tracing sees these ops as eager mode runs them."""
+    """Trace these ops as eager mode runs them, inside the block."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad = ATEN._pad_packed_sequence.default
     kernels: _Kernels = {
@@ -173,7 +180,7 @@ def native_kernels() -> Iterator[None]:
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     flatten = nn.RNNBase.flatten_parameters
-    thread = get_ident()  # the method is everybody's
+    thread = get_ident()  # all threads see the replaced method
 
     def flatten_for_cudnn(layer: nn.RNNBase) -> None:
         if get_ident() != thread:
@@ -185,7 +192,7 @@ def native_kernels() -> Iterator[None]:
 
 @contextmanager
 def with_kernels(kernels: _Kernels) -> Iterator[None]:
-    """Within it, the Python kernels of these ops are others; None: there are none."""
+    """Replace the Python kernels of some ops inside the block. None removes a kernel."""
     before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
     _put(kernels)
     try:

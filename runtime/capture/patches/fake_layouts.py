@@ -1,8 +1,8 @@
-"""Fake tensors that lie in memory as real ones would.
+"""Fake tensors with the strides that real ones would have.
 
-For some ops PyTorch's fakes keep the layout of an argument that the kernel does not keep, or the other way round, where
-tensors are permuted or have their channels last. The tracer chooses by it between a view and a copy, so that a step
-would fail when it runs, or add up in another order than eager mode.
+For some ops PyTorch's fakes keep an argument's strides where the kernel does not, or the other way round, if
+tensors are permuted or channels-last. The tracer uses the strides to choose between a view and a copy, so a
+step could fail when it runs, or sum in another order than eager mode.
 """
 
 from __future__ import annotations
@@ -81,14 +81,17 @@ def _op(name: str) -> Any:
 
 
 UNSURE = frozenset(map(_op, _NAMES))
-"""Ops whose fakes have been seen to lie otherwise than the kernel's results, where an argument is not contiguous."""
+"""Ops whose fakes were found to have other strides than the kernel's results, if an argument is not
+contiguous."""
 REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
-"""Ops whose fakes refuse types that the kernels take, or do not know shapes that follow from numbers they are given."""
+"""Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
+numbers."""
 DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
 class TrueLayouts(FakeTensorMode):
-    """Runs such an op once, on numbers that mean nothing, where its fake may lie otherwise or refuses its arguments."""
+    """A fake mode that runs such an op once, on arbitrary numbers, if its fake may have other strides or
+    refuse its arguments."""
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -102,7 +105,7 @@ class TrueLayouts(FakeTensorMode):
                 raise
             result = None
         with disable_current_modes():
-            number = 1 if func in DIVIDING else 0  # integers cannot be divided by 0
+            number = 1 if func in DIVIDING else 0  # avoids integer division by 0
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: _real(t).fill_(number), (args, kwargs)
             )
@@ -128,13 +131,13 @@ def _lying(fake: Any, real: Any) -> Any:
 
 
 RUN, GRAIN = 64, 2**15
-"""A CPU's kernels take numbers in runs of at most so many, and the last few of a run one by one, by other code; fewer
-than so many numbers in all are one thread's."""
+"""A CPU kernel processes numbers in vectors of at most ``RUN``, and the rest of a contiguous row one by one,
+by other code. Fewer than ``GRAIN`` numbers in all are processed by one thread."""
 
 
 @torch.library.custom_op("rematplan::laid", mutates_args=())
 def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """``x``, lying so in memory."""
+    """Return a copy of ``x`` with these strides."""
     return x.new_empty_strided(x.shape, stride).copy_(x)
 
 
@@ -148,16 +151,17 @@ DRAWS = frozenset(
         *(ATEN.random_.default, getattr(ATEN.random_, "from"), ATEN.random_.to),
     }
 )
-"""Ops that write random numbers over a tensor, whatever it held."""
+"""Ops that overwrite a tensor with random numbers."""
 UNNAMEABLE = getattr(ATEN.random_, "from")
-"""Its overload is a keyword of Python's, in which a tracer writes its calls down."""
+"""An op whose overload is a Python keyword, so that a tracer cannot write its call as source."""
 
 
 @torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """What an op of ATen's, by its name and overload, draws in place into a tensor that lies as ``like`` does."""
+    """Return what an in-place ATen op, given by name and overload, draws into a tensor with the strides of
+    ``like``."""
     drawn: torch.Tensor = _op(op)(_real(like), *tensors, *numbers)
     return drawn
 
@@ -166,18 +170,19 @@ _drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
 
 
 class InPlaceLayouts(TorchDispatchMode):
-    """A block in which what is written in place lies as in eager mode when it is written again, or drawn.
+    """Keeps, inside the block, the strides of tensors that are changed in place or filled with random
+    numbers, as eager mode does.
 
-    A tracer makes new tensors of what is written, which are dense. A part of a larger tensor that is no view of it (the
-    gates of a recurrent cell) would be dense from then on, and a sigmoid of it have other last bits. Random numbers
-    come in the order in which a tensor lies in memory, and are others where it is not dense.
+    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (the
+    gates of a recurrent cell) would be dense from then on, and its sigmoid would have other last bits. Random
+    numbers are drawn in memory order, so they differ if a tensor is not dense.
     """
 
-    supports_higher_order_operators = True  # they pass through
+    supports_higher_order_operators = True  # they are not changed
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.windows: Any = WeakTensorKeyDictionary()  # with views of windows that are not all of a tensor
+        self.windows: Any = WeakTensorKeyDictionary()  # overlapping or incomplete windows, and their views
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -186,12 +191,13 @@ class InPlaceLayouts(TorchDispatchMode):
         written = args[0] if args and _writes_first(func) else None
         if _is_constant(written):
             raise ModelError(
-                "the forward changes a tensor in place that is none of its inputs, parameters and buffers; make it a "
-                "buffer"
+                "the forward changes a tensor in place that is no input, parameter or buffer; make it a buffer"
             )
         if isinstance(written, FunctionalTensor):
             if written in self.windows:
-                raise ModelError("the forward writes into windows of a tensor (unfold), which no plan states")
+                raise ModelError(
+                    "the forward writes into windows of a tensor (unfold), which a plan cannot contain"
+                )
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not written.is_contiguous()):
                 return _draw(func, written, args[1:])
             if written.device.type == "cpu":
@@ -206,30 +212,32 @@ class InPlaceLayouts(TorchDispatchMode):
 
 
 def _is_constant(tensor: Any) -> bool:
-    """Whether a tracer takes a tensor for one that nothing changes, as what a module holds as a plain attribute."""
+    """Return whether a tracer treats a tensor as a constant, such as a tensor in a plain attribute of a
+    module."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
         return False
     return get_dispatch_mode(TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def _writable(made: torch.Tensor) -> torch.Tensor:
-    """What is computed from constants alone may be written to, though a tracer takes it for a constant too."""
+    """Return a tensor that was computed only from constants as one that may be written to. The tracer would
+    treat it as a constant, too."""
     return FunctionalTensor.to_functional(made) if _is_constant(made) else made
 
 
 def _makes_anew(func: Any) -> bool:
-    """Whether nothing that an op gives shares an argument's memory."""
+    """Return whether no result of an op shares an argument's memory."""
     return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an op gives a view of its first argument, or a list of views."""
+    """Return whether an op returns a view of its first argument, or a list of views."""
     return isinstance(func, OpOverload) and func.is_view and len(func._schema.returns) == 1
 
 
 def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a view is of windows that are not all of a tensor, each number once: what is written into them a tracer
-    takes for all that the tensor holds."""
+    """Return whether a view consists of windows (unfold) that do not cover a tensor exactly once. A tracer
+    would take what is written into them for the whole content of the tensor."""
     if func is not ATEN.unfold.default:
         return False
     x, dim, size, step = args
@@ -237,7 +245,7 @@ def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
-    """Let a tensor become what is drawn into it."""
+    """Replace a tensor by what is drawn into it, and return it."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     numbers = [a for a in args if not isinstance(a, torch.Tensor)]
     name = f"{func._opname}.{func._overloadname}"
@@ -249,7 +257,8 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
 
 
 def _lay_anew(written: FunctionalTensor) -> None:
-    """Let what now stands for a tensor lie in memory as the tensor does, where that can make a difference."""
+    """Give the tensor that now represents ``written`` the strides of ``written``, where these can change a
+    result."""
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
     if now.stride() != written.stride() and not _in_whole_runs(written):
@@ -262,6 +271,7 @@ def _writes_first(func: Any) -> bool:
 
 
 def _in_whole_runs(tensor: torch.Tensor) -> bool:
-    """Whether it makes no difference that something lies in runs and not densely."""
+    """Return whether results do not depend on whether a tensor is dense, because its rows consist of whole
+    vectors."""
     run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
     return run % RUN == 0 and tensor.numel() < GRAIN

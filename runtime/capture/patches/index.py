@@ -1,7 +1,7 @@
-"""All that capture changes in PyTorch for the whole process, or for its thread: one row each.
+"""All changes that capture makes in PyTorch, for the whole process or its thread: one row each.
 
-A new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and compares what the rows name
-before and after.
+A new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and compares everything
+that the rows name before and after.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from dataclasses import dataclass
 from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, TORCH
 
 _ROOM = "rematplan.runtime"
-_OWN = "takes effect in the thread that captures, which it compares; others get PyTorch's own"
-_LOCAL = "PyTorch keeps it for each thread apart"
+_OWN = "compares the thread: takes effect only in the one that captures, others get PyTorch's original"
+_LOCAL = "PyTorch keeps it per thread"
 _TRACING = (
-    "affects all threads that trace while a capture runs (eager calls of others do not look there); the capture lock "
-    "keeps out captures of other planned modules only"
+    "affects all threads that trace while a capture runs (eager calls do not use it); the capture lock excludes only "
+    "captures of other planned modules"
 )
 _ALL = "affects all threads while a capture runs"
-_BLOCK = "when the block is left, by an error too"
+_BLOCK = "when the block ends, also by an error"
 RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Something of PyTorch's that is another while we work. ``what``: its names, with ``*`` for any text. ``why``:
-    what would go wrong without. ``where``: our module that does it. ``versions``: of PyTorch that need it. ``threads``:
-    whom it affects. ``undone``: when it is as before."""
+    """A change in PyTorch while capture runs.
+
+    ``what``: the changed names; ``*`` stands for any text. ``why``: what would go wrong without the change.
+    ``where``: our module that makes it. ``versions``: the versions of PyTorch that need it. ``threads``:
+    which threads it affects. ``undone``: when it ends.
+    """
 
     what: tuple[str, ...]
     why: str
@@ -58,40 +61,40 @@ PATCHES = (
     ),
     Patch(
         tuple(f"torch.ops.aten.{name}.py_kernels" for name in ("prod", "masked_fill", "cross_entropy_loss")),
-        "eager mode looks at values to choose between formulas, and a tracer takes another formula",
+        "eager mode chooses between formulas by values, and a tracer takes another formula",
         f"{_ROOM}.capture.patches.eager_formulas",
         threads=_TRACING,
     ),
     Patch(
         ("torch.nn.RNNBase.flatten_parameters",),
-        "it looks at where weights lie, and a tracer's lie nowhere",
+        "it reads the addresses of weights, which a tracer's tensors do not have",
         f"{_ROOM}.capture.patches.eager_kernels",
     ),
     Patch(
         ("torch.backends.cudnn.enabled",),
-        "cuDNN's recurrent layers look at where their weights lie; PyTorch's own cells do not",
+        "cuDNN's recurrent layers read the addresses of their weights; PyTorch's cells do not",
         f"{_ROOM}.capture.patches.eager_kernels",
-        threads=f"{_ALL} a recurrent layer: what calls cuDNN meanwhile gets PyTorch's own kernels",
-        undone="when the layer is traced, by an error too",
+        threads=f"{_ALL} a recurrent layer: other calls of cuDNN meanwhile get PyTorch's kernels",
+        undone="when the layer is traced, also by an error",
     ),
     Patch(
         (
             "torch.utils.checkpoint.CheckpointFunction",
             f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}",
         ),
-        "a model's own checkpoints would run ops twice in the graph; what runs again is for the plan to say",
+        "a model's checkpoints would run ops twice in the graph; the plan decides what is recomputed",
         f"{_ROOM}.capture.patches.checkpoint",
     ),
     Patch(
         ("torch.set_autocast_enabled", "torch.clear_autocast_cache"),
-        "autocast's cache does not know a tracer's tensors; ours has to be told when autocast is switched and left",
+        "autocast's cache does not know a tracer's tensors; our cache must see when autocast is switched and ends",
         f"{_ROOM}.capture.patches.autocast_cache",
     ),
     Patch(
         ("torch.ops.aten._to_copy.py_kernels",),
         "a weight that autocast casts for several uses would be cast for each, and its gradients added up in float32",
         f"{_ROOM}.capture.patches.autocast_cache",
-        threads="takes effect in the thread that captures, which it compares; others that trace get the same op by it",
+        threads="compares the thread: takes effect only in the one that captures; others that trace get the same op",
     ),
     Patch(
         ("torch.Tensor.data",),
@@ -105,8 +108,8 @@ PATCHES = (
     ),
     Patch(
         ("torch.nn.Module.__setattr__", "torch.nn.Module.__getattribute__"),
-        "a plan depends on the attributes that a forward reads; classes of records that modules hold get the same, and "
-        "their __getattr__ too",
+        "a plan depends on the attributes that a forward reads; the classes of records in modules' attributes are "
+        "changed too, with their __getattr__",
         f"{_ROOM}.guards.attributes",
     ),
     Patch(
@@ -115,7 +118,7 @@ PATCHES = (
             for owner in ("torch", "torch.random")
             for name in ("manual_seed", "seed", "initial_seed", "set_rng_state")
         ),
-        "a graph cannot seed the generator at each step, so a forward that does is refused",
+        "a graph cannot seed the generator at each step, so a forward that does so is refused",
         f"{_ROOM}.capture.host_random",
     ),
     Patch(
@@ -123,37 +126,37 @@ PATCHES = (
             "torch.nn.modules.module._global_forward_pre_hooks",
             "torch.nn.modules.module._global_forward_hooks",
         ),
-        "each op is noted with the innermost module that makes it",
+        "each op is recorded with the innermost module that calls it",
         f"{_ROOM}.capture.capture",
     ),
     Patch(
         ("torch.compiler._is_compiling_flag",),
-        "many models that look at values to take a shortcut do not when they are being compiled; set only for them",
+        "many models that inspect values for a shortcut skip that while being compiled; set only for such models",
         f"{_ROOM}.capture.capture",
-        threads=f"{_ALL} such a model: whoever asks is told that it is being compiled",
+        threads=f"{_ALL} such a model: every caller is told that it is being compiled",
     ),
     Patch(
         ("torch._inductor.config.fallback_random", "torch._functorch.config.backward_pass_autocast"),
-        "draws that nothing reads have to stay, for those after them depend on them; a backward runs outside of "
+        "random calls must stay even if nothing reads them, since later draws depend on them; a backward runs outside "
         "autocast's block",
         f"{_ROOM}.capture.capture",
         threads=f"{_LOCAL}, as of 2.13",
     ),
     Patch(
         ("tracing context",),
-        "the fakes of some ops lie otherwise than what the kernels give, or refuse what the kernels take",
+        "the fakes of some ops have other strides than the kernels' results, or refuse arguments that the kernels take",
         f"{_ROOM}.capture.patches.fake_layouts",
         threads=_LOCAL,
     ),
     Patch(
         ("dispatch modes",),
-        "what is written in place would lie otherwise than in eager mode",
+        "tensors changed in place would have other strides than in eager mode",
         f"{_ROOM}.capture.patches.fake_layouts",
         threads=_LOCAL,
     ),
     Patch(
         ("dispatch modes",),
-        "a tracer leaves out ops that give nothing, checks among them",
+        "a tracer removes ops without a result, checks among them",
         f"{_ROOM}.capture.patches.checks",
         threads=_LOCAL,
     ),
@@ -163,20 +166,20 @@ PATCHES = (
         f"{_ROOM}.capture.patches.checks",
         versions="torch<2.13",
         threads="affects all tracers: they keep the three ops that only check values",
-        undone="never: it is made at import, and says what is so of these ops",
+        undone="never: it is made at import, and is true of these ops",
     ),
     Patch(
         ("dispatch modes",),
-        "values that a forward decides by have to be computed and noted",
+        "values by which a forward decides must be computed and recorded",
         f"{_ROOM}.guards.values",
         threads=_LOCAL,
     ),
     Patch(
         ("logger torch._subclasses.fake_tensor",),
-        "it prints the traceback of each op that does not fit, though we catch the error and say it in one line",
+        "it prints a traceback for each op that fails on fakes, though we catch the error and report it in one line",
         f"{_ROOM}.graph.quiet_logs",
-        threads=f"{_ALL}: what others would log there is dropped",
+        threads=f"{_ALL}: other messages of this logger are dropped",
     ),
 )
-"""The rows, from kernels to settings. One is made at import, and says so; the ops in torch.ops.rematplan, made then
-too, change nothing that was there."""
+"""The rows, from kernels to settings. One change is made at import and never undone, as its row says. (The
+ops in torch.ops.rematplan are also defined at import, but change nothing that existed.)"""

@@ -18,29 +18,33 @@ DATA: Any = torch.Tensor.data
 
 @contextmanager
 def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block in which what is assigned as the ``data`` of a tensor that a forward is given (a parameter, a buffer, an
-    input) is written into it, so that it is among what the forward changes in place.
+    """Turn assignments to ``.data`` of a parameter, buffer or input into in-place writes inside the block, so
+    that a tracer sees them.
+
+    ``given``: the parameters, buffers and inputs.
 
     Raises:
-        ModelError: it is of another shape or type, or lies in the memory of such a tensor, which two would then share;
-            or it is assigned to a tensor that the forward computes.
+        ModelError: the assigned data has another shape or type, or shares the memory of a parameter, buffer
+            or input; or it is assigned to a tensor that the forward computes.
     """
-    thread = get_ident()  # the attribute is everybody's
+    thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in given}, {_lies(t)[0] for t in given}
 
     def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
         if get_ident() != thread or not (id(tensor) in places or isinstance(tensor, FunctionalTensor)):
             DATA.__set__(tensor, data)
         elif _lies(data) == _lies(tensor):
-            return  # its own, as `Module.to` assigns it where there is nothing to do
+            return  # its present data, as `Module.to` assigns it if nothing changes
         elif id(tensor) not in places:
-            raise ModelError("the forward assigns the data of a tensor that it computes; compute another one")
+            raise ModelError(
+                "the forward assigns the data of a tensor that it computes; compute a new tensor instead"
+            )
         elif (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
             raise ModelError(
                 "the forward gives the data of a parameter, buffer or input another shape or type"
             )
         elif _lies(data)[0] in memories:
-            raise ModelError("the forward assigns as data what is the memory of a parameter, buffer or input")
+            raise ModelError("the forward assigns as data the memory of another parameter, buffer or input")
         else:
             with torch.no_grad():
                 tensor.detach().copy_(data)

@@ -279,5 +279,5 @@ def by_numpy(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     "body", [by_parameter, by_chance, by_what_was_drawn_and_written, by_what_was_written, by_numpy]
 )
 def test_what_no_input_decides_is_refused(body: Body) -> None:
-    with pytest.raises(ModelError, match="looks at what tensors hold"):
+    with pytest.raises(ModelError, match="reads values of tensors"):
         planned_and_plain(body)

@@ -190,7 +190,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Clipped(16, 16), X, "changes the parameter weight in place"),
         (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
         (Ragged(16, 16), X, "makes nested tensors"),
-        (Following(), X, "assigns as data what is the memory"),
+        (Following(), X, "assigns as data the memory of another"),
         (Explained(16, 16), X, "keeps the gradient"),
         (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
         (
@@ -268,7 +268,7 @@ def test_what_computes_later_is_withheld(later: Callable[[Tensor], Any]) -> None
     for use in (iter, lambda one: one()):
         with pytest.raises(ModelError, match="a planned step does not give"):
             use(withheld)
-    with pytest.raises(ModelError, match="gives nothing but a"):
+    with pytest.raises(ModelError, match="returns nothing but a"):
         model(X, False)
 
 
@@ -279,5 +279,5 @@ def test_a_module_all_of_whose_outputs_hide_tensors_is_refused_by_that_name() ->
             box.x = super().forward(x)
             return box
 
-    with pytest.raises(ModelError, match="Boxing gives nothing but a Box, whose tensors"):
+    with pytest.raises(ModelError, match="Boxing returns nothing but a Box, whose tensors"):
         planned(Boxing(16, 16))

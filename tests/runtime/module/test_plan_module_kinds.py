@@ -100,7 +100,7 @@ class Slotted(nn.Linear):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_no_plan_can_be_made_of_is_said() -> None:
     for model, batch, why in (
-        (Looks(2, 2), torch.ones(2, 2), "looks at what tensors hold"),
+        (Looks(2, 2), torch.ones(2, 2), "reads values of tensors"),
         (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
         (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
