@@ -1,8 +1,8 @@
-"""Random starts for weights that a file generates instead of stating them.
+"""Random initial values for weights that a file generates instead of containing them.
 
-Normal with variance 1 / fan-in for what multiplies (LeCun, Bottou, Orr, Müller, «Efficient BackProp»,
-1998), ones for scales, zeros for shifts. Not He's 2 / fan-in: batch norms in inference form do not hold
-the residual sums of a deep network together, and a saturated softmax passes no gradient at all.
+Normal with variance 1 / fan-in for multiplied weights (LeCun, Bottou, Orr, Müller, «Efficient BackProp»,
+1998), ones for scales, zeros for shifts. He's 2 / fan-in is not used: in a deep network whose batch norms are
+in inference form the residual sums would grow, and a saturated softmax passes no gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _constant(value: float) -> Fill:
 ZEROS, ONES = _constant(0.0), _constant(1.0)
 SMALL_NORMAL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
 
-# What a weight is, by who reads it and where. What is not here starts small.
+# The initial values of a weight, by its first reader and the position there. Others start as a small normal.
 FILLS: Mapping[tuple[str, int], Fill] = {
     ("Add", 0): ZEROS,
     ("Add", 1): ZEROS,
@@ -63,7 +63,8 @@ FILLS: Mapping[tuple[str, int], Fill] = {
 
 
 def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
-    """For each value the first node that computes with it, looking through nodes that only re-arrange it."""
+    """Return for each value the first node that computes with it and the position of that input. Nodes that
+    only rearrange elements are looked through."""
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}
     for node in graph.nodes:
@@ -76,7 +77,8 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
 
 
 def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
-    """Fill a generated weight in place, by what reads it."""
+    """Fill a generated weight in place, according to its first reader (see `first_readers`; None if there is
+    none)."""
     node, at = reader if reader is not None else (None, 0)
     fill = FILLS.get((node.op, at), SMALL_NORMAL) if node is not None else SMALL_NORMAL
     with torch.no_grad():

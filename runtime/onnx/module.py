@@ -1,7 +1,7 @@
-"""An ONNX graph as a torch module: each node a row of the op table, run in order.
+"""An ONNX graph as a torch module: each node is a row of the op table, and the nodes run in order.
 
-Values that are known without computing (sizes, axes, indices made of them) stay numpy arrays while the
-graph runs, so that shape arithmetic is done at once and leaves nothing in a captured graph.
+Values that are known without computing tensors (sizes, axes, indices computed from them) stay numpy arrays
+while the graph runs. So shape arithmetic is done immediately and does not appear in a captured graph.
 """
 
 from __future__ import annotations
@@ -28,56 +28,60 @@ from rematplan.runtime.onnx.ops.shape import stated_sizes
 from rematplan.runtime.onnx.ops.values import constant_tensor, to_array, to_tensor, torch_dtype
 from rematplan.runtime.onnx.table import row_of
 
-MAX_KNOWN = 4096  # elements of a value that is kept as an array instead of a tensor
+MAX_KNOWN = 4096  # the largest number of elements of a value that stays a numpy array
 
 Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value, a sequence, an absent input
 
 
 def torch_name(name: str) -> str:
-    """An ONNX name as a parameter's name: unique, and turned back by :func:`onnx_name`.
+    """Return a unique parameter name for an ONNX name. :func:`onnx_name` is the inverse.
 
-    Torch forbids dots, which become colons; percent signs and colons are escaped as in a URL.
+    Torch forbids dots, so they become colons; percent signs and colons are escaped as in a URL.
     """
     safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
     return f"{safe}%" if not safe or hasattr(OnnxModule, safe) or safe in _MODULE_FIELDS else safe
 
 
 def onnx_name(name: str) -> str:
-    """The ONNX name that :func:`torch_name` was given."""
+    """Return the ONNX name from which :func:`torch_name` made a parameter name."""
     return unquote(name.removesuffix("%").replace(":", "."))
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One node, ready to run. ``last``: the values that nothing reads after it."""
+    """One node, ready to run. ``row``: its row of the op table. ``last``: the values that nothing reads after
+    it."""
 
     node: Node
     row: Row
     last: tuple[str, ...]
     statistics: tuple[tuple[int, str], ...]
-    """Batch norm in training form: (place of the output, name of the buffer that it replaces)."""
+    """For a batch norm in training form: pairs of an output's position and the name of the buffer whose
+    content it replaces."""
     inner: tuple[Instruction, ...] = ()
-    """Of a Gradient: what computes the value that it differentiates, from its inputs."""
+    """For a Gradient node: the instructions that compute the differentiated value from the node's inputs."""
 
     @classmethod
     def of(cls, node: Node) -> Instruction:
-        """The node alone, none of its inputs being dropped after it."""
+        """Return the instruction of a single node that drops none of its inputs."""
         return cls(node, row_of(node), (), ())
 
 
 class OnnxModule(nn.Module):
     """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph`.
 
-    Parameters and buffers are registered under :func:`torch_name` of their ONNX names. Weights that the file
-    generates start random, by ``seed``. Batch norm in training form updates its buffers once a forward.
+    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights that the
+    file generates start with random values. A batch norm in training form updates its buffers once per
+    forward.
 
     Args:
         graph: the graph.
-        seed: of the random starts; None keeps the value that the file fills such weights with.
-        device: where the weights are made; ``"meta"`` reads none of them.
+        seed: the seed of the random initial values; None keeps the values that the file generates.
+        device: the device of the weights; with ``"meta"`` no weights are read.
 
     Raises:
-        ModelError: an op is not in the table (named with its node and opset), or a weight cannot be read.
+        ModelError: an op is not in the table (the message names the node and its opset), or a weight cannot
+            be read.
     """
 
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
@@ -111,10 +115,10 @@ class OnnxModule(nn.Module):
             self.register_buffer(name, tensor, persistent=weight.role == "buffer")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The graph's outputs, in order.
+        """Return the graph's outputs, in order.
 
         Raises:
-            ModelError: the inputs do not fit, or a node cannot run on them.
+            ModelError: the number of inputs is wrong, or a node cannot run on them.
         """
         values = self.start(inputs)
         updates: dict[str, Tensor] = {}
@@ -126,9 +130,15 @@ class OnnxModule(nn.Module):
         return outputs
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """The values that are there before the first node runs, by name."""
+        """Return the values that exist before the first node runs, by name.
+
+        Raises:
+            ModelError: the number of inputs is wrong.
+        """
         if len(inputs) != len(self.graph.inputs):
-            raise ModelError(f"the graph has {len(self.graph.inputs)} inputs, {len(inputs)} were given")
+            raise ModelError(
+                f"the graph has {len(self.graph.inputs)} inputs, but was called with {len(inputs)}"
+            )
         given = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
         return self._weights() | given
 
@@ -138,7 +148,8 @@ class OnnxModule(nn.Module):
     def _execute(
         self, program: Iterable[Instruction], values: dict[str, Value], updates: dict[str, Tensor]
     ) -> None:
-        """Run nodes in order; their results go to ``values``, new contents of buffers to ``updates`` too."""
+        """Run nodes in order. Their results are added to ``values``, and new contents of buffers also to
+        ``updates``."""
         for step in program:
             results = self.advance(step, values)
             for place, buffer in step.statistics:
@@ -151,14 +162,15 @@ class OnnxModule(nn.Module):
         return tensor
 
     def _tensor(self, name: str, value: Value) -> Tensor:
-        """A value as a tensor: a known one that is a weight is that weight's buffer."""
+        """Return a value as a tensor. A known value that is a weight is returned as that weight's buffer."""
         if not isinstance(value, np.ndarray):
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """One node's results: known values if all its inputs are known, tensors otherwise."""
+        """Return the results of one node: known values if all its inputs are known and the results are small,
+        else tensors."""
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
@@ -180,10 +192,10 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Run one node on ``values`` and put its results there."""
+        """Run one node on ``values``, add its results there, and return them."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
-        # What is made of numbers that are known, or were read, is on the CPU.
+        # Results that are made from known values are on the CPU.
         results = [r.to(place) if isinstance(r, Tensor) and r.device != place else r for r in results]
         for name, result in zip(step.node.outputs, results, strict=False):
             if name:
@@ -191,7 +203,8 @@ class OnnxModule(nn.Module):
         return results
 
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
-        """What a Gradient node states: the derivatives of ``y``, at the node's inputs, by the first of them."""
+        """Return the results of a Gradient node: the derivatives of ``y`` with respect to the first of the
+        node's inputs."""
         names = differentiated(step.node)
         again = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -208,7 +221,7 @@ class OnnxModule(nn.Module):
             return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
 
     def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
-        """The inputs as the row wants them."""
+        """Return a node's inputs in the form that its row expects."""
         rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
         device = next((a.device for a in args if isinstance(a, Tensor)), None)
         return [
@@ -233,7 +246,7 @@ class OnnxModule(nn.Module):
 # ------------------------------------------------------------------ known values
 
 
-# Ops that ask only for a tensor's sizes: answered without touching it.
+# Ops that need only a tensor's sizes.
 SIZES: Mapping[str, Callable[[Node, Tensor], np.ndarray]] = {
     "Shape": lambda node, x: np.asarray(stated_sizes(node, x), np.int64),
     "Size": lambda _, x: np.asarray(math.prod(x.shape), np.int64),
@@ -245,7 +258,7 @@ def _all_known(args: Iterable[Value]) -> bool:
 
 
 def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
-    """Whether the results of a node on known values are small enough to be known values themselves."""
+    """Return whether the results of a node on known values are small enough to be known values."""
     if row.random:
         return False
     if row.size is not None:
@@ -253,12 +266,12 @@ def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
     shapes = [a.shape for a in args if a is not None]
     try:
         return math.prod(np.broadcast_shapes(*shapes)) <= MAX_KNOWN
-    except ValueError:  # not elementwise: gather, concatenation, slices of the operands
+    except ValueError:  # not elementwise: gather, concatenation and the like
         return sum(math.prod(s) for s in shapes) <= MAX_KNOWN
 
 
 def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
-    """Run a row on known values, out of sight of any tracer."""
+    """Run a row on known values, invisible to any tracer."""
     with disable_current_modes(), torch.no_grad():
         operands = [
             a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)
@@ -275,7 +288,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _program(graph: Graph) -> tuple[Instruction, ...]:
-    """The nodes with their rows, and with the last use of every value."""
+    """Return the nodes with their rows, and with the values that are read for the last time by each."""
     rows = [row_of(node) for node in graph.nodes]
     kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
     seen: set[str] = set()
@@ -289,7 +302,7 @@ def _program(graph: Graph) -> tuple[Instruction, ...]:
 
 
 def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
-    """The nodes between what a Gradient differentiates by and what it differentiates."""
+    """Return the nodes that compute the differentiated value of a Gradient node from its inputs."""
     names = differentiated(gradient)
     given = {*names.xs, *names.zs}
     needed, chosen = {names.y}, []
@@ -307,7 +320,8 @@ def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
 
 
 def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
-    """The known weights that an op on tensors reads as a tensor; they want a place on the module's device."""
+    """Return the known weights that an op reads as a tensor. They are registered as buffers, so that they are
+    on the module's device."""
     settled, wanted = {*known, ""}, set()
     for step in program:
         node, row = step.node, step.row
@@ -325,7 +339,7 @@ def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.nd
 
 
 def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:
-    """Which results of a batch norm in training form are new content of buffers."""
+    """Return which results of a batch norm in training form are new contents of buffers."""
     if node.op != "BatchNormalization" or not trains_statistics(node):
         return ()
     buffers = {w.name for w in weights if w.role == "buffer"}
@@ -333,7 +347,7 @@ def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str],
 
 
 def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
-    """Small constants as arrays."""
+    """Return small constants as arrays."""
     small = (w for w in weights if w.role == "constant" and math.prod(w.shape) <= MAX_KNOWN)
     return {w.name: w.load() for w in small if w.dtype != "bfloat16"}
 
@@ -344,7 +358,9 @@ def _made(weight: Weight, device: str, filled: bool) -> Tensor:
         return torch.empty(weight.shape, dtype=dtype, device=device)
     array = weight.load()
     if array.shape != weight.shape:
-        raise ModelError(f"the weight {weight.name!r} has shape {array.shape}, {weight.shape} was stated")
+        raise ModelError(
+            f"the weight {weight.name!r} has shape {array.shape}, but the file states {weight.shape}"
+        )
     return to_tensor(array).to(device)
 
 

@@ -1,10 +1,11 @@
-"""Let constants that an export made for one batch follow the batch that its inputs are bound to.
+"""Adapt constants that an export made for one batch size to the batch size that its inputs are bound to.
 
-Traced with a batch of one, a graph often says ``Reshape(x, [1, 768])`` where the network said ``x.flatten(1)``. The
-graph is run twice without data, with the batch that it was made for and with the one that is wanted. The axis in
-which a value's shape differs is its batch. Where a node's constants keep the old batch, that batch belongs in the one
-place at which as many numbers lie before it as in the input; it is put there. Every value must then be what it was,
-its batch axis alone longer in proportion; a node at which it is not is said.
+Traced with a batch of one, a graph often has ``Reshape(x, [1, 768])`` where the network had ``x.flatten(1)``.
+The graph is run twice without data: with the batch size of the export and with the wanted one. The axis in
+which a value's shape differs is its batch axis. If a node's constants still contain the old batch size, the
+batch belongs at the one position with as many elements before it as in the input, and is put there.
+Afterwards every value must have its old shape with only the batch axis scaled; a node for which it has not is
+refused by name.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ PICKING = frozenset({"Compress", "Gather", "GatherElements", "GatherND", "Slice"
 
 
 def rebatched(graph: Graph) -> Graph:
-    """The graph with its constants made for the batch that its inputs have; itself if there is nothing to change.
+    """Return the graph with its constants adapted to the batch size of its inputs; the same graph if nothing
+    changes.
 
     Raises:
-        ModelError: the file fixes its batch, and a node cannot follow another one.
+        ModelError: the file fixes its batch size, and a node cannot follow another one.
     """
     batch = graph.batch
     if batch is None:
@@ -45,21 +47,21 @@ def rebatched(graph: Graph) -> Graph:
     except ModelError:
         if batch.fixed:
             raise
-        return graph  # not made for a batch of one, so there is nothing to undo
+        return graph  # it does not run at that batch size, so no constants were made for it
     try:
         work.follow(before)
     except ModelError as error:
         if batch.fixed:
             raise ModelError(
-                f"the file is for a batch of {batch.traced}, and not for {batch.size}: {error}"
+                f"the file is for a batch of {batch.traced} and cannot be adapted to {batch.size}: {error}"
             ) from None
-        return graph  # running it says what is wrong
+        return graph  # running the graph will report the error
     return work.result()
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of a value at one batch: its shape, its content if that is known."""
+    """What is known of a value at one batch size: its shape, and its content (None if it is not known)."""
 
     shape: Shape
     known: np.ndarray | None
@@ -100,7 +102,7 @@ class _Rebatching:
         return module.start(batch), mode
 
     def values(self, size: int) -> Iterator[tuple[str, _Seen | None]]:
-        """Every value by name, as it is with that batch."""
+        """Yield every value by name, as it is with batch size ``size``."""
         values, mode = self._begin(size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -108,7 +110,7 @@ class _Rebatching:
                 yield from ((n, _seen(values[n])) for n in (*step.node.inputs, *step.node.outputs) if n)
 
     def follow(self, before: Mapping[str, _Seen | None]) -> None:
-        """Run with the wanted batch, each node changed as far as its constants keep the old one."""
+        """Run with the wanted batch size, and change each node whose constants contain the old one."""
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -127,7 +129,7 @@ class _Rebatching:
             raise refuse(node, f"its result of shape {old.shape} would become {new.shape}")
 
     def _check_kept(self, node: Node, values: dict[str, Any], before: Mapping[str, _Seen | None]) -> None:
-        """Refuse a node that picks a part of the batch and drops the rest."""
+        """Refuse a node that selects a part of the batch and drops the rest."""
 
         def has_batch(name: str) -> bool:
             old, new = before.get(name), _seen(values[name])
@@ -158,7 +160,7 @@ class _Rebatching:
         return replace(node, inputs=tuple(inputs))
 
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
-        """The name of a new constant, or of what a new node makes of an input by it."""
+        """Return the name of a new constant, or of the result of a new node that applies it to an input."""
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"
         self.weights.append(Weight(name, "int64", stated.shape, "constant", lambda: stated))
@@ -172,7 +174,7 @@ class _Rebatching:
         return made
 
     def result(self) -> Graph:
-        """The graph as it is now, with a note."""
+        """Return the changed graph, with a note."""
         if not self.changed:
             return self.graph
         note = f"{self.changed} nodes that the export made for a batch of {self.batch.traced} follow the batch now"
@@ -191,7 +193,8 @@ class _Rebatching:
 
 @dataclass(frozen=True)
 class _Case:
-    """A node, and its inputs and first result with the old batch (``old``, ``result``) and the new one."""
+    """A node, with its inputs at the old batch size (``old``) and at the new one (``new``), and its first
+    result at the old one (``result``)."""
 
     node: Node
     batch: Batch
@@ -200,7 +203,7 @@ class _Case:
     result: _Seen | None
 
     def constant(self, at: int) -> np.ndarray | None:
-        """A known input that is the same with both batches."""
+        """Return a known input that is the same at both batch sizes; else None."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
@@ -209,14 +212,15 @@ class _Case:
         return new.known if np.array_equal(old.known, new.known) else None
 
     def axis(self, at: int) -> int | None:
-        """The batch's axis in an input."""
+        """Return the batch axis of an input; None if it has none."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
         return None if old is None or new is None else _batch_axis(old.shape, new.shape)
 
     def scaled(self, shape: Shape, axis: int) -> Shape | None:
-        """A shape with the old batch, with the new one in that axis."""
+        """Return a shape of the old batch size with the given axis scaled to the new one; None if it is not
+        divisible."""
         if shape[axis] % self.batch.traced:
             return None
         size = shape[axis] // self.batch.traced * self.batch.size
@@ -225,17 +229,18 @@ class _Case:
 
 @dataclass(frozen=True)
 class Operand:
-    """What goes in an input's place: numbers, or the input after a node (Expand, Tile) that reads them."""
+    """The replacement of an input: numbers; or, with ``op``, the result of a node (Expand, Tile) that applies
+    them to the input."""
 
     numbers: Shape | np.ndarray
     op: str = ""
 
 
-Operands = dict[int, Operand]  # by the input's place
+Operands = dict[int, Operand]  # by the input's position
 
 
 def _batch_axis(old: Shape, new: Shape) -> int | None:
-    """The one axis in which two shapes differ."""
+    """Return the only axis in which two shapes differ; None if there is not exactly one."""
     if len(old) != len(new):
         return None
     found = [at for at, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
@@ -258,7 +263,7 @@ def _reshape(case: _Case) -> Operands:
 
 
 def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
-    """What a Reshape's target is for an input of that shape, or None if it does not fit."""
+    """Return the shape that a Reshape's target yields for an input of that shape; None if it does not fit."""
     sizes = [int(n) for n in target]
     if not node.attributes.get("allowzero"):
         sizes = [shape[i] if n == 0 and i < len(shape) else n for i, n in enumerate(sizes)]
@@ -287,7 +292,7 @@ def _expand(case: _Case) -> Operands:
 
 
 def _concat(case: _Case) -> Operands:
-    """What has no batch of its own beside what has one (a class token) is repeated over it."""
+    """Repeat operands without a batch (a class token) that are joined with operands that have one."""
     axes = [case.axis(at) for at in range(len(case.old))]
     batched = {a for a in axes if a is not None}
     along: Any = case.node.attributes.get("axis", 1)
@@ -312,7 +317,7 @@ def _resize(case: _Case) -> Operands:
 
 
 def _recurrent(case: _Case) -> Operands:
-    """Initial states that are stated for a batch of one."""
+    """Repeat initial states that are constants for a batch of one."""
     if case.axis(0) is None or case.batch.traced != 1:
         return {}
     at_batch = 0 if case.node.attributes.get("layout") else 1
@@ -325,7 +330,8 @@ def _recurrent(case: _Case) -> Operands:
 
 
 def _gather(case: _Case) -> Operands:
-    """Constant places along the batch (how exporters write strides): the same ones in each sample."""
+    """Adapt constant indices along the batch axis (exporters write strided slices in this way): the same ones
+    in each sample."""
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or data is None or axis != along % len(data.shape):
@@ -338,7 +344,7 @@ def _gather(case: _Case) -> Operands:
 
 
 def _gather_elements(case: _Case) -> Operands:
-    """A table with one row for all of the batch."""
+    """Repeat a table that has one row for the whole batch."""
     axis, table = case.axis(1), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or table is None or case.axis(0) is not None or case.batch.traced != 1:
@@ -349,8 +355,9 @@ def _gather_elements(case: _Case) -> Operands:
 
 
 def _elementwise(case: _Case) -> Operands:
-    """An operand that is as long as an axis that holds the batch and more (windows of images) is repeated."""
-    from_end: dict[int, int] = {}  # axes with the batch, counted from the last, and their old sizes
+    """Repeat an operand that is as long as an axis which combines the batch with something else (windows of
+    images)."""
+    from_end: dict[int, int] = {}  # axes that contain the batch, counted from the last → their old sizes
     for at, seen in enumerate(case.old):
         axis = case.axis(at)
         if seen is not None and axis is not None:

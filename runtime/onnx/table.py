@@ -1,4 +1,4 @@
-"""The op table: a row for each (domain, op, since_version), gathered from the themes."""
+"""The op table: one row for each (domain, op, since_version), collected from the modules of `ops`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
 
 
 def row_of(node: Node) -> Row:
-    """The row that gives the node its meaning: of its op's rows the newest that its opset knows.
+    """Return the row that defines a node: among its op's rows the newest that is not newer than the node's
+    opset.
 
     Raises:
-        ModelError: the table has no such row, or the row cannot do what the node's attributes ask for.
+        ModelError: the table has no such row, or the row does not support the node's attributes.
     """
     versions = TABLE.get((node.domain, node.op), {})
     known = [since for since in versions if since <= node.version]

@@ -1,1 +1,1 @@
-"""The ONNX op table: one row an operator."""
+"""The ONNX op table: one row for each operator and version."""

@@ -1,4 +1,4 @@
-"""Row of the op table: scaled dot product attention with masks, caches and grouped heads."""
+"""The row for Attention: scaled dot product attention with masks, caches and grouped heads."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Y, the keys and values with those of the past before them, and the scores at the stage asked for.
+    """Compute attention.
 
-    Inputs are (batch, heads, steps, size), or (batch, steps, heads·size) with the heads as attributes.
-    ``lengths``: how many keys of each batch entry are no padding.
+    Inputs are (batch, heads, steps, size), or (batch, steps, heads·size) with the numbers of heads as
+    attributes. ``lengths``: the number of keys of each batch entry that are not padding.
+
+    Returns:
+        The result; keys and values, with the past ones in front; and, if requested, the scores at the stage
+        of ``qk_matmul_output_mode``.
     """
     flat = q.dim() == 3
     if flat:
@@ -68,7 +72,8 @@ def _scale(node: Node, q: Tensor) -> float:
 
 
 def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's own attention computes the node: no softcap, no window, no mask that may forbid everything.
+    """Return whether torch's attention computes the node: no softcap, no window, no mask that may forbid
+    every key.
 
     In half precision the standard rounds after each step, torch's kernel only at the end.
     """
@@ -80,9 +85,9 @@ def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
 def _bias(
     node: Node, q: Tensor, k: Tensor, mask: Tensor | None, past: int, lengths: Tensor | None
 ) -> Tensor | None:
-    """What is added to the scores: nothing, zero where a query may look and −∞ where not, or the mask's numbers.
+    """Return what is added to the scores: None, or the mask's numbers, with −∞ where a query may not attend.
 
-    Query i looks at keys up to i plus the number of keys before this block of queries.
+    A causal query i attends to keys up to i plus the number of keys before this block of queries.
     """
     bias = None if mask is None else _additive(mask, q, k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
@@ -105,7 +110,7 @@ def _bias(
 
 
 def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
-    """The mask as numbers to add, for all keys: those that it does not reach are forbidden."""
+    """Return the mask as numbers to add, for all keys. Keys beyond the mask's end are forbidden."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = torch.where(mask, zero, torch.full_like(zero, -math.inf))
@@ -114,7 +119,8 @@ def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
 
 
 def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention step by step; the scores are those of ``qk_matmul_output_mode``."""
+    """Compute attention step by step. Return the result and the scores at the stage of
+    ``qk_matmul_output_mode``."""
     q, k, v = inputs
     stage = integer(node, "qk_matmul_output_mode", 0)
     root = torch.full((), math.sqrt(_scale(node, q)), dtype=q.dtype, device=q.device)
@@ -128,7 +134,7 @@ def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, T
         else q.dtype
     )
     finite = scores[2].to(wide)
-    if bias is not None:  # a query that may look at nothing gets nothing, and passes no NaN back
+    if bias is not None:  # a query without allowed keys gets zeros, and no NaN in its gradient
         blind = (bias == -math.inf).all(-1, keepdim=True)
         weights = softmax(finite.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     else:

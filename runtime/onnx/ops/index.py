@@ -1,4 +1,4 @@
-"""Rows of the op table: gathering and scattering by index, one-hot, top-k."""
+"""Rows for indexing: gather, scatter, one-hot, top-k."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _sliced(x: Tensor, at: Slice) -> Tensor:
 
 @ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Whole slices by index: known ones at equal distances are a view, rows of a table of weights are torch's
-    embedding."""
+    """Select slices by index along an axis. Known evenly spaced indices give a view; rows of a floating-point
+    matrix use torch's embedding."""
     axis = integer(node, "axis", 0) % x.dim()
     if isinstance(indices, np.ndarray):
         if indices.ndim == 0:
@@ -50,14 +50,14 @@ def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
 
 @ROWS.add("GatherElements", 11, 13)
 def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Elements by index along one axis."""
+    """Select elements by index along one axis."""
     axis = integer(node, "axis", 0)
     return torch.gather(x, axis, _wrapped(indices, x.shape[axis]))
 
 
 @ROWS.add("GatherND", 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Slices by tuples of indices, below some batch axes."""
+    """Select slices by tuples of indices, within each entry of the first ``batch_dims`` axes."""
     batch = integer(node, "batch_dims", 0)
     if not batch and indices.shape[-1] == 1:
         rows = x.index_select(0, _wrapped(indices, x.shape[0]).reshape(-1))
@@ -72,13 +72,13 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 
 @ROWS.add("GatherND", 11)
 def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """As above without batch axes."""
+    """Select slices by tuples of indices; this opset has no batch axes."""
     return gather_nd(node, x, indices)
 
 
 @ROWS.add("ReverseSequence", 10, 28)
 def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
-    """The first so many steps of each sample in the other order."""
+    """Reverse the first ``lengths`` steps of each sample."""
     time, batch = integer(node, "time_axis", 0), integer(node, "batch_axis", 1)
     steps = torch.arange(x.shape[time], device=x.device).unsqueeze(1)
     ends = lengths.to(torch.int64).unsqueeze(0)
@@ -90,7 +90,8 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
 
 @ROWS.add("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """A cache with new steps written into each sample from its own place on, past the end or round it."""
+    """Write new steps into each sample of a cache, from the position ``starts`` on. In ``circular`` mode
+    positions wrap around."""
     axis = integer(node, "axis", -2) % cache.dim()
     places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
     if starts is not None:
@@ -107,7 +108,8 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Elements written, or reduced, at indices along one axis; known ones may be a slice of the whole."""
+    """Write or reduce elements at indices along one axis. Known indices that form a slice become a slice
+    scatter."""
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
         at = _written_slice(indices, axis, x.shape) if how == "none" else None
@@ -123,7 +125,8 @@ def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Te
 
 
 def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) -> Slice | None:
-    """The slice that indices along an axis name, if they are the same wherever one is on the other axes."""
+    """Return the slice that indices along an axis select, if they are the same at all positions of the other
+    axes; else None."""
     if (
         not indices.ndim
         or not indices.size
@@ -136,13 +139,13 @@ def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) 
 
 @ROWS.add("Scatter", 9, 11, literal=(1,))
 def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """The older name of ScatterElements."""
+    """Scatter elements; the older name of ScatterElements."""
     return scatter_elements(node, x, indices, updates)
 
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Slices written, or reduced, at tuples of indices; known ones may be a slice of the whole."""
+    """Write or reduce slices at tuples of indices. Known indices that form a slice become a slice scatter."""
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
         at = picked_slice(list(indices.reshape(-1, depth).T), x.shape) if indices.size else None
@@ -167,7 +170,8 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("OneHot", 9, 11, 28, known=(1,))
 def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> Tensor:
-    """The on-value at each index along a new axis; indices out of range give no on-value."""
+    """Put the on-value at each index along a new axis, the off-value elsewhere. Indices out of range get no
+    on-value."""
     n = int(depth.reshape(-1)[0])
     axis = integer(node, "axis", -1)
     axis = axis + indices.dim() + 1 if axis < 0 else axis
@@ -179,7 +183,8 @@ def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> T
 
 @ROWS.add("TopK", 10, 11, 24, known=(1,))
 def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest, and where they stand; of equal ones the first."""
+    """Return the k largest or smallest elements and their indices. Among equal elements the first comes
+    first."""
     axis, n = integer(node, "axis", -1), int(k.reshape(-1)[0])
     order = torch.argsort(signed(x), dim=axis, descending=bool(integer(node, "largest", 1)), stable=True)
     places = order.narrow(axis, 0, n)
@@ -190,13 +195,14 @@ def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
 
 @ROWS.add("TopK", 1)
 def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
-    """k is an attribute."""
+    """Return the k largest elements and their indices; k is an attribute."""
     return top_k(node, x, np.asarray([integer(node, "k", 1)]))
 
 
 @ROWS.add("Compress", 9, 11, 28)
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    """The slices for which the condition holds."""
+    """Select the slices along ``axis`` for which the condition holds; without an axis, elements of the
+    flattened input."""
     axis = node.attributes.get("axis")
     x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))
     return x.index_select(at, torch.nonzero(condition).reshape(-1))

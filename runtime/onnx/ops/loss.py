@@ -1,4 +1,4 @@
-"""Rows of the op table: losses that a graph carries itself, and the random tensors."""
+"""Rows for losses inside a graph, random tensors, and Gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
 ROWS = Rows()
 
-NEVER = -100  # torch's own default of ignore_index: no label
+NEVER = -100  # torch's default of ignore_index, which is no label
 
 
 @ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)
 def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Minus the entry of each target, weighted by class; the mean is over the weights."""
+    """Compute the negative log-likelihood of the targets, weighted by class. The mean is divided by the sum
+    of the weights."""
     ignored = integer(node, "ignore_index", NEVER)
     return F.nll_loss(
         x, target.long(), weight, ignore_index=ignored, reduction=text(node, "reduction", "mean")
@@ -30,7 +31,7 @@ def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 def cross_entropy(
     node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """The same of the scores' log-softmax, which is a further output."""
+    """Compute the cross entropy of scores. The log-softmax of the scores is a second output."""
     log_probability = F.log_softmax(x, 1)
     loss = nll_loss(node, log_probability, target, weight)
     return loss, log_probability
@@ -76,7 +77,7 @@ for _op, (_draw, _draw_like, _scale) in RANDOM.items():
 
 @ROWS.add("Bernoulli", 15, 22, random=True)
 def bernoulli(node: Node, x: Tensor) -> Tensor:
-    """One with the input's probability, else zero."""
+    """Draw ones with the input as probability, else zeros."""
     return torch.bernoulli(x).to(_dtype(node, x.dtype))
 
 
@@ -84,7 +85,7 @@ DOMAIN = "ai.onnx.preview.training"
 
 
 def _alone(node: Node, *tensors: Tensor) -> Tensor:  # noqa: ARG001
-    raise refuse(node, "it means nothing without its graph")
+    raise refuse(node, "it has no meaning without its graph")
 
 
 ROWS.rows.append(Row(DOMAIN, "Gradient", 1, _alone))

@@ -1,4 +1,4 @@
-"""Rows of the op table: elementwise arithmetic, activations, comparisons, reductions, matrix products."""
+"""Rows for elementwise ops: arithmetic, activations, comparisons."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -70,19 +70,19 @@ for (_op, _since), _function in UNARY.items():
 
 @ROWS.add("Elu", 1, 6, 22)
 def elu(node: Node, x: Tensor) -> Tensor:
-    """``alpha (eˣ − 1)`` below zero."""
+    """Apply ELU: ``alpha (eˣ − 1)`` below zero."""
     return F.elu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Celu", 12, 28)
 def celu(node: Node, x: Tensor) -> Tensor:
-    """``alpha (exp(x / alpha) − 1)`` below zero."""
+    """Apply CELU: ``alpha (exp(x / alpha) − 1)`` below zero."""
     return F.celu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Selu", 1, 6, 22)
 def selu(node: Node, x: Tensor) -> Tensor:
-    """Scaled ELU with the node's own constants."""
+    """Apply a scaled ELU with the node's constants."""
     alpha, gamma = (
         number(node, "alpha", 1.67326319217681884765625),
         number(node, "gamma", 1.05070102214813232421875),
@@ -92,31 +92,31 @@ def selu(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Gelu", 20)
 def gelu(node: Node, x: Tensor) -> Tensor:
-    """Exact, or by tanh."""
+    """Apply GELU, exact or with the tanh approximation."""
     return F.gelu(x, approximate=text(node, "approximate", "none"))
 
 
 @ROWS.add("LeakyRelu", 1, 6, 16)
 def leaky_relu(node: Node, x: Tensor) -> Tensor:
-    """``alpha x`` below zero."""
+    """Apply leaky ReLU: ``alpha x`` below zero."""
     return F.leaky_relu(x, number(node, "alpha", 0.01))
 
 
 @ROWS.add("ThresholdedRelu", 10, 22)
 def thresholded_relu(node: Node, x: Tensor) -> Tensor:
-    """x above ``alpha``, else zero."""
+    """Return x above ``alpha``, else zero."""
     return F.threshold(x, number(node, "alpha", 1.0), 0.0)
 
 
 @ROWS.add("HardSigmoid", 1, 6, 22)
 def hard_sigmoid(node: Node, x: Tensor) -> Tensor:
-    """``alpha x + beta`` held between 0 and 1."""
+    """Return ``alpha x + beta`` clamped to [0, 1]."""
     return (x * number(node, "alpha", 0.2) + number(node, "beta", 0.5)).clamp(0, 1)
 
 
 @ROWS.add("Shrink", 9)
 def shrink(node: Node, x: Tensor) -> Tensor:
-    """Move towards zero by ``bias`` outside ``±lambd``, zero inside."""
+    """Move values outside ``±lambd`` towards zero by ``bias``; others become zero."""
     bias, edge = number(node, "bias", 0.0), number(node, "lambd", 0.5)
     zero = torch.zeros_like(x)
     return torch.where(x < -edge, (x + bias).to(x.dtype), torch.where(x > edge, (x - bias).to(x.dtype), zero))
@@ -124,32 +124,32 @@ def shrink(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Swish", 24)
 def swish(node: Node, x: Tensor) -> Tensor:
-    """``x σ(alpha x)``."""
+    """Return ``x σ(alpha x)``."""
     alpha = number(node, "alpha", 1.0)
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
 @ROWS.add("SwiGLU", 28)
 def swiglu(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """``a σ(alpha a) b``."""
+    """Return ``a σ(alpha a) b``."""
     return swish(node, a) * b
 
 
 @ROWS.add("PRelu", 7, 9, 16)
 def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """A slope below zero, broadcast to the input."""
+    """Apply PReLU with a slope that is broadcast to the input."""
     return torch.where(x < 0, x * slope, x)
 
 
 @ROWS.add("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """A slope a channel, or one for all."""
+    """Apply PReLU with one slope per channel, or one for all."""
     return F.prelu(x, slope)
 
 
 @ROWS.add("IsInf", 10, 20)
 def is_inf(node: Node, x: Tensor) -> Tensor:
-    """Infinite, of the signs asked for."""
+    """Return whether elements are infinite, of the signs that the attributes select."""
     found = torch.zeros_like(x, dtype=torch.bool)
     if integer(node, "detect_positive", 1):
         found = found | (x == math.inf)
@@ -160,7 +160,7 @@ def is_inf(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Clip", 11, 12, 13, scalars=True)
 def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    """Held between two bounds; the upper one wins."""
+    """Clamp to two optional bounds. If they conflict, the upper one wins."""
     if low is None and high is None:
         return x
     bounds = [b.to(x.dtype) if isinstance(b, Tensor) else b for b in (low, high)]
@@ -176,7 +176,7 @@ def _as_tensor(value: Any, like: Tensor) -> Tensor:
 
 @ROWS.add("Clip", 1, 6)
 def clip_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Held between two attributes."""
+    """Clamp to two bounds that are attributes."""
     return torch.clamp(x, number(node, "min", -math.inf), number(node, "max", math.inf))
 
 
@@ -189,7 +189,7 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _power(a: Any, b: Any) -> Tensor:
-    """The result has the base's type, whatever the exponent's."""
+    """Raise to a power. The result has the base's type, whatever the exponent's."""
     if not isinstance(a, Tensor):
         return torch.pow(a, b)
     if isinstance(b, (int, float)) and not a.is_floating_point() and float(b).is_integer() and b >= 0:
@@ -232,7 +232,7 @@ LEGACY: dict[tuple[str, tuple[int, ...]], Binary] = {
     ("Sub", (1, 6)): _subtract,
     ("Xor", (1,)): torch.logical_xor,
 }
-# Where torch takes a number on the right only: what to call with the sides swapped.
+# Functions that accept a number only on the right: what to call with the operands swapped.
 RIGHT_ONLY: dict[Binary, Binary] = {
     torch.eq: torch.eq,
     torch.gt: torch.lt,
@@ -249,7 +249,7 @@ TENSORS_ONLY: frozenset[Binary] = frozenset({torch.logical_and, torch.logical_or
 
 
 def _apply(function: Binary, a: Any, b: Any) -> Tensor:
-    """The function on tensors and numbers, whichever side the number stands on."""
+    """Apply a function to tensors or numbers, on whichever side the number is."""
     if isinstance(a, Tensor) and a.dtype in WIDER:
         return _unsigned(function, a, _as_tensor(b, a))
     if isinstance(b, Tensor) and b.dtype in WIDER:
@@ -268,7 +268,7 @@ COMPARISONS: frozenset[Any] = frozenset({torch.eq, torch.gt, torch.ge, torch.lt,
 
 
 def _unsigned(function: Any, *operands: Tensor) -> Tensor:
-    """A function on unsigned tensors of 16 bits or more, computed in signed ones."""
+    """Apply a function to unsigned tensors of 16 bits or more, computed with signed ones."""
     dtype = operands[0].dtype
     if function in COMPARISONS:
         result: Tensor = function(*(signed(x) for x in operands))
@@ -289,7 +289,7 @@ def _unsigned(function: Any, *operands: Tensor) -> Tensor:
 
 
 def _unsigned_quotient(a: Tensor, b: Tensor) -> Tensor:
-    """a ÷ b of 64-bit patterns read without sign (Hacker's Delight, 9-3)."""
+    """Return a ÷ b for 64-bit patterns read as unsigned (Hacker's Delight, 9-3)."""
     low = torch.iinfo(torch.int64).min
     half = (a >> 1) & ~low
     quotient = torch.div(half, b, rounding_mode="trunc") << 1
@@ -303,7 +303,8 @@ def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
 
 
 def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
-    """Before opset 7 the second operand was aligned at ``axis`` if ``broadcast`` was set."""
+    """Return the handler for opsets before 7, where the second operand is aligned at ``axis`` if
+    ``broadcast`` is set."""
 
     def run(node: Node, a: Any, b: Any) -> Tensor:
         axis = node.attributes.get("axis")
@@ -322,14 +323,14 @@ for (_op, _since), _pair in LEGACY.items():
 
 @ROWS.add("Mod", 10, 13, 28)
 def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """The remainder with the divisor's sign, or with ``fmod`` the dividend's."""
+    """Return the remainder with the divisor's sign, or with ``fmod`` the dividend's."""
     function = torch.fmod if integer(node, "fmod", 0) else torch.remainder
     return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
 
 
 @ROWS.add("BitShift", 11, 28)
 def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Shift whole numbers without sign; torch shifts signed ones, wide enough here."""
+    """Shift unsigned integers. torch shifts signed ones, which are wide enough here."""
     shift = (
         torch.bitwise_left_shift if text(node, "direction", "LEFT") == "LEFT" else torch.bitwise_right_shift
     )
@@ -338,7 +339,7 @@ def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("Where", 9, 16, scalars=True)
 def where(node: Node, condition: Any, a: Any, b: Any) -> Tensor:
-    """One or the other, by element."""
+    """Select elements of ``a`` where the condition is true, else of ``b``."""
     like = next((v for v in (a, b) if isinstance(v, Tensor)), None)
     if like is not None:
         a, b = (_as_tensor(v, like) if not isinstance(v, Tensor) else v for v in (a, b))
@@ -367,6 +368,6 @@ for (_op, _since), _fold in VARIADIC.items():
 
 @ROWS.add("Mean", 1, 6, 8, 13)
 def mean(node: Node, *tensors: Tensor) -> Tensor:
-    """The mean of several tensors."""
+    """Return the elementwise mean of several tensors."""
     found = given(tensors)
     return reduce(torch.add, found) / len(found)

@@ -1,4 +1,4 @@
-"""Rows of the op table: convolution, normalisation, dropout and what else layers are made of."""
+"""Rows for layers: convolution, normalisation, dropout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 
 
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
-    """A per-axis attribute (strides, dilations), ones if absent."""
+    """Return a per-axis attribute (strides, dilations), ones if it is absent."""
     values = ints(node, name) or (1,) * rank
     if len(values) != rank:
         raise refuse(node, f"{name} has {len(values)} numbers for {rank} spatial axes")
@@ -37,7 +37,7 @@ def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Padding before and after each spatial axis, from ``pads`` or ``auto_pad``."""
+    """Return the padding before and after each spatial axis, from ``pads`` or ``auto_pad``."""
     rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         return (0,) * rank, (0,) * rank
@@ -58,7 +58,7 @@ def window_pads(
 
 
 def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Tensor:
-    """Pad (or, where negative, crop) the trailing axes with a constant."""
+    """Pad the trailing axes with a constant, or crop them where the padding is negative."""
     pairs = [p for b, a in zip(reversed(before), reversed(after), strict=True) for p in (b, a)]
     return F.pad(x, pairs, value=value) if any(pairs) else x
 
@@ -68,7 +68,7 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 
 @ROWS.add("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Convolution; symmetric padding goes into the kernel."""
+    """Convolve in one to three dimensions. Symmetric padding is done by the kernel."""
     rank = x.dim() - 2
     if rank not in CONV:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -81,7 +81,7 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Transposed convolution; uneven padding is cropped from the full result."""
+    """Apply a transposed convolution. Asymmetric padding is cropped from the full result."""
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -90,7 +90,7 @@ def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) ->
     group = integer(node, "group", 1)
     before, after = _transpose_pads(node, x.shape[2:], w.shape[2:], strides, dilations, extra)
     even = before == after and all(p >= 0 for p in before)
-    # torch wants output_padding < stride or dilation; a larger one is only more padding
+    # torch requires output_padding < stride or dilation; a larger one only adds padding
     if even and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return CONV_TRANSPOSE[rank](x, w, b, strides, before, extra, group, dilations)
     full = CONV_TRANSPOSE[rank](x, w, None, strides, 0, 0, group, dilations)
@@ -106,7 +106,8 @@ def _transpose_pads(
     dilations: Sequence[int],
     extra: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What to crop from each side of the full result (ONNX's formula for output_shape and SAME)."""
+    """Return how much to crop from each side of the full result (ONNX's formula for output_shape and
+    SAME)."""
     mode, shape = text(node, "auto_pad", "NOTSET"), ints(node, "output_shape")
     if shape is None and mode in ("NOTSET", "VALID"):
         return window_pads(node, sizes, kernel, strides, dilations)
@@ -130,14 +131,14 @@ def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: 
 def _trained_batch_norm(
     node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise by the batch; the new statistics are ``old · momentum + batch · (1 − momentum)``.
+    """Normalise by the batch. The new statistics are ``old · momentum + batch · (1 − momentum)``.
 
-    ONNX's running variance is the batch's variance s over n, torch's the one over n − 1; from torch's
-    v' = m·v + (1−m)·s·n/(n−1) ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
+    ONNX's running variance uses the batch variance s with divisor n, torch's uses n − 1. From torch's v' =
+    m·v + (1−m)·s·n/(n−1), ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
     """
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
-    if count == 1:  # one value a channel: its own mean, no variance
+    if count == 1:  # one value per channel is the mean, and the variance is 0
         y = torch.batch_norm(x, w, b, None, None, True, 0.0, eps, False)
         seen = x.detach().reshape(-1).to(mean.dtype)
         return y, mean * keep + seen * (1 - keep), var * keep
@@ -148,7 +149,7 @@ def _trained_batch_norm(
 
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
-    """Training form if ``training_mode`` says so."""
+    """Apply batch norm; in training form if ``training_mode`` is set."""
     return (
         _trained_batch_norm(node, *inputs)
         if integer(node, "training_mode", 0)
@@ -158,7 +159,8 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Training form if the node states more than one output; then the batch's own statistics follow."""
+    """Apply batch norm; in training form if the node has more than one output. The last two outputs are the
+    batch's statistics."""
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
     return _with_saved(node, *inputs)
@@ -166,7 +168,7 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Training form unless ``is_test``."""
+    """Apply batch norm; in training form unless ``is_test`` is set."""
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
 
@@ -186,7 +188,7 @@ def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("LayerNormalization", 17)
 def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-    """Normalise the axes from ``axis`` on; mean and inverse deviation are further outputs."""
+    """Normalise over the axes from ``axis`` on. Mean and inverse standard deviation are further outputs."""
     axis = integer(node, "axis", -1) % x.dim()
     shape = list(x.shape[axis:])
     eps = number(node, "epsilon", 1e-5)
@@ -200,20 +202,20 @@ def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any
 
 @ROWS.add("GroupNormalization", 21)
 def group_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Normalise groups of channels; scale and shift a channel."""
+    """Normalise groups of channels, with a scale and a shift for each channel."""
     return torch.group_norm(x, integer(node, "num_groups", 1), w, b, number(node, "epsilon", 1e-5), False)
 
 
 @ROWS.add("GroupNormalization", 18)
 def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """As above, with a scale and a shift a group."""
+    """Normalise groups of channels, with a scale and a shift for each group."""
     each = x.shape[1] // integer(node, "num_groups", 1)
     return group_norm(node, x, w.repeat_interleave(each), b.repeat_interleave(each))
 
 
 @ROWS.add("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
-    """Divide the axes from ``axis`` on by their root mean square."""
+    """Divide by the root mean square over the axes from ``axis`` on."""
     axis = integer(node, "axis", -1) % x.dim()
     wide = (
         x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
@@ -224,7 +226,8 @@ def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
 
 @ROWS.add("LRN", 1, 13)
 def local_response_norm(node: Node, x: Tensor) -> Tensor:
-    """Divide by a power of the squares summed over neighbouring channels (the longer side above)."""
+    """Divide by a power of the squares summed over neighbouring channels. Of an even window, one more
+    neighbour has a higher index."""
     size = integer(node, "size", 1)
     alpha, beta, bias = number(node, "alpha", 1e-4), number(node, "beta", 0.75), number(node, "bias", 1.0)
     flat = x.reshape(x.shape[0], 1, x.shape[1], -1)
@@ -235,7 +238,7 @@ def local_response_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("MeanVarianceNormalization", 9, 13)
 def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
-    """Zero mean and unit deviation over ``axes``."""
+    """Normalise to zero mean and unit standard deviation over ``axes``."""
     axes = ints(node, "axes") or (0, 2, 3)
     centred = x - x.mean(axes, keepdim=True)
     deviation = (x.pow(2).mean(axes, keepdim=True) - x.mean(axes, keepdim=True).pow(2)).sqrt()
@@ -244,7 +247,7 @@ def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("LpNormalization", 1, 22)
 def lp_norm(node: Node, x: Tensor) -> Tensor:
-    """Divide by the L1 or L2 norm along an axis; where that is zero the result is zero."""
+    """Divide by the L1 or L2 norm along an axis; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
     return torch.where(
         norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
@@ -256,7 +259,7 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Torch's own dropout in training mode, nothing otherwise. The second output is the mask."""
+    """Apply torch's dropout in training mode; otherwise return the input. The second output is the mask."""
     p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
     if training is None or not bool(training.reshape(())) or p == 0.0:
         return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
@@ -265,13 +268,13 @@ def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> A
 
 @ROWS.add("Dropout", 7, 10)
 def dropout_at_inference(node: Node, x: Tensor) -> Any:
-    """These opsets have no training flag: the node passes its input on."""
+    """Return the input: these opsets have no training flag."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 
 @ROWS.add("Dropout", 1, 6, random=True)
 def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
-    """Training form unless ``is_test``."""
+    """Apply dropout unless ``is_test`` is set."""
     if integer(node, "is_test", 0):
         return dropout_at_inference(node, x)
     return torch.native_dropout(x, number(node, "ratio", 0.5), True)

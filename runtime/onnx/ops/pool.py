@@ -1,4 +1,4 @@
-"""Rows of the op table: pooling, with ONNX's rules for padding, ceiling, dilation and indices."""
+"""Rows for pooling, with ONNX's rules for padding, ceiling, dilation and indices."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -25,7 +25,8 @@ CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a pooling window stands. ``reach`` is the padding after each axis that the last window needs."""
+    """The geometry of a pooling window. ``before``, ``after``: the padding of each axis. ``reach``: the
+    padding after each axis that the last window needs. ``ceil``: whether the output size is rounded up."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -37,14 +38,14 @@ class Window:
 
     @property
     def native(self) -> bool:
-        """Whether torch's own pooling takes it: even padding of at most half a kernel."""
+        """Whether torch's pooling supports it: symmetric padding of at most half a kernel."""
         return self.before == self.after and all(
             2 * p <= k for p, k in zip(self.before, self.kernel, strict=True)
         )
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """The node's window on this input, by ONNX's output-size formula."""
+    """Return the node's window on this input, by ONNX's formula for the output size."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
@@ -64,7 +65,7 @@ def window(node: Node, x: Tensor) -> Window:
 
 @ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
 def max_pool(node: Node, x: Tensor) -> Any:
-    """Maximum of each window; the second output is its place in the flattened input."""
+    """Return the maximum of each window. The second output is its index in the flattened input."""
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
     exact = (
@@ -86,7 +87,8 @@ def max_pool(node: Node, x: Tensor) -> Any:
 
 
 def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:
-    """Torch counts within one padded plane, ONNX through the whole tensor (by rows, or by columns)."""
+    """Convert torch's indices within a padded plane to ONNX's indices in the whole tensor (row-major or
+    column-major)."""
     sizes, coordinates, rest = padded.shape[2:], [], places
     for size, shift in zip(reversed(sizes), reversed(before), strict=True):
         coordinates.append(rest % size - shift)
@@ -103,7 +105,7 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
 
 @ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
 def average_pool(node: Node, x: Tensor) -> Tensor:
-    """Mean of each window, over the padding too if ``count_include_pad``."""
+    """Return the mean of each window; padding counts if ``count_include_pad`` is set."""
     w = window(node, x)
     counted = bool(integer(node, "count_include_pad", 0))
     rank = len(w.kernel)
@@ -125,7 +127,7 @@ def _window_sum(x: Tensor, w: Window) -> Tensor:
 
 @ROWS.add("LpPool", 1, 2, 11, 18, 22)
 def lp_pool(node: Node, x: Tensor) -> Tensor:
-    """The p-norm of each window."""
+    """Return the p-norm of each window."""
     w = window(node, x)
     p = number(node, "p", 2)
     return _window_sum(pad_spatial(x.abs().pow(p), w.before, w.reach), w).pow(1.0 / p)
@@ -133,18 +135,18 @@ def lp_pool(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("GlobalAveragePool", 1, 22)
 def global_average_pool(node: Node, x: Tensor) -> Tensor:
-    """Mean of each channel."""
+    """Return the mean of each channel."""
     return x.mean(tuple(range(2, x.dim())), keepdim=True)
 
 
 @ROWS.add("GlobalMaxPool", 1, 22)
 def global_max_pool(node: Node, x: Tensor) -> Tensor:
-    """Maximum of each channel."""
+    """Return the maximum of each channel."""
     return x.amax(tuple(range(2, x.dim())), keepdim=True)
 
 
 @ROWS.add("GlobalLpPool", 1, 2, 22)
 def global_lp_pool(node: Node, x: Tensor) -> Tensor:
-    """The p-norm of each channel."""
+    """Return the p-norm of each channel."""
     norm: Tensor = torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)
     return norm

@@ -1,6 +1,7 @@
-"""Rows of the op table: whole numbers that stand for reals by a scale and a zero point.
+"""Rows for quantisation: integers that represent reals by a scale and a zero point.
 
-Differentiable in the scale, and in what is quantised where the rounding between is not: there the gradient is zero.
+Differentiable with respect to the scale. With respect to a quantised input the gradient is zero, because of
+the rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """A scale or zero point for each element: of the tensor, of an axis, or of blocks along an axis."""
+    """Return a scale or zero point for each element: given for the tensor, for an axis, or for blocks along
+    an axis."""
     if values.numel() == 1:
         return values.reshape(())
     if values.dim() == 1:
@@ -41,7 +43,8 @@ def _quantisable(node: Node) -> None:
 
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """``round(x / scale) + zero``, held within the type's ends; the type is the zero point's."""
+    """Return ``round(x / scale) + zero``, clamped to the range of the type, which is that of the zero
+    point."""
     axis = integer(node, "axis", 1)
     stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
     dtype = stated if zero is None else zero.dtype
@@ -59,7 +62,7 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
 
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """``(x − zero) · scale``, in the scale's type unless another is stated."""
+    """Return ``(x − zero) · scale``, in the scale's type unless the node states another."""
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
         raise refuse(node, f"{str(x.dtype).removeprefix('torch.')} is no type to quantise to")
@@ -71,7 +74,8 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
 
 @ROWS.add("DynamicQuantizeLinear", 11)
 def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    """Bytes over the range of the input with zero; the scale; the zero point."""
+    """Quantise to bytes over the range of the input and zero. Return the bytes, the scale and the zero
+    point."""
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -87,7 +91,7 @@ def matmul_integer(
     a_zero: Tensor | None = None,
     b_zero: Tensor | None = None,
 ) -> Tensor:
-    """The product of whole numbers less their zero points (a's by row, b's by column)."""
+    """Multiply integer matrices after subtracting their zero points (per row of a, per column of b)."""
     left, right = _wide(a), _wide(b)
     if a_zero is not None:
         left = left - (

@@ -1,7 +1,7 @@
-"""Rows of the op table: RNN, GRU and LSTM, unrolled step by step so that their steps are planned like any ops.
+"""Rows for RNN, GRU and LSTM, unrolled step by step, so that their steps are planned like all other ops.
 
 Shapes: X (steps, batch, inputs), W (directions, gates·hidden, inputs), R (directions, gates·hidden, hidden),
-B (directions, 2·gates·hidden), states (directions, batch, hidden); with ``layout`` the batch comes first.
+B (directions, 2·gates·hidden), states (directions, batch, hidden). With ``layout`` the batch comes first.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, 
 
 @dataclass(frozen=True)
 class Kind:
-    """A recurrent op: its number of gates, of states, its default activations, and one step.
+    """A recurrent op: the number of its gates and states, its default activations, and one step.
 
-    ``step(node, activations, projected, state, weights)``: the next state, from X·Wᵀ of the step.
+    ``step(node, activations, projected, state, weights)`` returns the next state; ``projected`` is X·Wᵀ at
+    that step.
     """
 
     gates: int
@@ -54,7 +55,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Weights:
-    """One direction's recurrent weights: R, its bias (None if the op has none), peepholes i, o, f."""
+    """The recurrent weights of one direction: R, its bias (None if there is none), and peepholes i, o, f."""
 
     r: Tensor
     bias: Tensor | None
@@ -83,7 +84,8 @@ def _names(node: Node, kind: Kind) -> tuple[str, ...]:
 
 
 def _activations(node: Node, kind: Kind) -> list[list[Activation]]:
-    """The activations of each direction, each clipped before; alphas and betas go to those that take them."""
+    """Return the activations of each direction, with clipping of their inputs. Alphas and betas are assigned
+    in order to the activations that use them."""
     alphas, betas = (_stated(node, f"activation_{k}") for k in ("alpha", "beta"))
     limit: Any = node.attributes.get("clip")
     found = []
@@ -117,7 +119,8 @@ def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Gates z, r, h; ``linear_before_reset`` decides whether r scales the state or its product."""
+    """Compute one step with gates z, r, h. ``linear_before_reset`` decides whether r scales the state or its
+    product."""
     (h,), n = state, w.r.shape[1]
     if integer(node, "linear_before_reset", 0):
         hidden = F.linear(h, w.r, w.bias)
@@ -131,7 +134,7 @@ def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Gates i, o, f, c; peepholes let the gates see the cell."""
+    """Compute one step with gates i, o, f, c. With peepholes the gates also read the cell."""
     h, c = state
     i, o, f, g = (x + F.linear(h, w.r, w.bias)).chunk(4, 1)
     if w.peepholes:
@@ -190,7 +193,8 @@ def _unrolled(
     weights: Weights,
     lengths: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """Every step's output, zero beyond a sequence's length, and the state at each sequence's end."""
+    """Return the outputs of all steps, zero beyond each sequence's length, and the state at each sequence's
+    end."""
     outputs = []
     for t, x in enumerate(projected.unbind(0)):
         new = kind.step(node, act, x, state, weights)
@@ -207,7 +211,7 @@ def _unrolled(
 
 
 def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """The steps in reverse, each sequence within its own length."""
+    """Reverse the steps, each sequence within its length."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -218,17 +222,17 @@ def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 @ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b)."""
+    """Run a simple recurrent network: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b)."""
     return _run(node, RNN, inputs)
 
 
 @ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Gated recurrent unit."""
+    """Run a gated recurrent unit."""
     return _run(node, GRU, inputs)
 
 
 @ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Long short-term memory, with or without peepholes."""
+    """Run a long short-term memory, with or without peepholes."""
     return _run(node, LSTM, inputs)

@@ -1,4 +1,4 @@
-"""Rows of the op table: reductions, softmax, matrix products."""
+"""Rows for reductions, softmax and matrix products."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def _extreme(function: Reduction, of_none: float) -> Reduction:
-    """Torch refuses the extreme of nothing; ONNX says it is the type's other end."""
+    """Return a reduction by an extreme. For no elements, which torch refuses, ONNX defines it as the opposite
+    end of the type's range."""
 
     def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
         if x.numel():
@@ -127,19 +128,19 @@ def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tens
 
 @ROWS.add("ArgMax", 1, 11, 12, 13)
 def arg_max(node: Node, x: Tensor) -> Tensor:
-    """Where the maximum stands."""
+    """Return the index of the maximum along an axis."""
     return _arg_extreme(node, x, torch.argmax)
 
 
 @ROWS.add("ArgMin", 1, 11, 12, 13)
 def arg_min(node: Node, x: Tensor) -> Tensor:
-    """Where the minimum stands."""
+    """Return the index of the minimum along an axis."""
     return _arg_extreme(node, x, torch.argmin)
 
 
 @ROWS.add("CumSum", 11, 14, known=(1,))
 def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
-    """Running sum along an axis, from either end, with or without the element itself."""
+    """Return the running sum along an axis, from either end, with or without the element itself."""
     at = int(axis.reshape(()))
     if integer(node, "reverse", 0):
         x = x.flip(at)
@@ -153,7 +154,8 @@ def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
 
 
 def softmax(x: Tensor, axis: int) -> Tensor:
-    """Torch's, but for float16: there rounded after each step of ONNX's definition, not once at the end."""
+    """Compute torch's softmax; for float16, round after each step of ONNX's definition instead of once at the
+    end."""
     if x.dtype != torch.float16:
         return torch.softmax(x, axis)
     raised = torch.exp(x - x.detach().amax(axis, keepdim=True))
@@ -168,7 +170,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor
 
 
 def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
-    """Before opset 13 all axes from ``axis`` on count as one."""
+    """Return the handler for opsets before 13, where all axes from ``axis`` on count as one."""
 
     def run(node: Node, x: Tensor) -> Tensor:
         axis = integer(node, "axis", 1) % max(x.dim(), 1)
@@ -184,14 +186,14 @@ for _op, _function in SOFTMAX.items():
 
 @ROWS.add("Hardmax", 13)
 def hardmax(node: Node, x: Tensor) -> Tensor:
-    """One at the first maximum along an axis, zero elsewhere."""
+    """Return one at the first maximum along an axis, zero elsewhere."""
     axis = integer(node, "axis", -1)
     return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
 
 
 @ROWS.add("Hardmax", 1, 11)
 def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """As above over all axes from ``axis`` on."""
+    """Return one at the first maximum over all axes from ``axis`` on, zero elsewhere."""
     flat = x.flatten(integer(node, "axis", 1) % x.dim())
     return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
 
@@ -201,13 +203,13 @@ def flat_hardmax(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("MatMul", 1, 9, 13)
 def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Numpy's matrix product."""
+    """Compute numpy's matrix product."""
     return torch.matmul(a, b)
 
 
 @ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
 def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """``alpha A·B + beta C``; a linear layer's form goes to torch's linear."""
+    """Compute ``alpha A·B + beta C``. A linear layer's form uses torch's linear."""
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     a = a.t() if integer(node, "transA", 0) else a
     plain = alpha == beta == 1.0 and integer(node, "transB", 0) and a.is_floating_point()
@@ -230,12 +232,12 @@ def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) 
 
 @ROWS.add("Einsum", 12, 28)
 def einsum(node: Node, *tensors: Tensor) -> Tensor:
-    """The sum that the equation states."""
+    """Compute the sum of products that the equation states."""
     return torch.einsum(text(node, "equation", ""), *given(tensors))
 
 
 @ROWS.add("Det", 11, 22)
 def det(node: Node, x: Tensor) -> Tensor:
-    """Determinants of the last two axes."""
+    """Return the determinants of the matrices in the last two axes."""
     result: Tensor = torch.linalg.det(x)
     return result

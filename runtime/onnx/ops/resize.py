@@ -1,7 +1,8 @@
-"""Rows of the op table: Resize and Upsample.
+"""Rows for Resize and Upsample.
 
-What torch has a kernel for goes there. The rest is separable: one small interpolation matrix an axis, made
-from ONNX's formulas for coordinates and coefficients, or for nearest one list of indices an axis.
+torch's kernels are used where they compute the same. Everything else is separable: for each axis a small
+interpolation matrix, made from ONNX's formulas for coordinates and coefficients, or a list of indices for
+nearest.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis is resized: ``n`` to ``out`` elements, ``scale`` as stated, its region within [0, 1]."""
+    """How axis ``at`` is resized: from ``n`` to ``out`` elements, with the stated ``scale``; ``start`` and
+    ``end`` are the cropped region in [0, 1]."""
 
     at: int
     n: int
@@ -37,7 +39,7 @@ class Axis:
 
     @property
     def length(self) -> float:
-        """The resized length before rounding down, which ONNX's formulas speak of."""
+        """The resized length before rounding down, which ONNX's formulas use."""
         return self.n * self.scale
 
 
@@ -120,7 +122,7 @@ KERNELS: dict[str, tuple[int, Callable[[np.ndarray, Rule], np.ndarray]]] = {
 
 
 def _matrix(axis: Axis, rule: Rule) -> np.ndarray:
-    """The interpolation matrix, ``out`` × ``n``."""
+    """Return the interpolation matrix, ``out`` × ``n``."""
     reach, kernel = KERNELS[rule.mode]
     x = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
     shrink = min(axis.scale, 1.0) if rule.antialias else 1.0
@@ -137,8 +139,8 @@ def _matrix(axis: Axis, rule: Rule) -> np.ndarray:
     return matrix
 
 
-def _outside(axis: Axis, rule: Rule) -> np.ndarray:
-    """Which results lie outside the input and take the extrapolation value (cropping only)."""
+def _beyond(axis: Axis, rule: Rule) -> np.ndarray:
+    """Return which results are outside the input and get the extrapolation value (only for cropping)."""
     x = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
     cropping = rule.coordinates == "tf_crop_and_resize"
     return ((x < 0) | (x > axis.n - 1)) if cropping else np.zeros(axis.out, dtype=bool)
@@ -161,7 +163,7 @@ def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
 
 
 def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
-    outside = _outside(axis, rule)
+    outside = _beyond(axis, rule)
     if rule.mode == "nearest":
         coordinates = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
         places = np.clip(ROUNDINGS[rule.rounding](coordinates), 0, axis.n - 1).astype(np.int64)
@@ -176,7 +178,8 @@ def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
 
 
 def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
-    """Torch's kernel, where it computes the same: images and volumes, resized in their spatial axes."""
+    """Return the result of torch's kernel if it computes the same (images and volumes, resized along spatial
+    axes); else None."""
     spatial = {a.at: a for a in axes}
     if (
         x.dim() not in LINEAR
@@ -189,7 +192,8 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
         return None if axes else x
     size = [spatial[a].out if a in spatial else x.shape[a] for a in range(2, x.dim())]
     scale = [spatial[a].scale if a in spatial else 1.0 for a in range(2, x.dim())]
-    # Torch takes a size or a scale and makes the other of it. A kept aspect ratio gives both, rounded otherwise.
+    # torch takes a size or a scale and derives the other. With a kept aspect ratio both are given, and rounded in
+    # another way.
     if all(a.scale == a.out / a.n for a in axes):
         how: dict[str, Any] = {"size": size}
     elif all(a.out == math.floor(a.n * a.scale) for a in axes):
@@ -214,7 +218,7 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
 
 @ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
-    """Interpolate to scales or sizes."""
+    """Interpolate to given scales or sizes."""
     along = ints(node, "axes") or tuple(range(x.dim()))
     along = tuple(a % x.dim() for a in along)
     region = (
@@ -239,7 +243,8 @@ def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes
 def _sizes(
     node: Node, x: Tensor, along: Sequence[int], sizes: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """The sizes and scales; a policy keeps the aspect ratio by one scale for all."""
+    """Return the sizes and scales. A policy other than ``stretch`` keeps the aspect ratio by one scale for
+    all axes."""
     ratios = [s / x.shape[a] for a, s in zip(along, sizes, strict=True)]
     policy = text(node, "keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
@@ -259,17 +264,17 @@ def _upsampled(node: Node, x: Tensor, scales: Sequence[float]) -> Tensor:
 
 @ROWS.add("Resize", 10, known=(1,))
 def resize_by_scales(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Asymmetric coordinates, nearest rounded down."""
+    """Interpolate with asymmetric coordinates; nearest rounds down."""
     return _upsampled(node, x, [float(s) for s in scales])
 
 
 @ROWS.add("Upsample", 9, 10, known=(1,))
 def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """The older name of Resize."""
+    """Interpolate to given scales; the older name of Resize."""
     return _upsampled(node, x, [float(s) for s in scales])
 
 
 @ROWS.add("Upsample", 7)
 def upsample_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """The scales are an attribute."""
+    """Interpolate to scales that are an attribute."""
     return _upsampled(node, x, tuple(node.attributes["scales"]))  # type: ignore[arg-type]

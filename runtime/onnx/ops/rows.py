@@ -1,9 +1,9 @@
-"""Rows of the op table: what an ONNX op of one version does, as a function on torch tensors.
+"""Rows of the op table: the meaning of an ONNX op of one version, as a function on torch tensors.
 
-A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one)
-and returns a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` places
-(a shape, axes, pads) arrive as numpy arrays; with ``scalars`` a known operand of one element arrives as a
-Python number, so that it is no tensor in the captured graph.
+A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one),
+and returns a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` positions
+(a shape, axes, pads) are numpy arrays. With ``scalars``, a known operand of one element is a Python number,
+so that it is not a tensor in the captured graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Known = np.ndarray | None
 class Row:
     """One op at one since_version.
 
-    ``known``: input places whose values must be known when the op runs. ``size``: the number of elements of
-    the result, from known inputs, where the inputs' sizes do not bound it. ``random``: it draws numbers.
+    ``run``: the handler. ``known``: positions of inputs whose values must be known when the op runs.
+    ``scalars``: whether known one-element operands become Python numbers. ``size``: a function of the known
+    inputs that returns the number of elements of the result, if the inputs' sizes do not bound it.
+    ``random``: whether it draws random numbers.
     """
 
     domain: str
@@ -42,16 +44,16 @@ class Row:
     size: SizeRule | None = None
     random: bool = False
     literal: frozenset[int] = frozenset()
-    """Input places that arrive as numpy arrays where they are known, and as tensors where not."""
+    """Positions of inputs that are numpy arrays if they are known, else tensors."""
     check: Callable[[Node], None] | None = None
-    """Refuses a node whose attributes ask for what the handler cannot do, before anything runs."""
+    """Refuses, before anything runs, a node whose attributes the handler does not support."""
     raw: bool = False
-    """Inputs arrive as they are: tensors, numpy arrays of known values, lists of tensors."""
+    """Whether inputs are passed unchanged: tensors, numpy arrays of known values, lists of tensors."""
 
 
 @dataclass
 class Rows:
-    """The rows of one theme, collected by decoration."""
+    """The rows of one module, collected by a decorator."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -67,7 +69,8 @@ class Rows:
         check: Callable[[Node], None] | None = None,
         raw: bool = False,
     ) -> Callable[[H], H]:
-        """Rows of ``op``, one for each since_version at which this handler is its meaning."""
+        """Return a decorator that adds rows for ``op``, one for each since_version with this handler. The
+        other arguments are fields of `Row`."""
 
         def collect(handler: H) -> H:
             for version in since:
@@ -92,12 +95,16 @@ class Rows:
 
 
 def refuse(node: Node, why: str) -> ModelError:
-    """The error for a node that says something its row cannot do."""
+    """Return the error for a node that its row does not support. ``why``: the reason."""
     return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """The values of an input that decides a shape or place. They can be read only where tensors have values."""
+    """Return the values of an input that determines a shape or an index.
+
+    Raises:
+        ModelError: the values depend on data, so that they are not known during planning.
+    """
     if isinstance(value, np.ndarray):
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
@@ -106,37 +113,38 @@ def stated(node: Node, at: int, value: Any) -> np.ndarray:
 
 
 def text(node: Node, name: str, default: str) -> str:
-    """A string attribute."""
+    """Return a string attribute."""
     value = node.attributes.get(name, default)
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def ints(node: Node, name: str) -> tuple[int, ...] | None:
-    """A list attribute of whole numbers, or None if it is absent."""
+    """Return an attribute that is a list of integers; None if it is absent."""
     value = node.attributes.get(name)
     return None if value is None else tuple(int(v) for v in value)  # type: ignore[union-attr]
 
 
 def integer(node: Node, name: str, default: int) -> int:
-    """A whole-number attribute."""
+    """Return an integer attribute."""
     return int(node.attributes.get(name, default))  # type: ignore[arg-type]
 
 
 def number(node: Node, name: str, default: float) -> float:
-    """A float attribute."""
+    """Return a floating-point attribute, as `intended`."""
     return intended(node.attributes.get(name, default))  # type: ignore[arg-type]
 
 
 def intended(value: float) -> float:
-    """The decimal that a single-precision value was written from: 0.9, where the file says 0.89999998."""
+    """Return the decimal from which a single-precision value was written: 0.9 where the file has
+    0.89999998."""
     return float(str(np.float32(value)))
 
 
 def known_ints(array: Known) -> tuple[int, ...] | None:
-    """A known input as whole numbers, or None if it is absent."""
+    """Return a known input as integers; None if it is absent."""
     return None if array is None else tuple(int(v) for v in array.ravel())
 
 
 def given(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The inputs of a variadic op."""
+    """Return the inputs of a variadic op that are present."""
     return [t for t in tensors if t is not None]

@@ -1,6 +1,7 @@
-"""Rows of the op table: sequences of tensors: Python lists while a graph runs, nothing in a capture.
+"""Rows for sequences of tensors. Sequences are Python lists while a graph runs, and do not appear in a
+capture.
 
-Their operands arrive as they are: tensors, or numpy arrays where values are known.
+Operands are passed unchanged: tensors, or numpy arrays of known values.
 """
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
@@ -24,48 +25,48 @@ Value = Any  # Tensor | np.ndarray
 
 @ROWS.add("SequenceEmpty", 11, raw=True)
 def sequence_empty(node: Node) -> list[Value]:
-    """No tensors."""
+    """Return an empty sequence."""
     return []
 
 
 @ROWS.add("SequenceConstruct", 11, raw=True)
 def sequence_construct(node: Node, *values: Value) -> list[Value]:
-    """The inputs in order."""
+    """Return the inputs as a sequence."""
     return list(values)
 
 
 @ROWS.add("SequenceInsert", 11, raw=True)
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
-    """A copy with one more, at the end or before a place."""
+    """Return a copy with one more element, at the end or before a position."""
     place = len(items) if at is None else _place(node, at, len(items), end=True)
     return [*items[:place], value, *items[place:]]
 
 
 @ROWS.add("SequenceErase", 11, raw=True)
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
-    """A copy without the last, or without that at a place."""
+    """Return a copy without the last element, or without the one at a position."""
     place = _place(node, np.asarray(-1) if at is None else at, len(items))
     return [*items[:place], *items[place + 1 :]]
 
 
 @ROWS.add("SequenceAt", 11, raw=True)
 def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
-    """The tensor at a place."""
+    """Return the tensor at a position."""
     return items[_place(node, at, len(items))]
 
 
 @ROWS.add("SequenceLength", 11, raw=True)
 def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
-    """How many there are."""
+    """Return the number of elements."""
     return np.asarray(len(items), np.int64)
 
 
 @ROWS.add("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
-    """All of them along an axis, or along a new one."""
+    """Concatenate all elements along an axis, or stack them along a new one."""
     axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
     if not items:
-        raise refuse(node, "nothing can be made of an empty sequence")
+        raise refuse(node, "an empty sequence cannot be concatenated")
     if all(isinstance(v, np.ndarray) for v in items):
         return np.stack(items, axis) if new else np.concatenate(items, axis)
     device = next(v.device for v in items if isinstance(v, Tensor))
@@ -75,7 +76,8 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
-    """Parts of stated sizes, or of one size each and the last smaller; single slices drop the axis if asked to."""
+    """Split into parts: of size one without ``sizes`` (the axis is dropped if ``keepdims`` is 0), of one size
+    with a smaller last part, or of listed sizes."""
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
     if sizes is None:
@@ -99,7 +101,8 @@ def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
 
 
 def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
-    """A place from the front, of one that may be counted from the end. ``end``: behind the last is one too."""
+    """Return a position counted from the front. ``end``: whether the position after the last element is
+    valid, too."""
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
         raise refuse(node, f"place {place} of {count}")

@@ -1,4 +1,4 @@
-"""Rows of the op table: shapes, views, slicing, gathering, padding, resizing's neighbours and type casts."""
+"""Rows for shapes: sizes as values, views, slicing, padding, and type casts."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -32,20 +32,21 @@ ROWS = Rows()
 
 
 def stated_sizes(node: Node, x: Tensor) -> list[int]:
-    """The sizes that a Shape node asks for."""
+    """Return the sizes that a Shape node returns."""
     end = integer(node, "end", x.dim())
     return list(x.shape)[integer(node, "start", 0) : end]
 
 
 @ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
 def shape(node: Node, x: Tensor) -> Tensor:
-    """The input's sizes from ``start`` to ``end``. The interpreter answers this from the sizes alone."""
+    """Return the input's sizes from ``start`` to ``end``. The interpreter computes this from the sizes
+    alone."""
     return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
 
 
 @ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
 def size(node: Node, x: Tensor) -> Tensor:
-    """The number of elements."""
+    """Return the number of elements."""
     return torch.tensor(math.prod(x.shape), dtype=torch.int64)
 
 
@@ -55,7 +56,7 @@ def _filled(shape: np.ndarray) -> int:
 
 @ROWS.add("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
 def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
-    """A tensor of one value."""
+    """Return a tensor filled with one value."""
     value = node.attributes.get("value", np.zeros(1, np.float32))
     fill = to_tensor(np.asarray(value), "ConstantOfShape's value")
     return torch.full(known_ints(shape), np.asarray(value).ravel()[0].item(), dtype=fill.dtype)  # type: ignore[arg-type]
@@ -63,7 +64,7 @@ def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
 def constant(node: Node) -> Tensor:
-    """A stated tensor (the loader turns most of these into weights)."""
+    """Return a constant. (The loader turns most of these into weights.)"""
     return to_tensor(np.asarray(node.attributes["value"]), "Constant's value")
 
 
@@ -73,14 +74,14 @@ def _range_size(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> int:
 
 @ROWS.add("Range", 11, 27, known=(0, 1, 2), size=_range_size)
 def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
-    """``start``, ``start + delta``, ... below ``limit``."""
+    """Return ``start``, ``start + delta``, ... below ``limit``."""
     dtype = to_tensor(start).dtype
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=dtype)
 
 
 @ROWS.add("EyeLike", 9, 22)
 def eye_like(node: Node, x: Tensor) -> Tensor:
-    """Ones on a diagonal."""
+    """Return ones on a diagonal, zeros elsewhere."""
     dtype = ONNX_DTYPES[integer(node, "dtype", 0)] if "dtype" in node.attributes else x.dtype
     rows, columns = x.shape
     shifted = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device)[:, None]
@@ -89,7 +90,7 @@ def eye_like(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("NonZero", 9, 13)
 def non_zero(node: Node, x: Tensor) -> Tensor:
-    """Where the input is not zero, a row an axis."""
+    """Return the indices of nonzero elements, one row per axis."""
     return torch.nonzero(x).t().contiguous() if x.dim() else torch.nonzero(x).t()
 
 
@@ -98,13 +99,13 @@ def non_zero(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Identity", 1, 13, 14, 16, 19, 21, 23, 24, 25)
 def identity(node: Node, x: Tensor) -> Tensor:
-    """The input."""
+    """Return the input."""
     return x
 
 
 @ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
 def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Zero keeps the input's size (unless ``allowzero``), −1 takes what is left."""
+    """Reshape. A size of 0 keeps the input's (unless ``allowzero``); −1 is inferred."""
     sizes = known_ints(shape) or ()
     if not integer(node, "allowzero", 0):
         sizes = tuple(x.shape[i] if s == 0 and i < x.dim() else s for i, s in enumerate(sizes))
@@ -113,13 +114,13 @@ def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Reshape", 1)
 def reshape_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """The shape is an attribute."""
+    """Reshape to a shape that is an attribute."""
     return reshape(node, x, np.asarray(ints(node, "shape") or (), np.int64))
 
 
 @ROWS.add("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
 def flatten(node: Node, x: Tensor) -> Tensor:
-    """Two axes: those before ``axis`` and those from it on."""
+    """Reshape to two axes: those before ``axis`` and those from it on."""
     axis = integer(node, "axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
@@ -127,13 +128,13 @@ def flatten(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Transpose", 1, 13, 21, 23, 24, 25)
 def transpose(node: Node, x: Tensor) -> Tensor:
-    """Axes in another order, reversed by default."""
+    """Permute the axes; reverse them by default."""
     return x.permute(ints(node, "perm") or tuple(reversed(range(x.dim()))))
 
 
 @ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
-    """New axes of size one, counted in the result."""
+    """Insert axes of size one at positions in the result."""
     wanted = known_ints(axes) or ()
     rank = x.dim() + len(wanted)
     places = {a % rank for a in wanted}
@@ -146,13 +147,13 @@ def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
 
 @ROWS.add("Unsqueeze", 1, 11)
 def unsqueeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """The axes are an attribute."""
+    """Insert axes of size one; the axes are an attribute."""
     return unsqueeze(node, x, np.asarray(ints(node, "axes") or (), np.int64))
 
 
 @ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
 def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
-    """Drop axes of size one: the stated ones, or all."""
+    """Drop axes of size one: those listed, or all."""
     wanted = known_ints(axes)
     wanted = tuple(a for a, n in enumerate(x.shape) if n == 1) if wanted is None else wanted
     if any(x.shape[a] != 1 for a in wanted):
@@ -162,7 +163,7 @@ def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
 
 @ROWS.add("Squeeze", 1, 11)
 def squeeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """The axes are an attribute."""
+    """Drop axes of size one; the axes are an attribute."""
     axes = ints(node, "axes")
     return squeeze(node, x, None if axes is None else np.asarray(axes, np.int64))
 
@@ -173,25 +174,25 @@ def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
 
 @ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
 def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Broadcast to a shape, which may itself have ones where the input is larger."""
+    """Broadcast to a shape, which may have ones where the input is larger."""
     return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
 
 
 @ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
 def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
-    """Copies side by side along each axis."""
+    """Repeat along each axis."""
     return x.repeat(known_ints(repeats) or ())
 
 
 @ROWS.add("Concat", 4, 11, 13)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
-    """One after another along an axis."""
+    """Concatenate along an axis."""
     return torch.cat(given(tensors), integer(node, "axis", 1))
 
 
 @ROWS.add("Concat", 1)
 def concat_default(node: Node, *tensors: Tensor) -> Tensor:
-    """As above; the axis has a default."""
+    """Concatenate along an axis, which has a default."""
     return concat(node, *tensors)
 
 
@@ -206,19 +207,19 @@ def _split(node: Node, x: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, 
 
 @ROWS.add("Split", 13, 18, known=(1,))
 def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Parts along an axis, of stated sizes or even."""
+    """Split along an axis into parts of given or equal sizes."""
     return _split(node, x, known_ints(sizes))
 
 
 @ROWS.add("Split", 2, 11)
 def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
-    """The sizes are an attribute."""
+    """Split along an axis; the sizes are an attribute."""
     return _split(node, x, ints(node, "split"))
 
 
 @ROWS.add("Split", 1, known=(1,))
 def split_either_way(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """The sizes are an attribute or an input."""
+    """Split along an axis; the sizes are an attribute or an input."""
     return _split(node, x, ints(node, "split") or known_ints(sizes))
 
 
@@ -229,7 +230,7 @@ def split_either_way(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor
 def slice_(
     node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
 ) -> Tensor:
-    """Numpy's slices along some axes; a negative step runs backwards."""
+    """Slice along some axes as numpy does; a negative step runs backwards."""
     first, last = known_ints(starts) or (), known_ints(ends) or ()
     along = known_ints(axes) or tuple(range(len(first)))
     stride = known_ints(steps) or (1,) * len(first)
@@ -252,7 +253,7 @@ def _taken(x: Tensor, axis: int, picked: range) -> Tensor:
 
 @ROWS.add("Slice", 1)
 def slice_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Starts, ends and axes are attributes."""
+    """Slice; starts, ends and axes are attributes."""
     starts, ends, axes = (ints(node, k) for k in ("starts", "ends", "axes"))
     return slice_(node, x, *(None if v is None else np.asarray(v, np.int64) for v in (starts, ends, axes)))  # type: ignore[arg-type]
 
@@ -261,7 +262,7 @@ PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", 
 
 
 def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequence[int] | None) -> Tensor:
-    """Pad each axis before and after; negative pads crop."""
+    """Pad each axis before and after; negative padding crops."""
     mode, rank = text(node, "mode", "constant"), x.dim()
     along = [a % rank for a in (axes if axes is not None else range(rank))]
     before, after = dict(zip(along, pads, strict=False)), dict(zip(along, pads[len(along) :], strict=True))
@@ -270,7 +271,7 @@ def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequenc
     if mode == "constant":
         pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
         return F.pad(x, pairs, value=value) if any(pairs) else x
-    for axis in along:  # one gather an axis: torch's own modes cover fewer ranks
+    for axis in along:  # one gather per axis, since torch's modes support fewer ranks
         n, low, high = x.shape[axis], before[axis], after[axis]
         if low or high:
             x = x.index_select(axis, _mirror(mode, n, low, high).to(x.device))
@@ -289,26 +290,27 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
 
 @ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
-    """Pads, value and axes are inputs."""
+    """Pad; padding, value and axes are inputs."""
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
     return _pad(node, x, known_ints(pads) or (), fill, known_ints(axes))
 
 
 @ROWS.add("Pad", 2)
 def pad_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Pads and value are attributes."""
+    """Pad; padding and value are attributes."""
     return _pad(node, x, ints(node, "pads") or (), number(node, "value", 0.0), None)
 
 
 @ROWS.add("Pad", 1)
 def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
-    """As above; the attribute was named ``paddings``."""
+    """Pad; the padding is an attribute named ``paddings``."""
     return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
 
 
 @ROWS.add("CenterCropPad", 18, known=(1,))
 def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """The middle of each axis, or zeros around it; of an odd difference the smaller half lies before."""
+    """Crop each axis to its middle, or pad it with zeros. Of an odd difference the smaller half is at the
+    front."""
     axes = ints(node, "axes") or tuple(range(x.dim()))
     pairs = [0] * (2 * x.dim())
     for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
@@ -321,7 +323,7 @@ def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Trilu", 14, known=(1,))
 def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
-    """One triangle of the last two axes."""
+    """Keep the upper or the lower triangle of the last two axes."""
     at = 0 if k is None else int(k.reshape(()))
     return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
 
@@ -331,7 +333,7 @@ def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
 
 @ROWS.add("DepthToSpace", 1, 11, 13, 28)
 def depth_to_space(node: Node, x: Tensor) -> Tensor:
-    """Channels spread over blocks of the plane."""
+    """Move channels into blocks of the plane."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -341,7 +343,7 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
-    """Blocks of the plane gathered into channels."""
+    """Move blocks of the plane into channels."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_unshuffle(x, block)
@@ -363,11 +365,11 @@ def _castable(node: Node) -> None:
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
-    """Another element type."""
+    """Convert to another element type."""
     return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 
 @ROWS.add("CastLike", 15, 19, 21, 23, 24, 25)
 def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
-    """The other input's element type."""
+    """Convert to the other input's element type."""
     return _cast(x, like.dtype)

@@ -1,4 +1,4 @@
-"""Rows of the op table: Fourier transforms and the windows before them. Complex numbers are pairs in the last axis."""
+"""Rows for Fourier transforms and window functions. Complex numbers are pairs in the last axis."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ ROWS = Rows()
 
 
 def _complex(x: Tensor) -> Tensor:
-    """In double precision, as the standard's own code has it: half of torch's types have no transform at all."""
+    """Return complex numbers in double precision, as the standard's reference code does. Half of torch's
+    types have no transform."""
     wide = x.double()
     return wide.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
 
 
 @ROWS.add("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
-    """The transform along an axis, cut or filled up to a length; one-sided ones keep or take half of it."""
+    """Transform along an axis, which is cropped or zero-padded to a length. One-sided transforms return or
+    take only half of it."""
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))
     half, values = bool(integer(node, "onesided", 0)), _complex(x)
@@ -40,7 +42,7 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
 
 @ROWS.add("DFT", 17, known=(1,))
 def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
-    """The axis is an attribute."""
+    """Transform along an axis that is an attribute."""
     return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
 
 

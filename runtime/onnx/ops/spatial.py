@@ -1,4 +1,4 @@
-"""Rows of the op table: sampling at positions, grids of affine maps, rotary positions, cumulative products."""
+"""Rows for sampling at positions, grids of affine maps, rotary embeddings, cumulative products and Col2Im."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _samples(node: Node) -> None:
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
-    """The input at positions from −1 to 1, interpolated."""
+    """Interpolate the input at positions in [−1, 1]."""
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
     corners = bool(integer(node, "align_corners", 0))
     return F.grid_sample(x, grid, mode, text(node, "padding_mode", "zeros"), corners)
@@ -44,7 +44,7 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
 
 @ROWS.add("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
-    """The positions that affine maps send a regular grid to."""
+    """Return the positions to which affine maps send a regular grid."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
@@ -52,7 +52,8 @@ def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
 def rotary_embedding(
     node: Node, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
-    """Rotate pairs of features by angles of their position: halves of a head, or neighbours if interleaved.
+    """Rotate pairs of features by angles that depend on the position. Pairs are the halves of a head, or
+    neighbours if ``interleaved``.
 
     x is (batch, heads, steps, size), or (batch, steps, heads·size).
     """
@@ -74,7 +75,8 @@ def rotary_embedding(
 
 @ROWS.add("CumProd", 26, known=(1,))
 def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Products of the elements up to each along an axis, itself included unless ``exclusive``."""
+    """Return the product of all elements up to each along an axis, without the element itself if
+    ``exclusive``."""
     at = (known_ints(axis) or (0,))[0]
     x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):
@@ -85,15 +87,13 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
 
 @ROWS.add("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
-    """Columns of blocks laid back where they came from, overlapping ones added; any number of axes."""
+    """Put columns of blocks back to their positions and add where they overlap; for any number of axes."""
     sizes, kernel = known_ints(image) or (), known_ints(block) or ()
     rank = len(sizes)
     dilations, strides = (ints(node, k) or (1,) * rank for k in ("dilations", "strides"))
     pads = ints(node, "pads") or (0,) * (2 * rank)
     padded = [n + pads[a] + pads[rank + a] for a, n in enumerate(sizes)]
-    places = torch.zeros(
-        (1,) * (2 * rank), dtype=torch.int64, device=x.device
-    )  # by kernel axes, then by blocks
+    places = torch.zeros((1,) * (2 * rank), dtype=torch.int64, device=x.device)  # axes: kernel, then blocks
     for a in range(rank):
         blocks = (padded[a] - dilations[a] * (kernel[a] - 1) - 1) // strides[a] + 1
         along = torch.arange(kernel[a], device=x.device).unsqueeze(1) * dilations[a]

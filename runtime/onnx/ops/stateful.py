@@ -1,4 +1,4 @@
-"""Rows of the op table: what goes through a sequence with a state: linear attention, causal convolution."""
+"""Rows for ops with a state along a sequence: linear attention, causal convolution."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A state of keys by values, added to at each step and read by the query; Y and the last state."""
+    """Compute linear attention: a state of keys by values is updated at each step and read by the query.
+    Return the result and the last state."""
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
     if rule not in RULES or RULES[rule] != (decay is not None, beta is not None):
@@ -76,7 +77,8 @@ def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Ten
 def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A convolution of each channel by itself that looks back only; Y and the last inputs, for the next block."""
+    """Convolve each channel separately, looking only backwards. Return the result and the last inputs, for
+    the next block."""
     activation, back = text(node, "activation", "none"), weight.shape[2] - 1
     if activation not in ("none", "silu", "swish"):
         raise refuse(node, f"activation is {activation!r}")

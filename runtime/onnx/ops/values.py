@@ -1,4 +1,4 @@
-"""Between numpy's and torch's values: dtypes by ONNX's number and numpy's name, arrays and tensors."""
+"""Conversions between numpy and torch: element types by ONNX number and numpy name, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from rematplan.ir.errors import ModelError
 
-# ONNX's TensorProto.DataType numbers, for Cast and its kin.
+# ONNX's TensorProto.DataType numbers, for Cast and similar ops.
 ONNX_DTYPES: dict[int, torch.dtype] = {
     1: torch.float32,
     2: torch.uint8,
@@ -32,7 +32,7 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 
 
 def torch_dtype(name: str, what: str) -> torch.dtype:
-    """The torch dtype of numpy's name.
+    """Return the torch dtype of a numpy name. ``what``: the beginning of the error's message.
 
     Raises:
         ModelError: torch has no such type.
@@ -44,7 +44,7 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """The array as a tensor with memory of its own.
+    """Return a copy of the array as a tensor. ``what``: the beginning of the error's message.
 
     Raises:
         ModelError: torch has no such type.
@@ -56,7 +56,8 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values as a numpy array (bfloat16 as ml_dtypes has it, as the file's own arrays are)."""
+    """Return the tensor's values as a numpy array. bfloat16 is that of ml_dtypes, as in arrays read from
+    files."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
@@ -64,7 +65,12 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
-    """The array as a tensor, made so that a tracer sees a constant."""
+    """Return the array as a tensor, created so that a tracer sees a constant. ``what``: the beginning of the
+    error's message.
+
+    Raises:
+        ModelError: torch has no such type.
+    """
     dtype = torch_dtype(array.dtype.name, what)
     if math.prod(array.shape) == 1:
         return torch.full(array.shape, array.ravel()[0].item(), dtype=dtype)
@@ -72,15 +78,15 @@ def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
     return torch.tensor(wide.tolist(), dtype=dtype).reshape(array.shape)
 
 
-# Torch computes little with unsigned types beyond eight bits. The signed type of the next width holds the
-# smaller ones; 64 bits are computed modulo 2^64, the same for both, and compared with the sign bit flipped.
+# Torch supports few ops on unsigned types beyond eight bits. 16 and 32 bits are computed in a wider signed type;
+# 64 bits are computed modulo 2^64, which is the same for both, and compared with the sign bit flipped.
 WIDER: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
 
-# To move unsigned patterns where torch moves only signed ones.
+# For ops that torch supports on signed types only, and that only move elements.
 SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -89,7 +95,7 @@ SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in a type that torch compares, in the same order."""
+    """Return the tensor in a type that torch can compare, with the same order."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return x.to(WIDER.get(x.dtype, x.dtype))

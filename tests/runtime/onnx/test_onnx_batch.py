@@ -123,16 +123,16 @@ def test_what_cannot_follow_is_named(tmp_path):
     picks = [node("MatMul", ["x", "w"], ["h"]), node("Gather", ["h", "zero"], ["y"], name="pick", axis=0)]
     write(path, picks, [1, 4], {"w": W, "zero": np.int64(0)})
     with pytest.raises(
-        ModelError, match=r"for a batch of 1, and not for 3: node 'pick' .*picks from the batch"
+        ModelError, match=r"for a batch of 1 and cannot be adapted to 3: node 'pick' .*picks from the batch"
     ):
         rematplan.load_step(path, dims={"batch": 3})
     each = [node("Mul", ["x", "each"], ["h"], name="each"), node("MatMul", ["h", "w"], ["y"])]
     write(path, each, [2, 4], {"w": W, "each": np.ones((2, 4), np.float32)})
-    with pytest.raises(ModelError, match=r"for a batch of 2, and not for 3: node 'each' \(Mul"):
+    with pytest.raises(ModelError, match=r"for a batch of 2 and cannot be adapted to 3: node 'each' \(Mul"):
         rematplan.load_step(path, dims={"batch": 3})
     mixed = [node("Transpose", ["x"], ["t"], perm=[1, 0]), node("MatMul", ["t", "w"], ["y"], name="mix")]
     write(path, mixed, [1, 4], {"w": W[:1]})
-    with pytest.raises(ModelError, match=r"for a batch of 1, and not for 3: node 'mix' \(MatMul"):
+    with pytest.raises(ModelError, match=r"for a batch of 1 and cannot be adapted to 3: node 'mix' \(MatMul"):
         rematplan.load_step(path, dims={"batch": 3})
 
 
