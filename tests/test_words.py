@@ -40,6 +40,10 @@ ROOMS = (
     "runtime/graph",
     "runtime/guards",
     "runtime/inversion",
+    "runtime/module",
+    "runtime/onnx",
+    "runtime/onnx/ops",
+    "runtime/pipeline",
     "runtime/problem",
     "runtime/statistics",
 )

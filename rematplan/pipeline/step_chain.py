@@ -37,7 +37,7 @@ class NamedChain:
             if name not in self.names[1:]:
                 near = difflib.get_close_matches(name, self.names[1:], 3, 0.3) or list(self.names[1:4])
                 raise UsageError(
-                    f"{self.chain.graph.name} cannot be cut at {name!r}; near it: {', '.join(near)}"
+                    f"{self.chain.graph.name} cannot be cut at {name!r}; similar: {', '.join(near)}"
                 )
         found = tuple(map(self.names.index, cuts))
         if list(found) != sorted(set(found)):

@@ -1,1 +1,1 @@
-"""The planned `nn.Module`."""
+"""Planned modules: an `nn.Module` whose forward and backward follow a plan."""

@@ -1,4 +1,5 @@
-"""Numbers that a forward counts on in plain attributes, and computes with: a plan would go on with the first ones."""
+"""Refusal of forwards that count in plain attributes and compute with the number: a plan would keep the first
+number."""
 
 from __future__ import annotations
 
@@ -22,33 +23,40 @@ def check_counters(
     step: CapturedStep,
     again: Callable[[], tuple[FlatModel, CapturedStep]],
 ) -> None:
-    """Refuse a forward that changes a number and would give another graph with the changed one.
+    """Refuse a forward that changes a number in an attribute and would have another graph with the changed
+    number.
 
-    A counter that nothing is computed from, and a size that is kept for the next call, give the same graph.
+    A counter that is not used in a computation, or a size that is stored for the next call, gives the same
+    graph.
 
-    ``flat``, ``step``: the model as it was traced. ``again`` traces it once more.
+    Args:
+        name: the model's name, for the message.
+        model: the model.
+        flat: the model as it was traced.
+        step: the traced step.
+        again: traces the model once more.
 
     Raises:
-        ModelError: names the number.
+        ModelError: the graph would change. The message names the numbers.
     """
     if not flat.counted:
         return
     with _counted_on(model, flat.counted), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first trace has said all
+        warnings.simplefilter("ignore")  # the first trace has issued them already
         other, later = again()
     if _same(step, later) and repr(flat.constants) == repr(other.constants):
         return
     paths = [path for path, _ in model.named_modules()]
     names = [f"{paths[at]}.{key}".lstrip(".") for at, numbers in flat.counted.items() for key in numbers]
     raise ModelError(
-        f"{name}: its forward changes {', '.join(names)} and computes with it, so that no call's graph is the next "
-        f"one's; make it a buffer (register_buffer), or change it outside of the forward"
+        f"{name}: its forward changes {', '.join(names)} and computes with it, so each call has another graph; make it "
+        f"a buffer (register_buffer), or change it outside the forward"
     )
 
 
 @contextmanager
 def _counted_on(model: nn.Module, counted: dict[int, dict[str, Any]]) -> Iterator[None]:
-    """A block in which modules have the numbers that their forward left."""
+    """Set, inside the block, the numbers that the forward left in the modules' attributes."""
     attributes = [vars(module) for module in model.modules()]
     before = {at: {name: attributes[at][name] for name in numbers} for at, numbers in counted.items()}
     try:
@@ -61,7 +69,7 @@ def _counted_on(model: nn.Module, counted: dict[int, dict[str, Any]]) -> Iterato
 
 
 def _same(a: CapturedStep, b: CapturedStep) -> bool:
-    """Whether two steps make the same calls on the same constants."""
+    """Return whether two steps make the same calls on the same constants."""
     calls = [[(c.target, c.args, c.kwargs, c.results) for c in step.calls] for step in (a, b)]
     return (
         calls[0] == calls[1]

@@ -1,4 +1,5 @@
-"""A check of the first plan against eager mode, for versions of PyTorch that the test suite was not run with."""
+"""A check of the first plan against eager mode, for versions of PyTorch with which the test suite was not
+run."""
 
 from __future__ import annotations
 
@@ -15,22 +16,28 @@ from rematplan.runtime.graph.compat import TESTED, is_tested, pytree
 from rematplan.runtime.graph.warn import warn
 
 _checked: set[str] = set()
-"""The versions of PyTorch that a plan of this process was checked with: one version, once it is there."""
+"""The version of PyTorch with which a plan of this process was checked, once it was."""
 
 
 def check_first_plan(
     model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
 ) -> None:
-    """Compare the first planned step of this process with eager mode, where PyTorch's version is not a tested one.
+    """Compare the first planned step of this process with eager mode, if PyTorch's version is not a tested
+    one.
 
-    Both run once, forward and backward, on copies of the model, the arguments and the random state. Warns that the
-    version is not tested, and says so where the comparison was not possible: memory is too short for the run, which no
-    plan bounds, or the model cannot be copied.
+    Both run once, forward and backward, on copies of the model and the arguments; the random state is
+    restored. A warning says that the version is not tested, and whether the comparison was possible. (It is
+    not if there is too little memory for this run, which no plan limits, or if the model cannot be copied.)
 
-    ``tolerance``: the relative error that gradients may have; 0 where the plan inverts nothing that rounds.
+    Args:
+        model: the original model.
+        planned: the planned module.
+        args: the arguments of a call.
+        kwargs: its keyword arguments.
+        tolerance: the relative error that gradients may have; 0 if the plan has no inverses that round.
 
     Raises:
-        ModelError: an output or a gradient differs from eager mode's, and eager mode gives the same result twice.
+        ModelError: an output, gradient or buffer differs from eager mode, although eager mode repeats itself.
     """
     version = torch.__version__
     if is_tested(version) or version in _checked:
@@ -48,14 +55,15 @@ def check_first_plan(
         raise
     except (MemoryError, torch.OutOfMemoryError):
         warn(f"{untested}; memory is too short to compare the first planned step with eager mode")
-    except Exception as error:  # a model that cannot be copied is planned all the same
+    except Exception as error:  # a model that cannot be copied is still planned
         warn(f"{untested}; the first planned step could not be compared with eager mode: {error}")
     else:
         warn(f"{untested}; the first planned step was compared with eager mode and is equal")
 
 
 def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The outputs and gradients by name of one forward and backward. It runs on copies; the random state stays."""
+    """Return the outputs, gradients and buffers of one forward and backward by name. It runs on copies and
+    restores the random state."""
     model, args, kwargs = copy.deepcopy((model, args, dict(kwargs)))
     with same_draws(), torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(o, torch.Tensor)]
@@ -73,7 +81,7 @@ def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _different(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str:
-    """The name of the first tensor that differs, or nothing."""
+    """Return the name of the first tensor that differs; an empty string if none does."""
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

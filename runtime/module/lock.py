@@ -1,5 +1,5 @@
-"""Who may look at modules: any number of threads at once, or one alone that captures a module, while other tensors
-stand in its places."""
+"""A lock for looking at modules: several threads at once, or a single one that captures a module and
+temporarily replaces its tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from threading import Condition, get_ident
 
 
 class CaptureLock:
-    """A lock that threads share, or that one has alone. Whoever has it may take it again, in either way."""
+    """A reentrant lock that threads hold together (`shared`) or one thread holds exclusively (`alone`)."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._sharing: dict[int, int] = {}  # how many times, by thread
+        self._sharing: dict[int, int] = {}  # thread → how often it holds the lock
         self._alone: int | None = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """A block in which no other thread captures."""
+        """Run the block while no other thread captures."""
         me = get_ident()
         with self._changed:
-            if self._alone not in (None, me):  # asked before, for this block is in every call
+            if self._alone not in (None, me):  # tested first, since every call comes here
                 self._changed.wait_for(lambda: self._alone in (None, me))
             self._sharing[me] = self._sharing.get(me, 0) + 1
         try:
@@ -35,10 +35,11 @@ class CaptureLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A block in which no other thread looks or captures."""
+        """Run the block while no other thread captures or looks at modules."""
         me = get_ident()
         with self._changed:
-            # While it waits it looks at nothing, and who captures leaves all as it was: two that share may both wait.
+            # Give up the shared lock while waiting, so that two threads that share it can both wait for `alone`. That
+            # is safe: this thread looks at nothing meanwhile, and a capture restores everything.
             mine = self._sharing.pop(me, 0)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._alone == me or (self._alone is None and not self._sharing))

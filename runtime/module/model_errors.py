@@ -1,4 +1,5 @@
-"""What a model that cannot be captured raises of itself: its own check of a shape is no fault of the tracer's."""
+"""The exception that a model raises itself when it cannot be captured: a failed shape check in a forward is
+not the tracer's fault."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """The exception that ``forward(*args, **kwargs)`` raises without anything of ours, if it does.
+    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode, or None.
 
-    It runs once, with nothing kept for a backward (again with all kept, if it has a backward of its own), on copies of
-    the tensors that it is given; the model's attributes, buffers and gradients, and all random states, are then as
-    before.
+    The forward runs once, on copies of its tensors, without saving tensors for a backward. (If it runs a
+    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all
+    random states are restored.
     """
     asked: list[torch.Tensor] = []
 
@@ -57,7 +58,9 @@ def _raised(
         try:
             forward(*args, **kwargs)
         except Exception as error:
-            return None if isinstance(error, TorchDynamoException) else error  # a tracer's, not the model's
+            return (
+                None if isinstance(error, TorchDynamoException) else error
+            )  # a tracer's error, not the model's
     return None
 
 

@@ -1,6 +1,7 @@
 """A module whose forward and backward follow a plan, in any training loop.
 
-The module keeps its class, its parameters and its state; only its ``forward`` is another, which its runner does.
+The module keeps its class, its parameters and its state. Only its ``forward`` is replaced by one that its
+`Runner` executes.
 """
 
 from __future__ import annotations
@@ -31,21 +32,25 @@ from rematplan.runtime.statistics.recorder import Listener, Recorder, shapes
 def planned_module(
     model: nn.Module, planner: Planner, dynamic: bool = True, statistics: Kronecker | None = None
 ) -> nn.Module:
-    """``model`` with a planned forward and backward: an object of a subclass of its class, sharing all its state.
+    """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares
+    all its state.
 
-    ``dynamic``: whether a call with other shapes, types or modes makes a further plan; else it is refused.
-    ``statistics``: those to take in its steps.
+    Args:
+        model: the model. A planned module is planned again.
+        planner: makes the plans.
+        dynamic: whether a call with other shapes, types or modes makes another plan; if false it is refused.
+        statistics: the statistics to compute in its steps; None for none.
 
     Raises:
-        ModelError: the model is compiled, the shape of a parameter is not known yet, or the model is planned and its
-            forward was replaced since.
+        ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is
+            planned and its forward was replaced since; or its class allows no subclass.
     """
     check_traceable(model)
     if isinstance(model, _Planned):
         if model._rematplan_replaced is not None:
             raise ModelError(
-                f"{type(model).__name__} is planned, and its forward was replaced since; take that back (del "
-                f"model.forward) to plan it once more"
+                f"{type(model).__name__} is planned, and its forward was replaced since; undo that (del model.forward) "
+                f"to plan it again"
             )
         model = model._rematplan_model()
     return _become(
@@ -63,7 +68,9 @@ def _class_of(kind: type[nn.Module]) -> Any:
 
 
 def _new_class(kind: type[nn.Module]) -> Any:
-    more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}  # some look classes up by name
+    more = {
+        key: getattr(kind, key) for key in ("__module__", "__qualname__")
+    }  # some code looks classes up by name
     try:
         ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}
         own = {"forward": _Forward(kind), "_rematplan_kind": kind}
@@ -74,13 +81,15 @@ def _new_class(kind: type[nn.Module]) -> Any:
 
 def _blank(kind: Any) -> nn.Module:
     planned: nn.Module = object.__new__(_class_of(kind))
-    object.__setattr__(planned, "_rematplan_replaced", None)  # what it is to hold may ask for its forward
+    object.__setattr__(planned, "_rematplan_replaced", None)  # unpickling its attributes may read its forward
     return planned
 
 
 def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Module:
-    """A blank becomes the planned module of a model, whose attributes it shares, later ones too. ``state``: the model,
-    its runner, and what has been assigned to its forward, if anything."""
+    """Make a blank object the planned module of a model. It shares the model's attributes, also later ones.
+
+    ``state``: the model, its runner, and the replacement of its forward (None if there is none).
+    """
     model, runner, replaced = state
     attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": replaced}
     for name, value in {"__dict__": model.__dict__, **attributes}.items():
@@ -89,8 +98,11 @@ def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Modu
 
 
 class _Forward:
-    """``forward`` of planned modules. What somebody assigns to it goes in its place, and may call it; what stands in
-    the attributes that it shares with the model is the model's."""
+    """The attribute ``forward`` of planned modules.
+
+    A value assigned to it replaces it, and may call it. An entry ``forward`` in the shared ``__dict__``
+    belongs to the model.
+    """
 
     def __init__(self, kind: type[nn.Module]) -> None:
         @functools.wraps(kind.forward)
@@ -114,11 +126,12 @@ class _Forward:
 
 @dataclass(frozen=True)
 class PlanningStats:
-    """What the planning of a module has come to.
+    """Statistics of a module's planning.
 
-    ``plans``: how many are in use. ``gaps``: of each the overhead beyond its proven floor, a share of the step's time;
-    None without a floor. ``searching``: for how many of them a better one is searched for. ``seconds``: that these
-    searches have taken in the background. ``swaps``: how often a better plan has taken a plan's place.
+    ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus the proven lower bound,
+    as a share of the step's time; None without a bound. ``searching``: the number of plans for which a better
+    one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how often
+    a better plan has replaced another.
     """
 
     plans: int
@@ -129,9 +142,10 @@ class PlanningStats:
 
 
 class Planning:
-    """What a planned module is planned to do.
+    """The plans of a planned module.
 
-    Planned modules have these as attributes of their own, but for names that their model uses itself.
+    Planned modules also have `plan`, `plans`, `source` and `prepare` as attributes, unless their model uses
+    these names itself.
 
     Raises:
         UsageError: the module is not planned.
@@ -144,7 +158,7 @@ class Planning:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the last way in which the module was called."""
+        """The plan of the most recent call (or of the plan made last, before any call)."""
         return self._planned._rematplan.last.plan
 
     @property
@@ -154,12 +168,18 @@ class Planning:
 
     @property
     def source(self) -> str:
-        """The generated source of `plan`."""
+        """The generated source code of `plan`."""
         return self._planned._rematplan.last.compiled.halves.source
 
     def wait(self, seconds: float | None = None) -> Planning:
-        """Wait until no better plan is searched for any more, so many seconds at most; the last plans found take effect
-        at the next step. Returns itself."""
+        """Wait until all background searches for better plans have ended. Plans found take effect at the next
+        step.
+
+        ``seconds``: the longest time to wait; None for no limit.
+
+        Returns:
+            This object.
+        """
         end = None if seconds is None else time.monotonic() + seconds
         for entry in self._planned._rematplan.entries():
             if entry.running.refinement is not None:
@@ -167,7 +187,7 @@ class Planning:
         return self
 
     def stats(self) -> PlanningStats:
-        """What planning has come to so far."""
+        """Return statistics of the planning so far."""
         entries = self._planned._rematplan.entries()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
@@ -179,8 +199,9 @@ class Planning:
         )
 
     def statistics(self) -> Statistics:
-        """The statistics of the present training step: of its backwards so far, until the next step's first forward;
-        without factors in a step that takes none.
+        """Return the Kronecker-factored statistics of the present training step: the sum over its backwards
+        so far. They are available until the next step's first forward. A step without statistics has no
+        factors.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -188,7 +209,7 @@ class Planning:
         return self._recorder.statistics()
 
     def statistics_layers(self) -> dict[str, Factors]:
-        """By weight name the factors that the planned ways of calling the module give, as tensors of the device
+        """Return the factors that the present plans compute, by weight name, as tensors on the device
         ``meta``.
 
         Raises:
@@ -200,8 +221,10 @@ class Planning:
         return {name: factors for one in found for name, factors in one.items()}
 
     def take_statistics(self, wanted: bool | None = True) -> None:
-        """End the present training step; whether the coming ones have statistics. None: every n-th has them, as
-        planned. An optimizer that steps over the module's parameters ends a step by itself.
+        """End the present training step, and decide whether the following steps compute statistics. A step of
+        an optimizer over the module's parameters ends the training step, too.
+
+        ``wanted``: True for all following steps, False for none, None for every n-th as planned.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -220,7 +243,7 @@ class Planning:
 
     @property
     def statistics_options(self) -> Kronecker:
-        """What was asked of the statistics.
+        """The options of the statistics.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -229,8 +252,8 @@ class Planning:
 
     @property
     def statistics_state(self) -> tuple[int, int]:
-        """The number of the present training step, and of draws of labels so far: all that has to be saved and set
-        again for training to resume as it would have gone on.
+        """The number of the present training step, and the number of label draws so far: all that must be
+        saved, and set again, to resume training exactly.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -252,13 +275,13 @@ class Planning:
         return found
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan for these arguments without running anything; returns the module."""
+        """Make the plan for these arguments without running the model. Return the planned module."""
         self._planned._rematplan.prepare(self._planned, args, kwargs)
         return self._planned
 
 
 def compiled_plan(planned: nn.Module) -> CompiledPlan:
-    """The compiled plan of the last way in which a planned module was called.
+    """Return the compiled plan of a planned module's most recent call.
 
     Raises:
         UsageError: the module is not planned.
@@ -270,8 +293,8 @@ OURS = ("plan", "plans", "source", "prepare")
 
 
 class _Ours:
-    """An attribute of `Planning` on planned modules whose class has none of that name. What the model holds under it,
-    as a part, parameter, buffer or plain attribute, goes before."""
+    """An attribute of `Planning` on planned modules. A submodule, parameter, buffer or plain attribute of
+    that name in the model has priority."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -286,38 +309,39 @@ class _Ours:
 
 
 class _Planned:
-    """What a planned module has beyond its model."""
+    """The attributes and methods that a planned module has in addition to its model."""
 
     __slots__ = ("_rematplan", "_rematplan_origin", "_rematplan_replaced")
 
     _rematplan_kind: type[nn.Module]
     _rematplan: Runner
     _rematplan_origin: nn.Module
-    """The model that it was made of: parts may hold a weak reference to it."""
+    """The original model. Submodules may have weak references to it."""
     _rematplan_replaced: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that is planned is not announced as a further one to those that its bases register."""
+        """Do nothing, so that base classes do not register the planned class as a new one."""
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As any module is called. That a forward put in our place goes past the plan is remarked upon."""
+        """Call the module as usual. Warn if a replaced forward does not use the plan."""
         before = FORWARDS.begun
         results = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._rematplan_replaced is not None and FORWARDS.begun == before and torch.is_grad_enabled():
             warn(
                 f"the forward of {self._rematplan.name} was replaced after it was planned, and the new one does not "
-                f"call it: this step has no plan and keeps no budget; plan what it calls"
+                f"call the planned one: this step has no plan and may exceed the budget; plan what it calls"
             )
         return results
 
     def _rematplan_model(self) -> nn.Module:
-        """The model, sharing this one's attributes; or this one, where somebody has given it a further class."""
+        """Return the model, which shares this object's attributes; or this object, if its class was changed
+        after planning."""
         further = type(self) is not _class_of(self._rematplan_kind)
         return cast(nn.Module, self) if further else self._rematplan_origin
 
     def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
-        """The model's own forward."""
+        """Return the forward of the model itself."""
         further = isinstance(model, _Planned) and "forward" not in self.__dict__
         return cast(Callable[..., Any], super().forward if further else model.forward)  # type: ignore[misc]
 
@@ -326,14 +350,14 @@ class _Planned:
             return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
 
     def __copy__(self) -> Any:
-        """A further object with the same parts and plans."""
+        """Return another object with the same submodules and plans."""
         model = copy.copy(self._rematplan_model())
         return _become(
             _blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy (for an average of weights, say) with weights of its own and the same plans."""
+        """Return a copy with separate weights and the same plans, for an average of weights, for example."""
         memo[id(self)] = twin = _blank(self._rematplan_kind)
         model, replaced = (
             copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced)
@@ -341,7 +365,8 @@ class _Planned:
         return _become(twin, (model, self._rematplan.twin(), replaced))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled with the wish for a plan, not with the plan: it is made anew in the first call."""
+        """Pickle the model and the options of planning, without plans. The copy makes its plans in its first
+        call."""
         del protocol
         return (
             _blank,

@@ -1,8 +1,8 @@
-"""The calls of a planned module: which plan one takes, the making of new ones, and running them.
+"""The calls of a planned module: choose a plan, make it if there is none, and run it.
 
-One plan is made for each way the module is called (shapes, types, modes, autocast), for each state that its forward
-reads, for each outcome of what it decides by the values of its inputs and buffers, and beside gradients of earlier
-steps, when it first meets it.
+A plan is made at the first call with each combination of arguments (shapes, types, modes, autocast), state
+that the forward reads, outcomes of its decisions by values of inputs and buffers, and gradients of earlier
+steps.
 """
 
 from __future__ import annotations
@@ -63,28 +63,35 @@ from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
 MANY = 8
-"""Plans of one module after which it is said that there are many."""
+"""The number of plans of one module at which a warning is issued."""
 
 LOCK = CaptureLock()
-"""Of all planned modules."""
+"""The lock of all planned modules."""
 
 
 class Planner(Protocol):
     """Makes plans of captured steps: schedules of their `loss_boundary.with_loss_boundary`."""
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """The plan of a step. ``first``: whether it is the first of its kind, though others have a plan.
+        """Return the plan of a step. ``first``: whether it is the first step of its kind (with statistics,
+        for example), even if others have plans.
 
         Raises:
-            InfeasibleBudget: there is none within the budget, and no other is to be taken.
+            InfeasibleBudget: no plan fits the budget, and the options allow no other.
         """
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
-        """One for when parameters of these names have so many bytes of gradients before the step; None if its ``plan``
-        serves, or is to be taken all the same.
+        """Return a plan for a step during which gradients of earlier steps exist; None if ``plan`` fits, or
+        is to be used anyway.
+
+        Args:
+            step: the captured step.
+            plan: its plan without such gradients.
+            gradients: their bytes.
+            names: the parameters that have them.
 
         Raises:
-            InfeasibleBudget: there is none within the budget, and no other is to be taken.
+            InfeasibleBudget: no plan fits the budget, and the options allow no other.
         """
 
 
@@ -100,27 +107,28 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One way that the module is called, compiled."""
+    """A compiled plan for one combination of shapes, types, modes and outcomes of guards."""
 
     running: Running
     outputs: pytree.TreeSpec
-    """Of what the forward returns, of the attributes that it gives (a dictionary by module, of dictionaries), and of
-    the arguments if it changes lists or dictionaries among them."""
+    """The structure of three things: the results of the forward; the attributes that it sets (a dictionary by
+    module, of dictionaries); and the arguments, if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
-    """The flattened outputs, with a `Place` where a tensor goes, `Given` for a leaf of the arguments, and `Own` for a
-    tensor of the model."""
+    """The leaves of ``outputs``: `Place` for a tensor of the results, `Given` for a leaf of the arguments,
+    `Own` for a tensor of the model, or a constant."""
     guard: guards.Guard
-    """What the traced forward depends on besides."""
+    """The check that everything else the traced forward depends on is unchanged."""
     captured: CapturedStep
-    """The step before there was a plan of it."""
+    """The step before planning, with the expected tangents."""
     whole: CapturedStep
-    """The same with the tangents of all outputs."""
+    """The same step with the tangents of all outputs."""
     statistics: StatisticsStep | None = None
-    """The step with statistics, if this entry takes them."""
+    """The step with statistics; None if this entry computes none."""
     measured: list[CacheEntry] = field(default_factory=list, compare=False)
-    """The entry for the same forward that takes statistics, once there is one."""
+    """The entry for the same forward that computes statistics: empty or one element."""
     beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
-    """Planned beside gradients of earlier steps, by the names of the parameters that had them and their bytes."""
+    """Entries for steps with gradients of earlier steps, by the names of the parameters that had them, and
+    their bytes."""
 
     @property
     def plan(self) -> Plan:
@@ -129,20 +137,22 @@ class CacheEntry:
 
     @property
     def compiled(self) -> CompiledPlan:
-        """The same, compiled."""
+        """That plan, compiled."""
         return self.running.compiled
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """The names of parameters that get gradients, and those that the step has for them. Any one stands for all:
-        where it has a gradient of an earlier step, the others have theirs."""
+        """The parameters that get gradients: their names, and the names that the step has for them. One of
+        them represents all: if it has a gradient of an earlier step, the others have, too."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """The same entry, noted as its own for gradients of earlier steps, if its plan counts any.
+        """Return this entry. If its plan counts gradients of earlier steps, register it for these.
 
-        ``gradients``: the bytes that the plan counts; ``names``: of the parameters that may have them.
+        Args:
+            gradients: the bytes that the plan counts.
+            names: the parameters that may have them.
         """
         if gradients:
             self.beside[names, gradients] = self
@@ -153,7 +163,8 @@ class CacheEntry:
 def _own_errors(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """A block that captures; where that fails as the model by itself would, it raises what the model does."""
+    """If capturing in the block fails, raise the exception that the model raises in eager mode, if it raises
+    one."""
     try:
         yield
     except ModelError as error:
@@ -164,8 +175,7 @@ def _own_errors(
 
 
 class _Forwards(threading.local):
-    """Counts the forwards of planned modules, in each thread by itself: what another thread runs meanwhile says
-    nothing of a call in this one."""
+    """A count of forwards of planned modules, for each thread separately."""
 
     begun = 0
 
@@ -174,7 +184,14 @@ FORWARDS = _Forwards()
 
 
 class Runner:
-    """Plans and runs one model."""
+    """Plans and runs one model.
+
+    Args:
+        name: the model's name.
+        planner: makes the plans.
+        dynamic: whether a call for which no entry holds makes another plan; if false it is refused.
+        statistics: the statistics to compute; None for none.
+    """
 
     def __init__(
         self, name: str, planner: Planner, dynamic: bool, statistics: Kronecker | None = None
@@ -184,13 +201,15 @@ class Runner:
         self.ways: dict[Any, list[CacheEntry]] = {}
         self.last: CacheEntry
         self.brought: frozenset[str] = frozenset()
-        """The positions of outputs whose tangents came though their step left them out."""
+        """The positions of outputs whose tangents arrived although their step had left them out."""
         self.walk: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
-        """A trained parameter's name, and its version at the last call, which an optimizer's step changes."""
+        """A trained parameter's name and its version at the last call. An optimizer's step changes the
+        version."""
 
     def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
-        """For a copy of the planned module, with the same plans, or those given."""
+        """Return a runner for a copy of the planned module, with the same plans, or with those of
+        ``ways``."""
         twin = copy.copy(self)
         twin.walk = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
@@ -200,7 +219,8 @@ class Runner:
         return twin
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's outputs; their backward follows the plan. Without gradients the model itself runs."""
+        """Run the model and return its outputs; their backward follows the plan. Without gradients the
+        original model runs."""
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
@@ -233,8 +253,8 @@ class Runner:
         return results
 
     def _exchange(self, way: CacheEntry, state: guards.ModuleState) -> None:
-        """Let the better plan that has been found take effect, where a step begins: no backward of this module is to
-        come, none may be repeated, and a step of the optimizer, or gradients of None, ended the step before."""
+        """Replace the plan by a better one that was found, if a new training step begins: no backward of this
+        module is pending or may be repeated, and the optimizer has stepped or the gradients are None."""
         name = next(iter(way.targets), "")
         trained, (known, version) = state.named.get(name), self.version
         new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
@@ -244,13 +264,13 @@ class Runner:
         with LOCK.alone():
             if way.running.improved:
                 found = way.running.swap()
-                # That the plan before served beside earlier gradients says nothing of this one.
+                # The old plan also fitted with earlier gradients; the new one may not.
                 alone = [key for key, w in way.beside.items() if w is way and key[1] > found.gradients]
                 for key in alone:
                     del way.beside[key]
 
     def entries(self) -> list[CacheEntry]:
-        """All entries, each once."""
+        """Return all entries, each once."""
         plain = [way for ways in self.ways.values() for way in ways]
         every = [w for way in plain for w in (way, *way.measured)]
         return list({id(w): w for way in every for w in (way, *way.beside.values())}.values())
@@ -268,7 +288,7 @@ class Runner:
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, way: CacheEntry, recorder: Recorder) -> CacheEntry:
-        """The entry of the same forward that takes statistics."""
+        """Return the entry of the same forward that computes statistics."""
         if not way.measured:
             with LOCK.alone():
                 if not way.measured:
@@ -277,7 +297,7 @@ class Runner:
                     first = not any(w.measured for ways in self.ways.values() for w in ways)
                     draws = recorder.draws.count
                     made = self.planner(captured, first=first)
-                    recorder.draws.count = draws  # measuring costs draws, too
+                    recorder.draws.count = draws  # the measurement of costs draws labels, too
                     entry = replace(way, running=Running.of(made), captured=captured)
                     entry = replace(entry, statistics=found, beside={}, measured=[])
                     names = next((names for names, _ in way.beside), frozenset[str]())
@@ -286,7 +306,7 @@ class Runner:
         return self.last
 
     def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
-        """What these arguments take: an entry whose guard holds, or a new one."""
+        """Return the entry for these arguments whose guard holds, or a new one."""
         leaves, spec = flattened_call(args, kwargs)
         return self._way(planned, leaves, spec, self._state(planned))
 
@@ -303,8 +323,8 @@ class Runner:
     def _check_first_order(self) -> None:
         if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
             raise ModelError(
-                f"{self.name} is planned for the backward of a loss; torch.func's transforms and forward-mode "
-                f"derivatives are for the model that it was made of"
+                f"{self.name} is planned for the backward of a loss; use the original model with torch.func's "
+                f"transforms and forward-mode derivatives"
             )
 
     def _way(
@@ -314,14 +334,14 @@ class Runner:
             "parametrizations" in a["_modules"] for a in state.attributes
         ):
             raise ModelError(
-                f"{self.name} is called in torch.nn.utils.parametrize.cached(), which lets calls share what a planned "
-                f"step computes in each; leave that block, or let the forward enter it"
+                f"{self.name} is called in torch.nn.utils.parametrize.cached(), which shares tensors between calls; a "
+                f"planned step computes them in each call; leave that block, or enter it inside the forward"
             )
         key, tensors = (guards.call_key(leaves, spec), state.key), tensors_in(leaves)
         with LOCK.shared():
             found = self._known(key, state, tensors)
         if found is None:
-            with LOCK.alone():  # where another thread may have made it by now
+            with LOCK.alone():  # another thread may have made it meanwhile
                 found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
         if found.captured.left_out & self.brought:
             found = self._with_tangents(found)
@@ -331,8 +351,11 @@ class Runner:
     def _beside_gradients(
         self, way: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry:
-        """The way, planned for what is left of the budget beside the gradients of earlier steps, if there are any:
-        those of parameters, to which new ones are added, and those of inputs."""
+        """Return the entry whose plan leaves room in the budget for gradients of earlier steps; the entry
+        itself if there are none.
+
+        Gradients of parameters, to which new ones are added, of inputs, and earlier statistics count.
+        """
         own = state.named.get(next(iter(way.targets), ""))
         of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
         summed = self.recorder.held if self.recorder else {}
@@ -358,10 +381,8 @@ class Runner:
         return way if found is None else replace(way, running=Running.of(found), beside={})
 
     def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
-        """The way, planned with these tangents and those that came before; calls like it take that plan from now on.
-
-        ``brought``: positions of outputs.
-        """
+        """Return the entry planned again with the tangents ``brought`` (positions of outputs) and those that
+        arrived before. Calls of the same kind use that plan from now on."""
         if way.statistics and self.recorder:
             plain = replace(way, statistics=None, measured=[])
             return self._measured(self._with_tangents(plain, brought), self.recorder)
@@ -384,9 +405,9 @@ class Runner:
     def _say_brought(self, brought: frozenset[str]) -> None:
         if brought:
             warn(
-                f"{self.name}: a gradient came for output {', '.join(sorted(brought, key=int))}, which its loss is "
-                f"made of, and no plan expected that: this backward runs the forward again, and may go beyond the "
-                f"budget; from now on plans expect it"
+                f"{self.name}: a gradient arrived for output {', '.join(sorted(brought, key=int))}, from which its "
+                f"loss is computed, and the plan did not expect that: this backward runs the forward again and may "
+                f"exceed the budget; later plans expect the gradient"
             )
 
     def _known(
@@ -400,14 +421,14 @@ class Runner:
         if self.ways and not self.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
-                f"with dynamic=True"
+                f"pass dynamic=True"
             )
         way = self._compile(planned, leaves, spec, state)
         self.ways.setdefault(key, []).append(way)
         if sum(map(len, self.ways.values())) == MANY:
             warn(
-                f"{self.name} has been planned for {MANY} ways of calling it; a number, a shape or a value that is "
-                f"decided by costs a plan each time that it is another: give numbers as tensors"
+                f"{self.name} has {MANY} plans for different calls; each new number, shape or value by which the "
+                f"forward decides costs another plan: pass numbers as tensors"
             )
         return way
 
@@ -416,8 +437,8 @@ class Runner:
     ) -> CacheEntry:
         model = planned._rematplan_model()
         check_traceable(model)
-        check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has or is given")
-        check_no_hidden_tensors(leaves, f"{self.name} is given")
+        check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has, or is called with,")
+        check_no_hidden_tensors(leaves, f"{self.name} is called with")
         self._say_hooks(hooked(model))
         batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
         with (
@@ -437,7 +458,9 @@ class Runner:
         check_counters(self.name, model, flat, step, again)
         step = replace(step, attributes=flat.attributes)
         constants = tuple(
-            Withheld(f"{self.name} gives a {type(c).__name__}") if hides_tensors(c, called_later=True) else c
+            Withheld(f"{self.name} returns a {type(c).__name__}")
+            if hides_tensors(c, called_later=True)
+            else c
             for c in flat.constants
         )
         whole, captured = step, with_expected_tangents(step, self.brought)
@@ -453,13 +476,13 @@ class Runner:
     def _say_hooks(self, names: list[str]) -> None:
         if names:
             warn(
-                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run when a "
-                f"step is planned; what they compute is part of the plan, what else they do is done only then"
+                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
+                f"when a step is planned; what they compute is part of the plan, other effects happen only then"
             )
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
-    """The storage of a tensor's gradient, if it has one that is dense."""
+    """Return the storage of a tensor's gradient; None if it has no dense gradient."""
     if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
         return None
     gradient = tensor.grad
@@ -468,4 +491,5 @@ def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
-"""Types of the first tensor that wants a gradient where there is nothing to plan: none does, or somebody traces."""
+"""Types of the first tensor that requires a gradient for which nothing is planned: there is no such tensor,
+or a tracer is running."""

@@ -1,4 +1,4 @@
-"""The plan that calls follow now, and its exchange for a better one between two steps."""
+"""The plan that calls follow now, and its replacement by a better one between two training steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 @dataclass(eq=False)
 class Running:
-    """A plan, compiled, and the search for a better one, if there is one.
+    """A compiled plan, and the search for a better one (None if there is none).
 
-    ``swaps``: how often a better plan has taken its place.
+    ``swaps``: how often a better plan has replaced it.
     """
 
     plan: Plan
@@ -23,7 +23,7 @@ class Running:
 
     @classmethod
     def of(cls, found: StepPlan) -> Running:
-        """Compile a plan and have the search for a better one begun."""
+        """Compile a plan, and begin the search for a better one."""
         running = cls(found.plan, compiled(found), found.refinement)
         if found.refinement is not None:
             found.refinement.begin(compiled)
@@ -31,11 +31,12 @@ class Running:
 
     @property
     def improved(self) -> bool:
-        """Whether a better plan is there to be taken."""
+        """Whether a better plan is ready."""
         return self.refinement is not None and self.refinement.ready
 
     def swap(self) -> StepPlan:
-        """Take the better plan, which was compiled before. Calls under way go on with the plan that they began with."""
+        """Replace the plan by the better one, which is compiled already, and return that. Calls in progress
+        continue with their plan."""
         assert self.refinement is not None
         found, self.compiled = self.refinement.take()
         self.plan = found.plan
@@ -44,5 +45,5 @@ class Running:
 
 
 def compiled(found: StepPlan) -> CompiledPlan:
-    """A step's plan as code that takes part in autograd."""
+    """Return a step's plan, compiled for autograd."""
     return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)

@@ -1,1 +1,1 @@
-"""Pipelines in torch: its schedules' action lists, stages that run plans."""
+"""Pipelines in PyTorch: the action lists of its schedules, and stages that run plans."""

@@ -1,8 +1,9 @@
-"""The action lists of torch's pipeline schedules, read off the schedule classes without any process group.
+"""The action lists of PyTorch's pipeline schedules, read from the schedule classes without a process group.
 
-Each class works out the lists of all ranks when it is made. It asks its stages only where they stand, so that stages
-without a module do. GPipe and 1F1B are not among them: torch's loops over one stage do not use the list that they show
-(the last rank's of 1F1B begins with micro-batch 1), and `rematplan.planner.pipeline.orders` states what the loops run.
+A schedule class computes the lists of all ranks when it is constructed. It only asks its stages for their
+position, so stages without a module suffice. GPipe and 1F1B are not included: PyTorch's loops for one stage
+per rank do not follow the list that they show (that of 1F1B's last rank begins with micro-batch 1), so
+`rematplan.planner.pipeline.orders` defines what they run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Lists = tuple[tuple[tuple[str, int, int], ...], ...]
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """The name of a class in `torch.distributed.pipelining`. ``each``: the stages that a rank must have; None for any
-    number."""
+    """A class in `torch.distributed.pipelining`, by name. ``each``: the number of stages per rank that it
+    requires; None for any."""
 
     cls: str
     each: int | None
@@ -38,7 +39,7 @@ SCHEDULES: Mapping[str, TorchSchedule] = {
 
 @dataclass
 class _Stage:
-    """What a schedule class asks a stage."""
+    """The attributes of a stage that a schedule class reads."""
 
     stage_index: int
     num_stages: int
@@ -48,13 +49,16 @@ class _Stage:
 
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
-    """The action lists of one of `SCHEDULES`.
+    """Return the action lists of all ranks.
 
     Args:
-        stages: in all, the same number on each rank.
+        name: a key of `SCHEDULES`.
+        ranks: the number of ranks.
+        stages: the total number of stages, the same on each rank.
+        microbatches: the number of micro-batches.
 
     Raises:
-        UsageError: the class refuses these numbers.
+        UsageError: the schedule does not allow these numbers.
     """
     kind = SCHEDULES[name]
     each = stages // ranks
@@ -74,7 +78,8 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
 
 
 def _computing(one: Any) -> list[tuple[str, int, int]]:
-    """The computations of one entry of a list: none of a pause, several of an overlap of forward and backward."""
+    """Return the computations of one entry of a list: none for a pause, several if forward and backward
+    overlap."""
     if one is None:
         return []
     if one.sub_actions is not None:

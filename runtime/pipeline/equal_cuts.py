@@ -1,4 +1,4 @@
-"""Cuts of an exported graph into stages of about equal work, where no better are asked for."""
+"""Cuts of an exported graph into stages of about equal work, used if no better cuts are requested."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.stage_modules import cut_names, cut_places
 
 BALANCE = 10.0
-"""Operations a byte: an op takes as long as its bytes, or its operations by this."""
+"""Operations per byte. An op's work is its bytes, or its operations divided by this number if that is
+more."""
 
 
 def equal_cuts(graph: fx.Graph, stages: int) -> tuple[str, ...]:
-    """The names of modules to cut at, so that the stage of most work has least; of equals, where least crosses.
+    """Return the names of modules to cut at, so that the largest work of a stage is minimal. Among equal
+    choices, fewest bytes cross the cuts.
 
-    One stage more at a time: least[s][j] = min over i of max(least[s−1][i], work from i to j). O(stages · names²).
+    Dynamic programming over the number of stages: least[s][j] = min over i of max(least[s−1][i], work from i
+    to j). O(stages · names²).
 
     Raises:
-        UsageError: there are fewer places than stages.
+        UsageError: the model has too few places to cut at.
     """
     places = cut_places(graph)
     names = {
         places[name]: name for name in reversed(cut_names(graph))
-    }  # the outermost of those that begin there
+    }  # the outermost module of those that begin at the same op
     ops = [node for node in graph.nodes if node.op == "call_function"]
     if len(names) < stages - 1:
         raise UsageError(f"the model has {len(names) + 1} places for stages, not {stages}")
@@ -57,7 +60,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _work(node: fx.Node) -> float:
-    """Bytes, or operations by `BALANCE`, whichever are more."""
+    """Return the bytes of a node, or its operations divided by `BALANCE` if that is more."""
     moved = sum(t.nbytes for n in (node, *node.all_input_nodes) for t in _tensors(n))
     with flop_counter.FlopCounterMode(display=False) as counter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

@@ -1,7 +1,8 @@
 """A model as a chain of stage modules: its exported graph, cut where some of its modules begin.
 
-A stage's module has the model's own parameters and buffers under the model's names. What a later stage reads of an
-earlier one passes through every stage between: PyTorch's schedules send from a stage to the next one only.
+A stage's module shares the model's parameters and buffers, under the model's names. A tensor that a later
+stage reads passes through all stages in between, because PyTorch's schedules send only from one stage to the
+next.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.graph.compat import OpOverload, pytree
 
 MODULES = "nn_module_stack"
-"""What an exported graph's nodes say of the modules that they come from."""
+"""The key under which an exported graph's nodes have the stack of their modules."""
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
-"""Ops that give tensors without gradients of tensors with them."""
+"""Ops whose results do not require gradients even if their arguments do."""
 
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage. ``inputs``, ``outputs``: tensors without data, of the shapes, strides and types of what it is called
-    with and gives, saying which need gradients; those of the first stage are the model's positional tensors. ``args``,
-    ``kwargs``: all that it is called with, such tensors among them.
+    """One stage.
+
+    ``args``, ``kwargs``: its arguments; tensors are meta tensors of the same shape, strides and type that say
+    whether they require gradients. Those of the first stage are the model's arguments. ``outputs``: its
+    results, as such meta tensors.
     """
 
     module: nn.Module
@@ -43,22 +46,23 @@ class StageModule:
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """The model's forward for these arguments as a graph of ATen calls.
+    """Return the model's forward for these arguments as a graph of ATen calls.
 
     Raises:
-        ModelError: it cannot be exported, or gives something else than a tensor or a tuple of them; says why in a line.
+        ModelError: it cannot be exported, or returns something else than a tensor or a tuple of tensors. The
+            message has the reason in one line.
     """
     try:
         program = torch.export.export(model, tuple(args), dict(kwargs))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(model).__name__} cannot be cut into stages, as its forward cannot be exported: {reason}"
+            f"{type(model).__name__} cannot be cut into stages: its forward cannot be exported: {reason}"
         ) from error
     given = program.module_call_graph[0].signature.out_spec
     if not (given.is_leaf() or (given.type in (tuple, list) and all(c.is_leaf() for c in given.children()))):
         raise ModelError(
-            f"{type(model).__name__} gives a {given.type.__name__}; a pipeline's gives tensors or a tuple"
+            f"{type(model).__name__} returns a {given.type.__name__}; a pipeline needs a tensor or a tuple of tensors"
         )
     module = program.module()
     assert isinstance(module, fx.GraphModule)
@@ -66,7 +70,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """The names at which the graph can be cut, in order: of modules all of whose ops stand in one piece."""
+    """Return the names at which the graph can be cut, in order: those of modules whose ops are contiguous in
+    the graph."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}
@@ -83,20 +88,23 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
 def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
-    """The stages of a model: one more than there are cuts.
+    """Return the stages of a model, one more than there are cuts.
 
     Args:
-        args, kwargs: what the model is called with for one micro-batch; other values than tensors stay as they are.
-        cuts: names of modules that each begin a stage, in the order in which they run.
+        model: the model.
+        args: its positional arguments for one micro-batch. Arguments that are not tensors are fixed.
+        kwargs: its keyword arguments, likewise.
+        cuts: names of the modules that begin the second and later stages, in running order.
 
     Raises:
-        ModelError: the model cannot be exported, or two stages would share a parameter, or a buffer that changes.
-        UsageError: a cut that is no module of one piece, or cuts in another order.
+        ModelError: the model cannot be exported; or two stages would share a parameter, or a buffer that
+            changes.
+        UsageError: a cut is not a module whose ops are contiguous, or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
         if any(isinstance(leaf, torch.Tensor) and leaf is not one for leaf in pytree.tree_leaves(one)):
             raise ModelError(
-                f"{type(model).__name__} is given tensors within a {type(one).__name__}: give them as they are"
+                f"{type(model).__name__} has an argument with tensors in a {type(one).__name__}; pass them directly"
             )
     graph = exported(model, args, kwargs)
     places = _places(graph, cuts, type(model).__name__)
@@ -132,12 +140,12 @@ def _ops(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _modules(node: fx.Node) -> tuple[str, ...]:
-    """The names of the modules that a node is in, but for the model."""
+    """Return the names of the modules that contain a node, without the model itself."""
     return tuple(name for name, _ in node.meta.get(MODULES, {}).values() if name)
 
 
 def cut_places(graph: fx.Graph) -> dict[str, int]:
-    """Of each module's name the position of its first op among all ops."""
+    """Return the position of each module's first op among all ops, by the module's name."""
     first: dict[str, int] = {}
     for at, node in enumerate(_ops(graph)):
         for name in _modules(node):
@@ -146,28 +154,28 @@ def cut_places(graph: fx.Graph) -> dict[str, int]:
 
 
 def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
-    """Among the ops, where each stage begins."""
+    """Return the position of each stage's first op among all ops."""
     first, known = cut_places(graph), cut_names(graph)
     for cut in cuts:
         if cut not in known:
             near = ", ".join(difflib.get_close_matches(cut, known, 3, 0.3) or known[:3])
-            raise UsageError(f"{model} cannot be cut at {cut!r}; near it: {near}")
+            raise UsageError(f"{model} cannot be cut at {cut!r}; similar: {near}")
     places = [0, *(first[cut] for cut in cuts)]
     for name, here, there in zip(cuts, places, places[1:], strict=False):
         if here >= there:
             raise UsageError(
-                f"the cut {name!r} does not come after the one before it: write cuts in running order"
+                f"the cut {name!r} does not come after the previous one: write cuts in running order"
             )
     return places
 
 
 def _owners(graph: fx.Graph, places: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of each op."""
+    """Return the stage of each op."""
     return {node: bisect_right(places, at) - 1 for at, node in enumerate(_ops(graph))}
 
 
 def _changed(graph: fx.Graph) -> frozenset[str]:
-    """The names of the parameters and buffers that some op changes."""
+    """Return the names of the parameters and buffers that some op changes."""
     found = set()
     for node in _ops(graph):
         arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
@@ -182,7 +190,7 @@ def _changed(graph: fx.Graph) -> frozenset[str]:
 def _check_shared(
     owners: Mapping[fx.Node, int], tensors: Mapping[str, torch.Tensor], changed: Set[str]
 ) -> None:
-    """Refuse parameters, and buffers that change, that several stages use."""
+    """Refuse parameters, and buffers that change, if several stages use them."""
     users: dict[int, dict[int, str]] = {}
     for node, stage in owners.items():
         for read in node.all_input_nodes:
@@ -196,14 +204,14 @@ def _check_shared(
             kind = "parameter" if is_parameter else "buffer"
             raise ModelError(
                 f"stages {' and '.join(map(str, sorted(by_stage)))} share the {kind} {', '.join(names)}: a tensor that "
-                f"is trained lives in one stage; cut elsewhere"
+                f"changes must be in one stage; cut elsewhere"
             )
 
 
 def _needing_gradients(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], values: Mapping[fx.Node, Any]
 ) -> set[fx.Node]:
-    """The nodes whose tensors need gradients."""
+    """Return the nodes whose tensors require gradients."""
     found = {n for n, v in values.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     found |= {n for n in graph.nodes if n.op == "get_attr" and tensors[str(n.target)].requires_grad}
     for node in _ops(graph):
@@ -218,7 +226,7 @@ def _is_differentiable(node: fx.Node) -> bool:
 
 
 def _carried(graph: fx.Graph, place: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
-    """The tensors made before a place among the ops, or given, that are read after it."""
+    """Return the tensors that exist before a place among the ops and are read after it."""
     ops = _ops(graph)
     late = {*ops[place:], graph.output_node()}
     made = [n for n in values if isinstance(values[n], torch.Tensor)] + ops[:place]
@@ -231,7 +239,8 @@ def _part(
     outgoing: Sequence[fx.Node],
     values: Mapping[fx.Node, Any],
 ) -> fx.Graph:
-    """The graph of one stage. ``values``: of incoming nodes that are arguments; those that are no tensors are fixed."""
+    """Return the graph of one stage. ``values``: arguments by incoming node; those that are not tensors are
+    fixed."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {n: part.placeholder(n.name) for n in incoming}
     for node, value in values.items():
@@ -256,18 +265,18 @@ def _part(
 
 
 def check_fixed(value: object, fixed: object, name: str) -> None:
-    """Refuse another value of an argument that is no tensor than the stages were made with.
+    """Refuse an argument that is not a tensor and differs from the value with which the stages were made.
 
     Raises:
-        ModelError: it is another.
+        ModelError: ``value`` differs from ``fixed``. ``name``: the argument's name.
     """
     if value != fixed:
-        raise ModelError(f"the pipeline was planned for {name} = {fixed!r}, not {value!r}; plan it for that")
+        raise ModelError(f"the pipeline was planned for {name} = {fixed!r}, not {value!r}; plan it again")
 
 
 def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
-    """A tensor without data that stands for a message, or for an argument, laid out as that is; or the argument, if it
-    is no tensor."""
+    """Return a meta tensor like a message or an argument, with the same strides; an argument that is not a
+    tensor is returned itself."""
     fake = values.get(node, node.meta["val"])
     if not isinstance(fake, torch.Tensor):
         return fake

@@ -23,13 +23,19 @@ def torch_stage(
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
-    """A stage of PyTorch's pipelines with all that it would else infer by running modules on memory without content,
-    which would spoil the statistics of a batch norm.
+    """Return a PyTorch pipeline stage with known shapes of inputs and outputs.
+
+    PyTorch would otherwise infer them by running modules on uninitialised memory, which would spoil the
+    running statistics of batch norms.
 
     Args:
-        module: the stage's, planned.
-        number: the stage's, of ``stages``.
-        split: whether the gradients of its weights are made apart, when a schedule asks for them.
+        stage: the stage's arguments and results.
+        module: the stage's planned module.
+        number: the stage's index.
+        stages: the number of stages.
+        device: the device of the stage.
+        group: the process group; None for the default one.
+        split: whether weight gradients are computed separately when a schedule asks for them.
     """
     return PipelineStage(
         module,
@@ -44,7 +50,8 @@ def torch_stage(
 
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
-    """What gives, right after a backward of the planned module, a function that does the rest of it."""
+    """Return a function that, called directly after a backward of the planned module, returns a function that
+    computes the remaining gradients."""
 
     def builder() -> Callable[..., None]:
         calls = compiled_plan(module).deferred

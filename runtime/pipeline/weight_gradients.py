@@ -1,6 +1,7 @@
-"""A backward in two parts: what the input's gradient needs, and later the gradients of the weights.
+"""A backward in two parts: first the input's gradient, later the gradients of the weights.
 
-Qi et al., «Zero bubble pipeline parallelism», ICLR 2024: the second part fills what would be a pause.
+The second part fills what would be idle time of a pipeline (Qi et al., «Zero bubble pipeline parallelism»,
+ICLR 2024).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
 
 @dataclass(frozen=True)
 class Masked:
-    """An op that gives the gradients of its input and of its weights at once, and can be asked for either.
+    """An op that computes the gradients of its input and of its weights together, or only one of them on
+    request.
 
-    ``mask``: the position among its arguments of the list that says which of its results are wanted. ``input``: the
-    position of the input's gradient among those.
+    ``mask``: the position of its argument that says which results are wanted. ``input``: the position of the
+    input's gradient among the results.
     """
 
     mask: int
@@ -39,7 +41,8 @@ MASKED: Mapping[Any, Masked] = MappingProxyType(
 
 
 def with_separate_weights(step: CapturedStep) -> CapturedStep:
-    """The step with each call of an op of `MASKED` that gives both gradients as two calls, one for each."""
+    """Return the step with each call of an op of `MASKED` that computes both gradients replaced by two calls,
+    one for each."""
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
@@ -72,11 +75,11 @@ def _parted(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """The problem of a step's `with_loss_boundary` with a second boundary, after all that the gradients of the inputs
-    need and before all other ops that need a tangent.
+    """Return the problem of a `with_loss_boundary` with a second boundary: after everything that the inputs'
+    gradients need, and before all other ops that need a tangent.
 
-    What is before it never runs again after it: it runs once. The outputs and the inputs' gradients leave at it. So an
-    op that reads an input's gradient is before it too, though it makes a weight's.
+    An op before that boundary runs only once. The outputs and the inputs' gradients leave at the boundary, so
+    an op that reads an input's gradient is before it too, even if it computes a weight's gradient.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))

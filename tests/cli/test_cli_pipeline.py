@@ -133,7 +133,7 @@ def test_other_schedules(call, schedule) -> None:
     ("more", "text"),
     [
         (("--schedule", "best"), "unknown schedule 'best'; known: gpipe"),
-        (("--cuts", "blocks.9"), "vit_s cannot be cut at 'blocks.9'; near it: blocks."),
+        (("--cuts", "blocks.9"), "vit_s cannot be cut at 'blocks.9'; similar: blocks."),
         (("--cuts", "blocks.3,blocks.1"), "the cuts blocks.3, blocks.1 are not in the order"),
         (("--cuts", "blocks.1,blocks.2"), "2 stages have 1 cuts, not 2"),
         (("--optimizer", "best"), "unknown optimizer 'best'; known: none"),

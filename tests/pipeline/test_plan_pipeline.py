@@ -33,7 +33,7 @@ def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rema
         ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
         ({"schedule": "zbv", "stages": 5}, UsageError, "5 stages are an odd number"),
         ({"cuts": "blocks.1"}, UsageError, "4 stages have 3 cuts, not 1"),
-        ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; near it: "),
+        ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; similar: "),
         ({"cuts": "blocks.3,blocks.1,blocks.5"}, UsageError, "'blocks.1' does not come after"),
         ({"budget": "min"}, UsageError, "bytes or a percentage, not 'min'"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),

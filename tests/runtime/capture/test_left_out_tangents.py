@@ -18,7 +18,7 @@ from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.problem.loss_boundary import set_aside
 
 CPU = torch.device("cpu")
-CAME = "a gradient came for output"
+CAME = "a gradient arrived for output"
 Pair = tuple[nn.Module, nn.Module]
 
 

@@ -184,8 +184,8 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Carrying(None), X, "make them buffers"),
         (Counting(), X, "make it a buffer"),
         (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
-        (Boxed(16, 16), Box(), "is given a Box"),
-        (Boxed(16, 16), BoxOfBoxes(), "is given a BoxOfBoxes"),
+        (Boxed(16, 16), Box(), "is called with a Box"),
+        (Boxed(16, 16), BoxOfBoxes(), "is called with a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
         (Clipped(16, 16), X, "changes the parameter weight in place"),
         (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
@@ -241,7 +241,7 @@ def test_what_calls_would_share_is_refused() -> None:
 def test_outputs_that_hide_tensors_are_withheld() -> None:
     plain = Caching(16, 16)
     model = planned(copy.deepcopy(plain))
-    with pytest.raises(ModelError, match="gives a Box, whose tensors"):
+    with pytest.raises(ModelError, match="returns a Box, whose tensors"):
         _ = model(X)[1].x
     assert not hasattr(model(X)[1], "to")
     for each in (model, plain):

@@ -185,7 +185,7 @@ def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon()
             model.temperature = 1 + k / 10
             step(model)
 
-    with pytest.warns(UserWarning, match="planned for 8 ways") as said:
+    with pytest.warns(UserWarning, match="has 8 plans for different calls") as said:
         equal_after(use, planned, plain)
     assert said[0].filename == __file__
     assert len({id(plan.schedule) for plan in planned.plans}) == 1
@@ -299,7 +299,7 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
 def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
     planned, _ = planned_and_plain(net())
     planned.forward = lambda x: planned.body(x)
-    with pytest.warns(UserWarning, match="no plan and keeps no budget") as said:
+    with pytest.warns(UserWarning, match="no plan and may exceed the budget") as said:
         step(planned)
     assert said[0].filename == __file__
     with pytest.raises(ModelError, match="replaced since"):
@@ -328,7 +328,7 @@ def test_a_planned_forward_in_another_thread_does_not_hide_one_that_goes_past_th
     planned.forward = past_the_plan
     with ThreadPoolExecutor(1) as pool:
         ran = pool.submit(run_other)
-        with pytest.warns(UserWarning, match="no plan and keeps no budget"):
+        with pytest.warns(UserWarning, match="no plan and may exceed the budget"):
             step(planned)
         ran.result()
 
