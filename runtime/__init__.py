@@ -1,1 +1,2 @@
-"""How to run: ONNX op table, capture of the joint graph, costs, the executor, measurement, verification."""
+"""Running plans: the ONNX op table, capture of the joint graph, costs, code generation, measurement,
+verification."""

@@ -71,10 +71,11 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Update the lists and dictionaries in the caller's ``arguments`` to have the content that the forward
-    ``left`` in its copies.
+    """Update the lists and dictionaries in the caller's ``arguments`` to the content of ``left``, which is
+    the same structure after the forward.
 
-    Return ``arguments``, or ``left`` where it is not a container that can be updated.
+    Returns:
+        ``arguments``; or ``left`` where it is not a container that can be updated.
     """
     if type(arguments) is not type(left):
         return left

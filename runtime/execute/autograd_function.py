@@ -35,7 +35,8 @@ segment is the last of the backward."""
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd. Calling it runs the forward half of a step.
+    """A plan that takes part in autograd. Calling it runs the forward half of a step and returns the module's
+    tensor outputs.
 
     Args:
         step: the captured step.
@@ -151,7 +152,7 @@ class CompiledPlan:
 
 
 WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
-"""Returns the plan whose step also has the tangents of these outputs (by position)."""
+"""A function of positions of outputs that returns the plan whose step also has these outputs' tangents."""
 
 
 @dataclass(frozen=True, slots=True)

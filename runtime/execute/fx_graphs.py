@@ -38,11 +38,14 @@ class PlanGraphs:
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """Return the two graphs of a schedule in which all outputs exist at the loss boundary
-    (`loss_boundary.with_loss_boundary`).
+    """Return a schedule as two graphs.
 
     The forward writes the buffers' new content into them, and passes copies of the old content to the
     backward.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its problem with a loss boundary (`loss_boundary.with_loss_boundary`).
 
     Raises:
         ProblemError: an output, or a tensor that the backward needs, does not exist at the boundary.

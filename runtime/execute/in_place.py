@@ -61,8 +61,8 @@ RESHAPE = ATEN.reshape.default
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return, by position in the schedule, the calls to make in place of those there; they compute the same
-    results."""
+    """Return the in-place calls that may replace calls of a schedule, by position in the schedule. They
+    compute the same results."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}

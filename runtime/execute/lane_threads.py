@@ -37,8 +37,8 @@ class Lane:
         self.events: dict[int, torch.cuda.Event] = {}
 
     def reached(self, count: int) -> None:
-        """Announce that ``count`` runs of this lane are finished, and that what only they needed is freed.
-        Called on this lane."""
+        """Announce that ``count`` runs of this lane are finished, and that tensors which only these runs
+        needed are freed. Called on this lane."""
         if self.device.type == "cuda":
             self.events[count] = torch.cuda.current_stream(self.device).record_event()
         with self.condition:

@@ -28,7 +28,7 @@ class Rerun:
 
     @classmethod
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
-        """Return what is needed to run again the forward that is about to run on these inputs."""
+        """Save the inputs and random states of a forward that is about to run."""
         renewed = renewed_buffers(step)
         given = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, given, strict=True)]

@@ -1,1 +1,1 @@
-"""The captured step as data, and what is read off it."""
+"""The captured step as data, and analyses of it."""

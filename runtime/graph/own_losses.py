@@ -10,8 +10,8 @@ CLONE = torch.ops.aten.clone.default
 
 
 def in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """Return the positions of all outputs that are scalars with tangents, and of those from which such a
-    scalar is computed.
+    """Return the positions of the outputs that are scalars with tangents, and of the outputs from which such
+    a scalar is computed.
 
     A scalar output is assumed to be a loss: a training loop calls backward on it, and not on the outputs it
     is computed from.

@@ -57,7 +57,7 @@ def band(tensor: torch.Tensor) -> Band | None:
 
 
 def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Return whether a tensor has these strides. Strides of dimensions of size 1 are ignored."""
+    """Return whether the strides of a tensor equal ``strides``, ignoring those of dimensions of size 1."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 

@@ -1,9 +1,9 @@
-"""Backward calls for gradients of outputs that a loss produces with strides other than those at capture.
+"""Adapting a backward to gradients of outputs whose strides differ from those at capture.
 
-A kernel may sum in memory order, so copying a gradient to other strides can change the last bits of the
-result. The backward therefore takes gradients with the strides they arrive with, and repeats eager mode's
-layout-dependent choices, such as to view or to copy a gradient. The first backward with new strides records
-the strides of all other values (`Notes`).
+A loss chooses the strides of these gradients. A kernel may sum in memory order, so copying a gradient to
+other strides can change the last bits of the result. The backward therefore takes gradients with the strides
+they arrive with, and repeats eager mode's layout-dependent choices, such as to view or to copy a gradient.
+The first backward with new strides records the strides of all other values (`Notes`).
 """
 
 from __future__ import annotations

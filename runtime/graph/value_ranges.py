@@ -29,8 +29,8 @@ class Range:
     lasting: bool = True
 
     def of(self, *ends: float) -> Range:
-        """Return the smallest interval that contains these numbers, with this range's ``lasting``. If one of
-        them is NaN (∞ · 0), the interval is unbounded."""
+        """Return the smallest interval that contains these numbers; ``lasting`` is that of ``self``. If a
+        number is NaN (∞ · 0), the interval is unbounded."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)

@@ -59,8 +59,13 @@ class SpeculatedAssertions:
         return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """Call ``trace``, which traces a forward, until the assertion behind each condition is known. Return
-        its result.
+        """Trace a forward, and find out which outcome each of its conditions must have: where the outcome is
+        unknown, the forward is traced with both.
+
+        ``trace``: traces the forward once.
+
+        Returns:
+            The result of the last, complete trace.
 
         Raises:
             DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for

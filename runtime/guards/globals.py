@@ -50,7 +50,7 @@ class _Shelf:
 
 
 class GlobalReads:
-    """What the forwards of some modules refer to outside these modules, as of construction.
+    """Everything outside some modules to which the code of their forwards refers, as found at construction.
 
     Args:
         modules: all modules of the model, each once.

@@ -40,8 +40,8 @@ _DEEPEST = 4
 
 
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the found values, by name, that ``place`` still has: those that are the same object, and those
-    that are equal copies."""
+    """Return the found values that ``place`` still has under the same names, as two dictionaries: those that
+    are the same object, and those that are equal copies."""
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
         with suppress(LookupError, AttributeError, ValueError):  # it no longer exists, or its cell is empty
@@ -52,7 +52,8 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return a copy of a container or array, whose content may change; any other value itself."""
+    """Return what to store of a value for a later comparison by `same`: a copy of a container or array, whose
+    content may change; any other value itself."""
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()

@@ -25,11 +25,12 @@ class Tape(Protocol):
         """Make a call and return its result. Record the call if everything that it depends on is known."""
 
     def read(self, of: Callable[..., Any], *given: Any) -> Any:
-        """Return a function of the values of known tensors. Its result becomes part of the guard."""
+        """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
+        of the guard."""
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return a number that depends on a tensor's values, as `read` does; None if the values are
-        unknown."""
+        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
+        becomes part of the guard."""
 
     def knows(self, given: Any) -> bool:
         """Return whether the values of all tensors in nested arguments are known."""

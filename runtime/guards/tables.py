@@ -14,15 +14,15 @@ from rematplan.runtime.guards.snapshots import same
 
 
 def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that returns the values of these keys, or the items at these positions, as a
-    tuple."""
+    """Return a function that fetches several items of a container at once, as a tuple. ``keys``: the keys or
+    positions."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return lambda held: tuple(held[key] for key in keys)
 
 
 class Table:
-    """Values that were found in some places.
+    """Values by name in several places, to be compared with the present ones.
 
     ``rows``: for each place, its position in the list of all places, and its values by name.
     """

@@ -198,7 +198,7 @@ class OpTape:
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """Return the decisions on the tape, with all calls and sources that they depend on."""
+        """Return a guard with the decisions on the tape, and all calls and sources that they depend on."""
         needed: set[int] = set()
         entries = []
         for entry in reversed(self.entries):
@@ -232,18 +232,19 @@ class OpTape:
         return result
 
     def read(self, of: Callable[..., Any], *given: Any) -> Any:
-        """Return a function of the values of known tensors. Its result becomes part of the guard.
+        """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
+        of the guard.
 
         Raises:
-            DataDependentOutputException: the values are unknown.
+            DataDependentOutputException: the values of the tensors are unknown.
         """
         if not self.knows(given):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, given, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return a number that depends on a tensor's values, as `read` does; None if the values are
-        unknown."""
+        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
+        becomes part of the guard."""
         return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

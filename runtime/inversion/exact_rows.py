@@ -10,7 +10,7 @@ from rematplan.runtime.inversion.facts import Facts, Found, Undone, fits, result
 
 
 def copied(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of a copy, which may have a wider type: copy the result."""
+    """Yield the rule that recovers the argument of a copy, possibly into a wider type: copy the result."""
     x, y = facts.arguments(call)["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
@@ -20,7 +20,7 @@ def copied(call: Call, facts: Facts) -> Found:
 
 
 def concatenated(call: Call, facts: Facts) -> Found:
-    """Yield how to recover each argument of a concatenation: copy its slice of the result."""
+    """Yield a rule for each argument of a concatenation: copy its slice of the result."""
     given, y = facts.arguments(call), result(call, facts)
     start = 0
     for x in given["tensors"]:
@@ -34,7 +34,7 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 
 def stacked(call: Call, facts: Facts) -> Found:
-    """Yield how to recover each argument of a stack: copy its entry of the result."""
+    """Yield a rule for each argument of a stack: copy its entry of the result."""
     given, y = facts.arguments(call), result(call, facts)
     for index, x in enumerate(given["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
@@ -42,8 +42,8 @@ def stacked(call: Call, facts: Facts) -> Found:
 
 
 def padded(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of a pad: copy the result without the padding. Nothing is yielded for
-    negative padding, which crops."""
+    """Yield the rule that recovers the argument of a pad: copy the result without the padding. Negative
+    padding, which crops, has no rule."""
     given, y = facts.arguments(call), result(call, facts)
     x, pad = given["self"], given["pad"]
     if all(p >= 0 for p in pad):
@@ -54,7 +54,7 @@ def padded(call: Call, facts: Facts) -> Found:
 
 
 def scattered(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the source of a slice scatter: copy that slice of the result."""
+    """Yield the rule that recovers the source of a slice scatter: copy its slice of the result."""
     given, y = facts.arguments(call), result(call, facts)
     whole = y.fake.shape[given["dim"]]
     start = 0 if given["start"] is None else given["start"]
@@ -65,26 +65,26 @@ def scattered(call: Call, facts: Facts) -> Found:
 
 
 def rolled(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of a roll: roll the result by the opposite shifts."""
+    """Yield the rule that recovers the argument of a roll: roll the result by the opposite shifts."""
     given, y = facts.arguments(call), result(call, facts)
     back = tuple(-s for s in given["shifts"])
     yield Undone(given["self"].value, (y.name,), "roll", (back, tuple(given["dims"])), exact=True)
 
 
 def flipped(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of a flip: flip the result."""
+    """Yield the rule that recovers the argument of a flip: flip the result."""
     given, y = facts.arguments(call), result(call, facts)
     yield Undone(given["self"].value, (y.name,), "flip", (tuple(given["dims"]),), exact=True)
 
 
 def shuffled(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of a pixel shuffle: unshuffle the result."""
+    """Yield the rule that recovers the argument of a pixel shuffle: unshuffle the result."""
     given, y = facts.arguments(call), result(call, facts)
     yield Undone(given["self"].value, (y.name,), "pixel_unshuffle", (given["upscale_factor"],), exact=True)
 
 
 def picked(call: Call, facts: Facts) -> Found:
-    """Yield how to recover the argument of an indexing op whose index is a known permutation of one
+    """Yield the rule that recovers the argument of an indexing op whose index is a known permutation of one
     dimension: reorder the result."""
     given, y = facts.arguments(call), result(call, facts)
     x = given["self"]

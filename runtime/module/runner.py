@@ -276,7 +276,7 @@ class Runner:
         return list({id(w): w for way in every for w in (way, *way.beside.values())}.values())
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for these arguments."""
+        """Make the plan for these arguments without running the model."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             way = self.find(planned, args, kwargs)
             if self.recorder:

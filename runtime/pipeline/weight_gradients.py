@@ -75,11 +75,15 @@ def _parted(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem of a `with_loss_boundary` with a second boundary: after everything that the inputs'
-    gradients need, and before all other ops that need a tangent.
+    """Return the planning problem with a second boundary: after everything that the inputs' gradients need,
+    and before all other ops that need a tangent.
 
     An op before that boundary runs only once. The outputs and the inputs' gradients leave at the boundary, so
     an op that reads an input's gradient is before it too, even if it computes a weight's gradient.
+
+    Args:
+        step: the captured step.
+        graph: its problem with a loss boundary.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))

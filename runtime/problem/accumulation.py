@@ -151,15 +151,22 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return the unused bytes of the budget at each step of a schedule of an `adding_problem`.
+    """Return the unused bytes of the budget at each step of a schedule; None if the gradients that wait for
+    the end of their segment exceed them somewhere.
 
-    A freed gradient stays allocated until its segment ends, and is charged here until then. Segments end
-    early where the budget requires it, except that an op may have to run between the computation of a
-    gradient and the earliest end of a segment.
+    A gradient that the schedule has freed stays allocated until its segment ends. Segments end early where
+    the budget requires it, except that an op may have to run between the computation of a gradient and the
+    earliest end of a segment.
+
+    Args:
+        step: the captured step.
+        graph: its `adding_problem`.
+        schedule: a schedule of that problem.
+        budget: bytes.
+        names: the parameters as in `adding_problem`.
 
     Returns:
-        One number for each step of the schedule, in bytes, without waiting gradients; None if waiting
-        gradients exceed the budget somewhere.
+        Bytes by step of the schedule. Waiting gradients are not subtracted.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     waiting = waiting_bytes(step, schedule, spare, names)
@@ -170,9 +177,13 @@ def waiting_bytes(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
 ) -> tuple[int, ...]:
     """Return the bytes of gradients that the schedule has freed and that still wait for the end of their
-    segment, at each step of a schedule of an `adding_problem`.
+    segment, at each step.
 
-    ``spare``: the unused bytes of the budget at each step; see `spare_bytes`.
+    Args:
+        step: the captured step.
+        schedule: a schedule of its `adding_problem`.
+        spare: the unused bytes of the budget at each step, without waiting gradients.
+        names: the parameters as in `adding_problem`.
     """
     own, added = split_at_loss(step, schedule), _added(step, names)
     left = [spare[at] for at in own.positions]

@@ -48,8 +48,8 @@ class LossMemory:
     """Bytes that a loss needs in addition to the outputs and their gradients.
 
     ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller
-    of backward holds the loss and its gradient meanwhile. (The one-element result of `mse_loss` and
-    `smooth_l1_loss` is a view of a storage of the outputs' size.)
+    of backward holds the loss and its gradient meanwhile. (The scalar that `mse_loss` or `smooth_l1_loss`
+    returns keeps a storage of the outputs' size alive.)
     """
 
     peak: int
@@ -185,7 +185,8 @@ def with_loss_boundary(
 
 
 def without_room(graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem of a `with_loss_boundary` with no bytes for the loss: what the step itself needs."""
+    """Return the planning problem without bytes for the loss: what the step itself needs. ``graph``: a
+    problem made by `with_loss_boundary`."""
     free = {LOSS, LOSS_VALUE}
     return replace(
         graph,
@@ -195,7 +196,7 @@ def without_room(graph: TrainingGraph) -> TrainingGraph:
 
 
 def set_aside(graph: TrainingGraph) -> int:
-    """Return the bytes that a `with_loss_boundary` reserves for the loss."""
+    """Return the bytes that a problem made by `with_loss_boundary` reserves for the loss."""
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 
@@ -218,8 +219,13 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule of a `with_loss_boundary` that the plan runs, and the index of the loss
-    boundary in it."""
+    """Return the part of a schedule that the plan runs, and the index of the loss boundary in it.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its problem with a loss boundary.
+        lanes: the placement of the schedule's runs on two lanes; None for one lane.
+    """
     leaving = _leaving(step, schedule)
     outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}
     own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)

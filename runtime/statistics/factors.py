@@ -72,10 +72,10 @@ class Factors:
         return found if self.groups > 1 else found[0]
 
     def tensors(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of such a matrix: the inverse of `matrix`.
+        """Return the weight and the bias whose matrix is ``matrix``: the inverse of `matrix`.
 
         Args:
-            matrix: as `matrix` returns it.
+            matrix: (d_out, d_in), with a leading dimension if there are several groups.
             shape: the weight's shape.
 
         Returns:

@@ -92,7 +92,8 @@ class Patches:
 
     @property
     def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """As `Rows.sizes`."""
+        """The number of groups, the number of features, and the sizes of the row dimensions (samples,
+        places)."""
         features = self.channels // self.groups * math.prod(self.kernel)
         return self.groups, features, (self.batch // self.per_sample,), (self.per_sample, *self.positions)
 

@@ -166,7 +166,8 @@ LAYERS: Mapping[Any, tuple[int, int]] = {
     aten.baddbmm: (1, 2),
     aten.convolution: (0, 1),
 }
-"""The positions of the two operands of those forward ops whose gradients these products are."""
+"""The ops of the forward half that multiply an input with a weight, and the positions of these two
+operands."""
 
 
 def matrix_size(product: Product) -> int:

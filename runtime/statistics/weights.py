@@ -48,7 +48,8 @@ class Block:
 class Weight:
     """A weight with statistics.
 
-    ``split``, ``order``, ``groups``: as of `Factors`. ``bias``: the parameter that is added to all of its
+    ``blocks``: its rows, divided by the inputs with which they are multiplied. ``split``, ``order``,
+    ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the parameter that is added to all of its
     outputs; None if there is none. ``parts``: the parameters from which an effective weight is computed;
     empty for a parameter.
     """

@@ -163,7 +163,8 @@ def _ctc_loss(
 
 @contextmanager
 def native_kernels() -> Iterator[None]:
-    """Trace these ops as eager mode runs them, inside the block."""
+    """Make a trace in the block record the ops that eager mode runs, where PyTorch would decompose or replace
+    them only under tracing."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad = ATEN._pad_packed_sequence.default
     kernels: _Kernels = {

@@ -90,8 +90,11 @@ DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
 class TrueLayouts(FakeTensorMode):
-    """A fake mode that runs such an op once, on arbitrary numbers, if its fake may have other strides or
-    refuse its arguments."""
+    """A fake mode in which results have the strides of real ones.
+
+    An op of `UNSURE` with a non-contiguous argument, or an op of `REFUSED` that fails on fakes, is run once
+    on real tensors with arbitrary numbers.
+    """
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -179,7 +179,7 @@ class RoutedByMasks(Routed):
 
 
 def test_routing_by_values_is_refused_and_its_parts_are_planned() -> None:
-    with pytest.raises(ModelError, match=r"plan those of its parts \(gate, experts\.0, experts\.1, \.\.\.\)"):
+    with pytest.raises(ModelError, match=r"plan the submodules \(gate, experts\.0, experts\.1, \.\.\.\)"):
         rematplan.plan_module(Routed(), (X,), **SETTINGS)
     planned, plain = planned_and_plain(RoutedByMasks())
     equal_after(

@@ -191,7 +191,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
         (Ragged(16, 16), X, "makes nested tensors"),
         (Following(), X, "assigns as data the memory of another"),
-        (Explained(16, 16), X, "keeps the gradient"),
+        (Explained(16, 16), X, "retains the gradient"),
         (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
         (
             nn.Linear(16, 16),
@@ -215,9 +215,7 @@ class Unlucky(nn.Linear):
 
 def test_a_refusal_says_where_and_which_parts_are_left() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Tanh(), Unlucky(16, 16)))
-    with pytest.raises(
-        ModelError, match=r"dense.default in 2\.1\), .*plan those of its parts \(0\) that do not"
-    ):
+    with pytest.raises(ModelError, match=r"dense.default in 2\.1\), .*plan the submodules \(0\) that do not"):
         planned(model)
 
 
@@ -266,7 +264,7 @@ def test_what_computes_later_is_withheld(later: Callable[[Tensor], Any]) -> None
     y, withheld = model(X, True)
     y.sum().backward()
     for use in (iter, lambda one: one()):
-        with pytest.raises(ModelError, match="a planned step does not give"):
+        with pytest.raises(ModelError, match="a planned step does not return it"):
             use(withheld)
     with pytest.raises(ModelError, match="returns nothing but a"):
         model(X, False)
