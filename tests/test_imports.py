@@ -57,6 +57,7 @@ LAYERS = {
     "runtime": (
         "graph",
         "costs",
+        "symbols",
         "guards",
         "capture/patches",
         "capture",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +22,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import call_with, slots
 from rematplan.runtime.capture.host_random import no_host_draws, no_seeding
+from rematplan.runtime.capture.indexing import MarkedIndexing
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.checks import Checks
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.capture.patches.tensor_data import written_data
-from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
-from rematplan.runtime.capture.restore_state import same_attributes
+from rematplan.runtime.capture.read_fx import MODULE, finished, read_joint_graph
+from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     COMPILING_FLAG,
@@ -43,6 +45,8 @@ from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.tensor_reads import undecided
 from rematplan.runtime.guards.values import ValueGuardRecorder
+from rematplan.runtime.symbols.batch import BatchSymbols
+from rematplan.runtime.symbols.expressions import ExpressionTable
 
 _LEFT_BEHIND = (
     "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
@@ -91,12 +95,50 @@ def capture(
             parameter; the module changes an input or a parameter in place, or draws random numbers outside
             PyTorch; or PyTorch cannot trace it.
     """
+    root = module if root is None else root  # not `or`: an empty module list is false
+    return finished(_captured(module, batch, name, root, decisions, None).step)
+
+
+def capture_open(
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module,
+    decisions: ValueGuardRecorder,
+    symbols: BatchSymbols,
+) -> Traced:
+    """As `capture`, with open sizes of the batch, and as it was read: `OpenStep.of` makes a step of it. ``symbols``:
+    new ones.
+
+    Raises:
+        NotSymbolic: some size has to be known.
+        ModelError: as `capture`.
+    """
+    decisions.now = symbols.now
+    return _captured(module, batch, name, root, decisions, symbols)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as it was read. ``table``: of its open sizes, if there are any."""
+
+    step: CapturedStep
+    table: ExpressionTable | None
+
+
+def _captured(
+    module: nn.Module,
+    batch: Sequence[torch.Tensor],
+    name: str,
+    root: nn.Module,
+    decisions: ValueGuardRecorder | None,
+    symbols: BatchSymbols | None,
+) -> Traced:
     if not any(t.requires_grad for t in (*module.parameters(), *batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
-    root = module if root is None else root  # not `or`: an empty module list is false
     try:
         with same_attributes(root, name), no_host_draws(name):
-            return _traced(module, batch, name, root, decisions)
+            return _traced(module, batch, name, root, decisions, symbols)
     except ModelError:
         raise
     except VALUES_DECIDE as error:
@@ -160,7 +202,9 @@ def _traced(
     name: str,
     root: nn.Module,
     decisions: ValueGuardRecorder | None,
-) -> CapturedStep:
+    symbols: BatchSymbols | None,
+) -> Traced:
+    mode = TrueLayouts(symbols)
     with (
         ExitStack() as stack,
         warnings.catch_warnings(),
@@ -174,11 +218,12 @@ def _traced(
         # A backward runs after autocast's block, not inside it.
         functorch_config.patch(backward_pass_autocast="off"),
         # Tensors that a module holds as plain attributes become constants.
-        tracing(TracingContext(TrueLayouts(allow_non_fake_inputs=True))),
+        tracing(TracingContext(mode)),
         InPlaceLayouts(),
     ):
         warnings.simplefilter("ignore")
-        untied = _Untied(module)
+        untied = _Untied(module, symbols is not None)
+        batch = symbols.begin(mode, batch) if symbols else batch
 
         def trace() -> Any:
             return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
@@ -196,7 +241,10 @@ def _traced(
                     stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
                     untied.assertions = SpeculatedAssertions()
                     joint = untied.assertions.traced(trace)
-    return read_joint_graph(joint.graph_module, untied.names, untied.outputs, name)
+        if symbols:
+            check_no_sizes_kept(root)
+    table = symbols.table() if symbols else None
+    return Traced(read_joint_graph(joint.graph_module, untied.names, untied.outputs, name, table), table)
 
 
 @contextmanager
@@ -245,8 +293,9 @@ class _Untied(nn.Module):
     order of additions must be kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, open_: bool = False) -> None:
         super().__init__()
+        self.open = open_  # whether the batch has open sizes
         self.__dict__["inner"] = module  # not a submodule, which would add its parameters under other names
         self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: ValueGuardRecorder | None = None
@@ -273,6 +322,7 @@ class _Untied(nn.Module):
             Checks(self.assertions) as checks,
             no_seeding(),
             casting_once(leaves, self.casts_once),
+            MarkedIndexing() if self.open else nullcontext(),
             written_data([*leaves, *self.buffers()]),
         ):
             results = call_with(self.__dict__["inner"], state, batch)

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.own_outputs import with_own_outputs, without_copies
 from rematplan.runtime.graph.captured_step import (
@@ -28,6 +29,7 @@ from rematplan.runtime.graph.captured_step import (
 )
 from rematplan.runtime.graph.compat import FakeTensor, HigherOrderOperator
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.symbols.expressions import ExpressionTable
 
 MODULE = "rematplan.module"
 """The key under which a node's annotations have the name of its module."""
@@ -38,26 +40,38 @@ COPY = torch.ops.aten.copy_.default
 MARKERS = frozenset({"profiler"})
 """Namespaces of ops that only mark the ranges of a profile."""
 
+SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of nodes that compute with sizes."""
+
 # Calls that return their argument, once autograd has finished.
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def read_joint_graph(
-    module: fx.GraphModule, names: Mapping[str, str], outputs: int, name: str
+    module: fx.GraphModule,
+    names: Mapping[str, str],
+    outputs: int,
+    name: str,
+    table: ExpressionTable | None = None,
 ) -> CapturedStep:
-    """Return the step of a module's joint graph.
+    """Return the step of a module's joint graph, to be `finished`.
 
     Args:
         module: the graph.
         names: the names of parameters and buffers, by those that the tracer uses.
         outputs: the number of the module's outputs. Further outputs are checks.
         name: the step's name.
+        table: receives the open sizes among the arguments of calls; None if all sizes are fixed.
 
     Raises:
         ModelError: no output depends on a trained parameter; the model changes an input or a parameter in
             place; or an op cannot be planned.
     """
-    step = _on_one_device(_Reader(module, _OfModule(names, outputs)).read(name))
+    return _on_one_device(_Reader(module, _OfModule(names, outputs), table).read(name))
+
+
+def finished(step: CapturedStep) -> CapturedStep:
+    """A step as it was read, with outputs of their own, phases, and without dead calls."""
     step = with_losses_in_place(with_own_outputs(without_copies(step)))
     return without_dead_calls(with_phases(step))
 
@@ -145,8 +159,10 @@ class _Flat:
 class _Reader:
     """Reads one joint fx graph into a `CapturedStep`."""
 
-    def __init__(self, module: fx.GraphModule, describe: _OfModule | _Flat) -> None:
-        self.module, self.describe = module, describe
+    def __init__(
+        self, module: fx.GraphModule, describe: _OfModule | _Flat, table: ExpressionTable | None = None
+    ) -> None:
+        self.module, self.describe, self.table = module, describe, table
         self.values: dict[str, Value] = {}
         self.calls: list[Call] = []
         self.inputs: list[StepInput] = []
@@ -214,6 +230,8 @@ class _Reader:
         self.inputs.append(StepInput("constant", node.name, node.name))
 
     def _call(self, node: fx.Node) -> None:
+        if self.table and isinstance(node.meta.get("val"), SIZES):
+            return
         if getattr(node.target, "__name__", "") == "getitem":
             source, at = node.args
             assert isinstance(source, fx.Node)
@@ -256,6 +274,7 @@ class _Reader:
             single=single,
             seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
             module=_module_of(node),
+            indexed=bool((node.meta.get("custom") or {}).get(INDEXED)),
         )
         if call.waits:
             made = [self._same_storage(v, args) for v in made]
@@ -287,6 +306,8 @@ class _Reader:
 
     def _refs(self, args: Any) -> Any:
         if isinstance(args, fx.Node):
+            if self.table and isinstance(args.meta.get("val"), SIZES):
+                return self.table.add(args.meta["val"])
             return self.sizes.get(args.name) or Ref(self.alias.get(args.name, args.name))
         if isinstance(args, (tuple, list)):
             return type(args)(self._refs(a) for a in args)

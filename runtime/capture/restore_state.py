@@ -18,6 +18,7 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.snapshots import PLAIN
+from rematplan.runtime.symbols.expressions import SYMBOLIC, NotSymbolic
 
 CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
@@ -49,6 +50,18 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
                 _refill(container, was)
     if left:
         warn(f"the forward of {name} sets {', '.join(left)}, which a planned one does not")
+
+
+def check_no_sizes_kept(module: nn.Module) -> None:
+    """Refuse a module that a trace with open sizes has left such a size in.
+
+    Raises:
+        NotSymbolic: names the attribute.
+    """
+    for path, holder in _holders(module):
+        for key, value in holder.__dict__.items():
+            if any(isinstance(leaf, SYMBOLIC) for leaf in pytree.tree_leaves(value)):
+                raise NotSymbolic(f"its forward keeps a size in {f'{path}.{key}'.lstrip('.')}")
 
 
 @contextmanager

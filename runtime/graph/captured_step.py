@@ -63,6 +63,8 @@ class Call:
     of whose forward, it runs; empty if unknown. ``gain``: the factor by which it multiplies a relative error
     of its arguments. ``noise``: the relative error that its rounding adds; None if it follows from the types.
     ``late``: it runs after the outputs' gradients have arrived, even if it reads none of them.
+    ``indexed``: it belongs to an index of several dimensions, or to the backward of one; recorded only where
+    sizes are open.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Call:
     gain: float = 1.0
     noise: float | None = None
     late: bool = False
+    indexed: bool = False
 
     @property
     def collective(self) -> bool:

@@ -88,6 +88,7 @@ try:
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._sympy.printers import PythonPrinter
 
     DelayedError = _functions.DelayedError  # its module cannot be imported by name
 except (ImportError, AttributeError) as error:
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.source import LocalSource
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
 
 LATER = {
     "CustomPartitionerFn": ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    "LocalSource": ("torch._dynamo.source", "LocalSource"),
     "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
     "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
@@ -207,10 +210,12 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "HigherOrderOperator",
+    "LocalSource",
     "OpOverload",
     "OptimizedModule",
     "ProfilerConfig",
     "ProfilerState",
+    "PythonPrinter",
     "TensorGuards",
     "TorchDispatchMode",
     "TorchDispatchModeKey",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     Raises:
         ModelError: an argument can be neither hashed nor pickled.
     """
+    return _key(leaves, spec, like)
+
+
+def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
+    """Return the same key as `call_key`, but without the sizes and strides of tensors."""
+    return _key(leaves, spec, like_of_any_size)
+
+
+def _key(
+    leaves: Sequence[Any], spec: pytree.TreeSpec, like: Callable[[torch.Tensor], tuple[Any, ...]]
+) -> tuple[Any, ...]:
     at: dict[int, int] = {}
     described = [
         (at.setdefault(id(leaf), len(at)), *like(leaf)) if isinstance(leaf, torch.Tensor) else _exactly(leaf)
@@ -68,6 +79,11 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
     except RuntimeError:  # the tensor has no shape or no strides
         return tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """`like`, but for the sizes and strides."""
+    return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _exactly(leaf: Any) -> Any:

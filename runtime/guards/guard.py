@@ -3,7 +3,8 @@ value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import contains, getitem, is_
@@ -53,6 +54,12 @@ class Guard:
         self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
         self.shared = [_Shared.of(record) for record in shared]
         self.decided = decided
+
+    def mapped(self, change: Callable[[Any], Any]) -> Guard:
+        """The same with other sizes among the arguments of the calls that lead to decisions."""
+        other = copy.copy(self)
+        other.decided = self.decided.mapped(change)
+        return other
 
     def _position(self, place: Place, modules: int) -> int:
         """Return the position of a place in the list that `holds` makes: modules, then fixed places, then

@@ -85,13 +85,24 @@ class ValueGuard:
             decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
             return all(_same(expected, value) for expected, value in decided)
 
+    def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
+        """The same with other arguments of the calls: other sizes."""
+        entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
+        return replace(self, entries=tuple(entries))
 
-def _made(entries: Iterable[_Entry], known: dict[int, torch.Tensor]) -> Iterator[tuple[_Entry, Any]]:
+
+def _as_given(given: Any) -> Any:
+    return given
+
+
+def _made(
+    entries: Iterable[_Entry], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = _as_given
+) -> Iterator[tuple[_Entry, Any]]:
     """Make the calls again and yield each with its result. ``known``: tensors by number; the results are
-    added to it."""
+    added to it. ``now``: replaces symbolic sizes in nested arguments by integers."""
     for e in entries:
-        args = [_filled(arg, known) for arg in e.args]
-        kwargs = {name: _filled(arg, known) for name, arg in e.kwargs.items()}
+        args = [_filled(arg, known) for arg in now(e.args)]
+        kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()}
         result = e.call(*args, **kwargs)
         leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
         for place, made in zip(e.results, leaves, strict=False):
@@ -129,11 +140,14 @@ class ValueGuardRecorder(TorchDispatchMode):
     Args:
         buffers: the real parameters and buffers by name.
         batch: the real tensors among the arguments.
+
+    ``now`` replaces symbolic sizes in nested arguments by those of the real tensors.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
+        self.now: Callable[[Any], Any] = _as_given
         self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
 
@@ -253,7 +267,7 @@ class OpTape:
         with plainly():
             for place in self.sources.keys() - self.real.keys():
                 self.real[place] = _taken(self.sources[place], pools, True)
-            *_, (_, value) = _made((*self.entries[self.made :], asked), self.real)
+            *_, (_, value) = _made((*self.entries[self.made :], asked), self.real, self.decisions.now)
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
         return value

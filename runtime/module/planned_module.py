@@ -131,7 +131,9 @@ class PlanningStats:
     ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus the proven lower bound,
     as a share of the step's time; None without a bound. ``searching``: the number of plans for which a better
     one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how often
-    a better plan has replaced another.
+    a better plan has replaced another. ``captures``: the number of shapes that were captured on their own.
+    ``open_captures``: the number of captures with open sizes. ``instances``: how often a shape took its step
+    from such a capture. ``reasons``: why shapes are captured on their own, where they are.
     """
 
     plans: int
@@ -139,6 +141,10 @@ class PlanningStats:
     searching: int
     seconds: float
     swaps: int
+    captures: int = 0
+    open_captures: int = 0
+    instances: int = 0
+    reasons: tuple[str, ...] = ()
 
 
 class Planning:
@@ -189,6 +195,7 @@ class Planning:
     def stats(self) -> PlanningStats:
         """Return statistics of the planning so far."""
         entries = self._planned._rematplan.entries()
+        shapes = self._planned._rematplan.shapes.values()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
             plans=len(entries),
@@ -196,6 +203,10 @@ class Planning:
             searching=sum(r.working for r in later),
             seconds=sum(r.seconds for r in later),
             swaps=sum(entry.running.swaps for entry in entries),
+            captures=sum(one.fixed for one in shapes),
+            open_captures=sum(len(one.forwards) for one in shapes),
+            instances=sum(one.served for one in shapes),
+            reasons=tuple(dict.fromkeys(one.reason for one in shapes if one.reason)),
         )
 
     def statistics(self) -> Statistics:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -21,24 +20,7 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime import guards
-from rematplan.runtime.capture.capture import capture, check_traceable
-from rematplan.runtime.capture.flat_module import (
-    FlatModel,
-    Given,
-    Own,
-    Place,
-    flattened_call,
-    refill,
-    tensors_in,
-)
-from rematplan.runtime.capture.hidden_tensors import (
-    Withheld,
-    check_dense,
-    check_no_hidden_tensors,
-    hides_tensors,
-    hooked,
-)
-from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.flat_module import Given, Own, Place, flattened_call, refill, tensors_in
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.allocator import allocated
@@ -53,17 +35,17 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.counters import check_counters
 from rematplan.runtime.module.lock import CaptureLock
-from rematplan.runtime.module.model_errors import own_error
+from rematplan.runtime.module.open_shapes import Found, OpenShapes
 from rematplan.runtime.module.running import Running
+from rematplan.runtime.module.tracing import Planned, Tracing
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
 MANY = 8
-"""The number of plans of one module at which a warning is issued."""
+"""The number of captures of one module at which a warning is issued."""
 
 LOCK = CaptureLock()
 """The lock of all planned modules."""
@@ -93,16 +75,6 @@ class Planner(Protocol):
         Raises:
             InfeasibleBudget: no plan fits the budget, and the options allow no other.
         """
-
-
-class Planned(Protocol):
-    """A planned module, as its runner sees it."""
-
-    def _rematplan_model(self) -> nn.Module: ...
-
-    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]: ...
-
-    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -159,21 +131,6 @@ class CacheEntry:
         return self
 
 
-@contextmanager
-def _own_errors(
-    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
-    """If capturing in the block fails, raise the exception that the model raises in eager mode, if it raises
-    one."""
-    try:
-        yield
-    except ModelError as error:
-        own = own_error(model, forward, args, kwargs) if error.__cause__ else None
-        if own is None:
-            raise
-        raise own from None
-
-
 class _Forwards(threading.local):
     """A count of forwards of planned modules, for each thread separately."""
 
@@ -199,7 +156,10 @@ class Runner:
         self.name, self.planner, self.dynamic = name, planner, dynamic
         self.recorder = Recorder(statistics) if statistics else None
         self.ways: dict[Any, list[CacheEntry]] = {}
+        self.shapes: dict[Any, OpenShapes] = {}
+        """By the way of calling the module but for the sizes, what was captured with open ones."""
         self.last: CacheEntry
+        self.said_many = False
         self.brought: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.walk: guards.ModuleTree | None = None
@@ -214,6 +174,7 @@ class Runner:
         twin.walk = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
+        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if ways is None else {}
         if not twin.ways:
             twin.__dict__.pop("last", None)
         return twin
@@ -425,60 +386,44 @@ class Runner:
             )
         way = self._compile(planned, leaves, spec, state)
         self.ways.setdefault(key, []).append(way)
-        if sum(map(len, self.ways.values())) == MANY:
+        if sum(one.fixed for one in self.shapes.values()) == MANY and not self.said_many:
+            self.said_many = True
             warn(
-                f"{self.name} has {MANY} plans for different calls; each new number, shape or value by which the "
-                f"forward decides costs another plan: pass numbers as tensors"
+                f"{self.name} was captured {MANY} times for different calls; each new number, shape or value by which "
+                f"the forward decides costs another capture: pass numbers as tensors"
+                + "".join(f"; {one.reason}" for one in self.shapes.values() if one.reason)
             )
         return way
 
     def _compile(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
-        model = planned._rematplan_model()
-        check_traceable(model)
-        check_dense((*state.named.values(), *tensors_in(leaves)), f"{self.name} has, or is called with,")
-        check_no_hidden_tensors(leaves, f"{self.name} is called with")
-        self._say_hooks(hooked(model))
-        batch = [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(leaves)]
-        with (
-            guards.recording(model, leaves, state.named, batch) as record,
-            no_host_draws(self.name, record.generators),
-        ):
-            forward = planned._rematplan_forward_of(model)
-            with _own_errors(model, forward, *pytree.tree_unflatten(leaves, spec)):
-                flat = FlatModel(model, forward, leaves, spec, record.reads)
-                step = capture(flat, batch, self.name, model, record.values)
+        tracing = Tracing(self.name, planned, leaves, spec, state)
+        tracing.check()
+        shapes = self.shapes.setdefault((guards.open_key(leaves, spec), state.key), OpenShapes())
+        found = shapes.find(state, tracing.batch)
+        if found is None and shapes.tries:
+            try:
+                shapes.add(tracing.opened())
+                found = shapes.find(state, tracing.batch)
+            except ModelError as error:
+                shapes.refuse(error)
+        if found is None:
+            found = tracing.fixed()
+            shapes.meet(found.step)
+        return self._planned(found, state)
 
-        def again() -> tuple[FlatModel, CapturedStep]:
-            with guards.recording(model, leaves, state.named, batch) as further:
-                other = FlatModel(model, forward, leaves, spec, further.reads)
-                return other, capture(other, batch, self.name, model, further.values)
-
-        check_counters(self.name, model, flat, step, again)
-        step = replace(step, attributes=flat.attributes)
-        constants = tuple(
-            Withheld(f"{self.name} returns a {type(c).__name__}")
-            if hides_tensors(c, called_later=True)
-            else c
-            for c in flat.constants
-        )
-        whole, captured = step, with_expected_tangents(step, self.brought)
+    def _planned(self, forward: Found, state: guards.ModuleState) -> CacheEntry:
+        whole, captured = forward.step, with_expected_tangents(forward.step, self.brought)
         found = self.planner(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
-        if [int(o.target) for o in outputs] != list(range(flat.count)):
-            raise ModelError(f"{step.name}: an output could not be captured")
-        guard = record.guard(self.name)
-        entry = CacheEntry(Running.of(found), flat.outputs, constants, guard, captured, whole)
+        if [int(o.target) for o in outputs] != list(range(forward.count)):
+            raise ModelError(f"{whole.name}: an output could not be captured")
+        entry = CacheEntry(
+            Running.of(found), forward.outputs, forward.constants, forward.guard, captured, whole
+        )
         wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, wanting)
-
-    def _say_hooks(self, names: list[str]) -> None:
-        if names:
-            warn(
-                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
-                f"when a step is planned; what they compute is part of the plan, other effects happen only then"
-            )
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:

@@ -7,7 +7,7 @@ step could fail when it runs, or sum in another order than eager mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.types import Number
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
     FunctionalTensor,
@@ -29,6 +30,8 @@ from rematplan.runtime.graph.compat import (
     get_dispatch_mode,
     pytree,
 )
+from rematplan.runtime.symbols.batch import BatchSymbols, is_dense
+from rematplan.runtime.symbols.expressions import NotSymbolic
 
 ATEN = torch.ops.aten
 _NAMES = (
@@ -94,7 +97,14 @@ class TrueLayouts(FakeTensorMode):
 
     An op of `UNSURE` with a non-contiguous argument, or an op of `REFUSED` that fails on fakes, is run once
     on real tensors with arbitrary numbers.
+
+    ``symbols``: the symbols of the batch's sizes, if these are open. An op then runs for the sizes of the traced
+    batch, and only the order of its results' strides counts; `check_layouts` checks it for other sizes.
     """
+
+    def __init__(self, symbols: BatchSymbols | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True, shape_env=symbols.shapes if symbols else None)
+        self.symbols = symbols
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -106,31 +116,82 @@ class TrueLayouts(FakeTensorMode):
         except RuntimeError:
             if func not in REFUSED:
                 raise
+            if self.symbols:
+                raise NotSymbolic(f"PyTorch does not know the shapes that {func} gives") from None
             result = None
-        with disable_current_modes():
-            number = 1 if func in DIVIDING else 0  # avoids integer division by 0
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: _real(t).fill_(number), (args, kwargs)
-            )
-            real = func(*args, **kwargs)
+        now = self.symbols.now if self.symbols else _as_given
+        args, kwargs = now((args, kwargs))
+        real = _run(func, args, kwargs, now)
         leaves, spec = pytree.tree_flatten(real)
         fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
-            return pytree.tree_unflatten(map(_lying, fakes, leaves), spec)
+            return pytree.tree_unflatten(
+                [_lying(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
+            )
+
+
+def _as_given(given: Any) -> Any:
+    return given
+
+
+def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
+    """What an op gives for numbers that mean nothing. ``now``: plain sizes in the places of open ones."""
+    with disable_current_modes():
+        number = 1 if func in DIVIDING else 0  # avoids integer division by 0
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: _real(t, now).fill_(number), (args, kwargs)
+        )
+        return func(*args, **kwargs)
 
 
 def _all_contiguous(given: Any) -> bool:
     return all(t.is_contiguous() for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
 
 
-def _real(fake: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Tensor:
+    shape, stride = now((tuple(fake.shape), fake.stride()))
+    return torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
 
 
-def _lying(fake: Any, real: Any) -> Any:
-    if not isinstance(real, torch.Tensor) or (fake is not None and fake.stride() == real.stride()):
+def _lying(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
+    if not isinstance(real, torch.Tensor) or (fake is not None and now(fake.stride()) == real.stride()):
         return fake
-    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+    shape, stride = real.shape, real.stride()
+    if now is not _as_given:
+        if not is_dense(real):
+            raise NotSymbolic("an op gives a tensor with room between its numbers")
+        shape, stride = fake.shape, _dense_as(real, fake.shape)
+    return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
+
+
+def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a dense tensor of another shape, in the order of those of a real one."""
+    strides, expected = [1] * real.ndim, 1
+    for _, _, dim in sorted(zip(real.stride(), real.shape, range(real.ndim), strict=True)):
+        strides[dim], expected = expected, expected * shape[dim]
+    return tuple(strides)
+
+
+def check_layouts(step: CapturedStep) -> None:
+    """Compare the layouts of a step that was captured for other sizes with those of the kernels, for such ops.
+
+    Raises:
+        NotSymbolic: an op's results lie otherwise.
+    """
+    for call in step.calls:
+        fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
+        if call.target not in UNSURE or _all_contiguous(fakes):
+            continue
+        args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: step.values[name].fake)
+        real = pytree.tree_leaves(_run(call.target, args, kwargs))
+        for name, made in zip(call.results, real, strict=False):
+            if name and not _same_places(step.values[name].fake, made):
+                raise NotSymbolic(f"{call.target} lays its results out otherwise for other sizes")
+
+
+def _same_places(fake: torch.Tensor, real: torch.Tensor) -> bool:
+    strides = zip(fake.shape, fake.stride(), real.stride(), strict=True)
+    return fake.shape == real.shape and all(size == 1 or a == b for size, a, b in strides)
 
 
 RUN, GRAIN = 64, 2**15

@@ -1,0 +1,108 @@
+"""Sizes that are expressions of a batch's sizes, compiled into one function.
+
+Only integers: PyTorch rearranges an expression over floating-point numbers, which may then round to another size than
+the model's own arithmetic does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import PythonPrinter, pytree
+
+WHOLE = frozenset(
+    {
+        *("Symbol", "Integer", "Zero", "One", "NegativeOne", "Add", "Mul", "Pow", "PowByNatural"),
+        *("FloorDiv", "CleanDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min"),
+        *("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan"),
+        *("And", "Or", "Not", "BooleanTrue", "BooleanFalse", "IsNonOverlappingAndDenseIndicator"),
+    }
+)
+"""The names of the classes that an expression may be made of: they give whole numbers or truth values, exactly."""
+PRINTER = PythonPrinter()
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class NotSymbolic(ModelError):
+    """A step cannot be captured with open sizes; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSize:
+    """A size that differs from shape to shape: its position in an `ExpressionTable`."""
+
+    at: int
+
+
+@dataclass
+class ExpressionTable:
+    """The expressions of a step, each once. ``symbols``: the sizes that they depend on, by name, in order."""
+
+    symbols: tuple[str, ...]
+    expressions: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, size: Any) -> int | OpenSize:
+        """A size as an integer or as a position in the table.
+
+        Raises:
+            NotSymbolic: it is no integer, or depends on something else than the batch's sizes.
+        """
+        if isinstance(size, (torch.SymFloat, torch.SymBool)):
+            raise NotSymbolic("it computes a number that is no integer from a size")
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr
+        if expression.is_number:
+            return int(expression)
+        check_whole(expression)
+        unknown = {str(s) for s in expression.free_symbols} - set(self.symbols)
+        if unknown:
+            raise NotSymbolic("a size depends on what tensors hold")
+        return OpenSize(self.expressions.setdefault(expression, len(self.expressions)))
+
+    def compiled(self) -> Callable[..., tuple[int, ...]]:
+        """A function from the batch's sizes, by position, to the values of all expressions."""
+        body = "".join(f"{PRINTER.doprint(e)}, " for e in self.expressions)
+        source = f"lambda {', '.join(self.symbols)}: ({body})"
+        return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
+
+
+def check_whole(expression: Any) -> None:
+    """Refuse an expression that may round.
+
+    Raises:
+        NotSymbolic: it has a part that is not among `WHOLE`.
+    """
+    todo = [expression]
+    while todo:
+        part = todo.pop()
+        if type(part).__name__ not in WHOLE:
+            raise NotSymbolic(f"it computes with sizes in a way that may round ({type(part).__name__})")
+        todo += part.args
+
+
+def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
+    """Nested arguments with open sizes in the places of symbolic ones."""
+    return pytree.tree_map_only(SYMBOLIC, add, given)
+
+
+def resolved(given: Any, sizes: Sequence[int]) -> Any:
+    """Nested arguments with integers in the places of open sizes. ``sizes``: the values of a table's expressions."""
+    if isinstance(given, OpenSize):
+        return sizes[given.at]
+    if isinstance(given, (tuple, list)):
+        return type(given)(resolved(g, sizes) for g in given)
+    if isinstance(given, Mapping):
+        return {key: resolved(g, sizes) for key, g in given.items()}
+    return given
+
+
+def has_open(given: Iterable[Any]) -> bool:
+    """Whether there is an open size in nested arguments."""
+    return any(isinstance(leaf, OpenSize) for leaf in pytree.tree_leaves(given))

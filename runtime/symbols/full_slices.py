@@ -1,0 +1,67 @@
+"""Slices of all of a dimension, which eager mode leaves out where an index has several dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, substitute
+from rematplan.runtime.symbols.expressions import NotSymbolic
+
+SLICE = torch.ops.aten.slice.Tensor
+SLICE_BACKWARD = torch.ops.aten.slice_backward.default
+
+
+def without_full_slices(step: CapturedStep) -> CapturedStep:
+    """The step, as it was read, without what eager mode leaves out: the slices of an index of several dimensions that
+    are all of a dimension, and their backwards.
+
+    Raises:
+        NotSymbolic: the gradient of such a slice does not lie as the copy does that its backward makes, or shares its
+            storage: the calls that read it may be others.
+    """
+    names: dict[str, str] = {}
+    storages: dict[str, str] = {}
+    gone = set[str]()
+    for call in step.calls:
+        argument = _same(step, call)
+        if argument is not None:
+            result = step.values[str(call.results[0])]
+            gone.add(call.name)
+            names[result.name] = names.get(argument.name, argument.name)
+            if result.storage != argument.storage:
+                storages[result.storage] = storages.get(argument.storage, argument.storage)
+    if not gone:
+        return step
+
+    def renamed(call: Call) -> Call:
+        args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(names.get(name, name)))
+        return replace(call, args=args, kwargs=kwargs)
+
+    return replace(
+        step,
+        calls=tuple(renamed(call) for call in step.calls if call.name not in gone),
+        outputs=tuple(replace(o, value=names.get(o.value, o.value)) for o in step.outputs),
+        values={
+            name: replace(v, storage=storages.get(v.storage, v.storage))
+            for name, v in step.values.items()
+            if name not in names
+        },
+    )
+
+
+def _same(step: CapturedStep, call: Call) -> Value | None:
+    """The argument that stands for a call's result, if it is such a slice, or the backward of one."""
+    if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
+        return None
+    result, argument = step.values[str(call.results[0])], step.values[call.args[0].value]
+    a, b = result.fake, argument.fake
+    lies_so = a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    if call.target is SLICE:
+        return argument if a.shape == b.shape and lies_so else None
+    if a.shape != b.shape or call.args[5] != 1:
+        return None
+    if not lies_so or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
+        raise NotSymbolic("the gradient of a slice is laid out otherwise where it is all of a dimension")
+    return argument

@@ -1,0 +1,251 @@
+"""Laws of captures with open sizes: for each shape that its guard accepts, an instance is the step that is captured for
+that shape by itself, and a planned module follows eager mode bit by bit; what depends on a size is captured by itself.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from same_bits import equal_after, planned_and_plain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rematplan
+from rematplan.runtime.capture.capture import capture, capture_open
+from rematplan.runtime.capture.patches.fake_layouts import check_layouts
+from rematplan.runtime.capture.read_fx import finished
+from rematplan.runtime.guards.values import ValueGuardRecorder
+from rematplan.runtime.module.same_structure import names_of
+from rematplan.runtime.symbols.batch import BatchSymbols
+from rematplan.runtime.symbols.expressions import NotSymbolic
+from rematplan.runtime.symbols.full_slices import without_full_slices
+from rematplan.runtime.symbols.open_step import OpenStep
+
+WIDTH = 8
+
+
+class Of(nn.Module):
+    """A forward as a function of the module, whose parts are ``parts``, its weight ``w``, and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.function = nn.ModuleList(parts), forward
+        self.w = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, *x: Tensor) -> Any:
+        return self.function(self, *x)
+
+
+def attention(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one head, masked, with dropout."""
+    q = x * model.w
+    scores = (q @ x.transpose(1, 2) / 8).masked_fill(~mask[:, None], -1e9)
+    return F.dropout(scores.softmax(-1), 0.2) @ q
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, WIDTH, 3, padding=1)
+    return nn.Sequential(conv, nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(WIDTH, 4, 3))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, WIDTH))
+
+
+def sequence(b: int, t: int) -> tuple[Tensor, ...]:
+    return (torch.randn(b, t, WIDTH),)
+
+
+def masked(b: int, t: int) -> tuple[Tensor, ...]:
+    return torch.randn(b, t, WIDTH), torch.arange(t).expand(b, t) <= t // 2
+
+
+def pictures(b: int, t: int) -> tuple[Tensor, ...]:
+    return (torch.randn(b, 3, t + 3, 2 * t + 2),)
+
+
+Inputs = Callable[[int, int], tuple[Tensor, ...]]
+OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "mlp": (mlp, sequence),
+    "images": (images, pictures),
+    "channels last": (
+        images,
+        lambda b, t: (pictures(b, t)[0].to(memory_format=torch.channels_last),),
+    ),
+    "attention": (lambda: Of(attention), masked),
+    "fused attention": (
+        lambda: Of(lambda m, x: F.scaled_dot_product_attention(x * m.w, x, x, is_causal=True)),
+        sequence,
+    ),
+    "a mean": (lambda: Of(lambda m, x: (x * m.w).mean((0, 1))), sequence),
+    "a full slice": (lambda: Of(lambda m, x: (x * m.w)[:, : x.shape[1]].relu()[:].sum(1)), sequence),
+    "a slice that is full at times": (lambda: Of(lambda m, x: (x * m.w)[:, :4].sum(1)), sequence),
+    "the last ones": (lambda: Of(lambda m, x: (x * m.w)[:, -2:, None].sum(1)), sequence),
+    "permuted": (
+        lambda: Of(lambda m, x: m.parts[0]((x * m.w).transpose(0, 1)).sum(0), nn.LayerNorm(WIDTH)),
+        sequence,
+    ),
+    "permuted draws": (lambda: Of(lambda m, x: F.dropout((x * m.w).mT, 0.15).sum(-1)), sequence),
+    "in place": (lambda: Of(lambda m, x: (x * m.w).add_(x).mul_(2).relu_()), sequence),
+    "positions": (
+        lambda: Of(lambda m, x: (x * m.w) + torch.arange(x.shape[1])[:, None] / x.shape[1]),
+        sequence,
+    ),
+    "a decided mask": (
+        lambda: Of(lambda m, x, k: (x * m.w).masked_fill(k[..., None], 0.0) if k.any() else x * m.w),
+        masked,
+    ),
+    "all pairs": (lambda: Of(lambda m, x: (x @ x.transpose(-1, -2)).softmax(-1) @ (x * m.w)), sequence),
+    "padded": (lambda: Of(lambda m, x: F.pad(x * m.w, (0, 0, 0, -x.shape[1] % 4)).sum(1)), sequence),
+    "a branch": (
+        lambda: Of(lambda m, x: (x * m.w).relu() if x.shape[1] > 5 else (x * m.w).tanh()),
+        sequence,
+    ),
+}
+"""Models that capture with open sizes, with batches for two sizes."""
+FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a root": (lambda: Of(lambda m, x: (x * m.w) / math.sqrt(x.shape[1])), "1 of argument 0"),
+    "a loop": (
+        lambda: Of(lambda m, x: sum((x[:, t] * m.w).tanh() for t in range(x.shape[1]))),
+        "1 of argument 0",
+    ),
+    "a tensor of a size": (lambda: Of(lambda m, x: (x * m.w) * torch.tensor(x.shape[1])), "1 of argument 0"),
+    "a number that rounds": (lambda: Of(lambda m, x: (x * m.w) * x.shape[1] ** -0.5), "no integer"),
+    "a size that may round": (
+        lambda: Of(lambda m, x: (x * m.w)[:, : int(x.shape[1] * 0.3 + 1)]),
+        "may round|1 of argument 0",
+    ),
+    "recurrent": (lambda: Of(lambda m, x: m.parts[0](x)[0], nn.LSTM(WIDTH, WIDTH)), "numel"),
+}
+"""Models of which some size has to be known, and what the stats say of it."""
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    torch.manual_seed(1)
+
+
+def opened(model: nn.Module, batch: tuple[Tensor, ...]) -> OpenStep:
+    symbols, decisions = BatchSymbols(), ValueGuardRecorder(dict(model.named_buffers()), batch)
+    traced = capture_open(model, batch, "step", model, decisions, symbols)
+    assert traced.table
+    return OpenStep.of(traced.step, symbols, traced.table)
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_an_instance_is_what_its_shape_gives_by_itself(name: str) -> None:
+    make, inputs = OPEN[name]
+    model, accepted = make(), 0
+    step = opened(model, inputs(3, 6))
+    for sizes in ((3, 6), (2, 9), (WIDTH, WIDTH), (4, 3), (2, 4)):
+        batch = inputs(*sizes)
+        if not step.guard.holds(batch):
+            continue
+        accepted += 1
+        try:
+            instance = finished(without_full_slices(step.at(batch, step.sizes(batch))))
+            check_layouts(instance)
+        except NotSymbolic:
+            continue
+        decisions = ValueGuardRecorder(dict(model.named_buffers()), batch)
+        alone = capture(model, batch, "step", model, decisions)
+        assert names_of(instance, alone) is not None, sizes
+        assert sorted(instance.storage_bytes.values()) == sorted(alone.storage_bytes.values())
+    assert accepted >= 2
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_depends_on_a_size_is_captured_by_itself_and_says_why(name: str) -> None:
+    make, reason = FIXED[name]
+    planned, plain = planned_and_plain(make(), *sequence(3, 6))
+    for sizes in ((3, 6), (2, 7), (3, 8), (2, 9), (4, 9), (3, 6)):
+        batch = sequence(*sizes)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    stats = rematplan.planning(planned).stats()
+    assert stats.captures + stats.instances == 5
+    assert any(_found(reason, one) for one in stats.reasons), stats.reasons
+
+
+def _found(reason: str, text: str) -> bool:
+    return any(part in text for part in reason.split("|"))
+
+
+def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> list[Tensor]:
+    model.zero_grad()
+    out = model(*batch)
+    out.pow(2).sum().backward()
+    return [out.detach()]
+
+
+SIZES = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from((1, 2, 3, 6, WIDTH, 11))), min_size=3, max_size=5
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(OPEN)), SIZES, st.booleans())
+def test_each_shape_follows_eager_mode(name: str, shapes: list[tuple[int, int]], training: bool) -> None:
+    make, inputs = OPEN[name]
+    try:
+        shapes = [s for s in shapes if make().train(training)(*inputs(*s)).numel()] or [(2, 6)]
+    except (RuntimeError, ValueError, IndexError):  # sizes that the model refuses
+        return
+    planned, plain = planned_and_plain(make().train(training), *inputs(*shapes[0]))
+    for sizes in (*shapes, shapes[0]):
+        batch = inputs(*sizes)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+
+
+def test_sizes_that_are_equal_by_accident_stay_apart() -> None:
+    """The second shape, with which sizes are opened, has one number for all its sizes."""
+    planned, plain = planned_and_plain(OPEN["all pairs"][0](), *sequence(2, 5))
+    for sizes in ((WIDTH, WIDTH), (3, WIDTH), (WIDTH, 3), (4, 6)):
+        batch = sequence(*sizes)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    stats = rematplan.planning(planned).stats()
+    assert (stats.captures, stats.open_captures, stats.instances, stats.reasons) == (1, 1, 4, ())
+
+
+def test_parts_of_larger_tensors_are_served_and_shared_memory_is_not() -> None:
+    planned, plain = planned_and_plain(
+        Of(lambda m, x, y: (x * m.w + y).relu()), *sequence(2, 5), *sequence(2, 5)
+    )
+    data = torch.randn(40, 5, WIDTH)
+    for batch in ((data[3:6], data[6:9].clone()), (data[30:34], data[:4].clone()), (data[:6], data[10:16])):
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    assert "share" in rematplan.planning(planned).stats().reasons[0]
+
+
+def test_what_a_forward_gives_besides_tensors_is_of_the_present_sizes() -> None:
+    def forward(model: Any, x: Tensor) -> Any:
+        return {"y": (x * model.w).sum(1), "length": x.shape[1], "shape": x.shape, "double": 2 * x.shape[0]}
+
+    planned, plain = planned_and_plain(Of(forward), *sequence(2, 5))
+    for sizes in ((3, 6), (4, 7)):
+        batch = sequence(*sizes)
+        ours, theirs = planned(*batch), plain(*batch)
+        assert torch.equal(ours.pop("y"), theirs.pop("y"))
+        assert ours == theirs
+        assert type(ours["length"]) is int
+        assert type(ours["shape"]) is torch.Size
+
+
+def test_a_decision_by_values_is_taken_anew_at_each_shape() -> None:
+    planned, plain = planned_and_plain(OPEN["a decided mask"][0](), *masked(2, 5))
+    for sizes, all_false in (
+        ((3, 6), False),
+        ((4, 7), False),
+        ((3, 9), True),
+        ((5, 9), False),
+        ((2, 8), True),
+    ):
+        x, mask = masked(*sizes)
+        batch = x, mask & (not all_false)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
