@@ -1,7 +1,7 @@
-"""What the ranks of a pipeline do, and what each stage holds and takes. Plain data.
+"""The actions of a pipeline's ranks, and the memory and times of its stages. Plain data.
 
-A micro-batch's way through a stage is ``F`` and ``B``, or ``F``, ``I`` and ``W``. A ``B`` does what ``I`` and ``W`` do,
-one right after the other.
+A micro-batch passes a stage by the actions ``F`` and ``B``, or by ``F``, ``I`` and ``W``. A ``B`` does the work of
+``I`` and ``W``, one right after the other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from rematplan.ir import ProblemError
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; the part of a backward that gives the input's gradient; the rest of it, which gives those of the
-weights."""
+"""F: forward.
+
+B: backward. I: the part of a backward that computes the input's gradient. W: the rest, which computes the gradients
+of the weights.
+"""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One thing that a rank does: a kind of work of one stage for one micro-batch, both counted from 0."""
+    """One action of a rank: a kind of work of one stage for one micro-batch. Both are counted from 0."""
 
     kind: Kind
     stage: int
@@ -31,18 +34,19 @@ class Action:
 
 
 RankActions: TypeAlias = tuple[Action, ...]
-"""What one rank does, in its order."""
+"""The actions of one rank, in order."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which each rank works.
+    """The order of each rank's actions.
 
-    ``name``: of the schedule. ``actions``: of each rank. ``stage_of_rank``: the stages of each rank, ascending.
+    ``name``: of the schedule. ``stages``, ``ranks``, ``microbatches``: their numbers. ``actions``: of each rank.
+    ``stage_of_rank``: the stages of each rank, ascending.
 
     Raises:
-        ProblemError: a rank works for a stage that it does not have, or a micro-batch goes through a stage otherwise
-            than by F and B, or F, I and W, in this order.
+        ProblemError: a stage has no rank or two; a rank works for a stage of another rank; or the actions of a
+            micro-batch in a stage are not F and B, or F, I and W, in this order.
     """
 
     name: str
@@ -80,17 +84,18 @@ class PipelineSchedule:
                 )
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage."""
+        """Return the rank that runs a stage."""
         return next(rank for rank, stages in enumerate(self.stage_of_rank) if stage in stages)
 
 
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """The schedule of each rank's rows ``(kind, stage, microbatch)``; which stages a rank has is read off them.
+    """Return the schedule with given rows ``(kind, stage, microbatch)`` of each rank. A rank has the stages in its
+    row.
 
     Raises:
-        ProblemError: see `PipelineSchedule`; or an unknown kind.
+        ProblemError: see `PipelineSchedule`; or a kind is unknown.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in KINDS:
@@ -104,27 +109,29 @@ def schedule_of_rows(
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage holds and takes under its plan; bytes and microseconds, of one micro-batch.
+    """The memory and the times of a stage under its plan, in bytes and microseconds, for one micro-batch.
 
-    A *transient* is the largest number of bytes that an action has for its micro-batch at any moment, beyond what the
-    rank holds for other micro-batches and for good; what it takes over from an earlier action is included. So the first
-    forward of a rank with one stage has its peak at ``states`` + ``torch_bytes`` + ``transient_forward``.
+    A *transient* is the largest number of bytes that an action needs for its micro-batch, in addition to what the
+    rank holds for other micro-batches and during the whole step; bytes kept since an earlier action of the
+    micro-batch are included. So the first forward of a rank with one stage has the peak ``states`` + ``torch_bytes``
+    + ``transient_forward``.
 
-    ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes``: held between I and W.
-    ``transient_backward``: of an I; a B has the larger of this and ``transient_weight`` + ``whole``, as it does both
-    and torch still holds outputs and the input's gradient during its second part. A stage that is never split has
-    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight`` 0. ``first_backward``, ``first_weight``: the same
-    of the first backward and weight action of a step, which makes the gradients to which later ones add; those
-    gradients, ``gradients`` bytes, are there from the end of the first W or B on.
+    ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes`` (D): held between I and W.
+    ``transient_backward``: of an I. A B has the larger of this and ``transient_weight`` + ``whole``, since torch
+    still holds the outputs and the input's gradient during its second part. A stage that is never split has 0 for
+    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``first_backward``, ``first_weight``: the
+    transients of a step's first backward and weight action, which create the gradients that later ones add to. These
+    gradients, ``gradients`` bytes, exist from the end of the first W or B on.
 
-    ``states``: parameters, buffers, optimizer states, and what else is there during the whole step, but for
-    ``torch_bytes``, what torch or the channels hold during the whole step: buffers to receive into. ``left``: bytes
-    that each B or I leaves until the end of the step: outputs that are returned, tensors whose sending is waited for
-    only then. ``pending``: bytes that each B or I leaves until the next one has ended: a message of which there is one
-    at a time. ``closing``: bytes that the end of the step takes beyond what is left then: the outputs joined.
+    ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
+    except ``torch_bytes``: buffers in which torch, or a channel, receives messages. ``left``: bytes that remain after
+    each B or I until the end of the step: returned outputs, and sent tensors whose sending is waited for only then.
+    ``pending``: bytes that remain after each B or I until the end of the next one: a message, of which there is one
+    at a time. ``closing``: bytes that the end of the step needs in addition: the joined outputs.
 
-    ``forward``, ``backward``, ``weight``: time of an F, of an I (of a whole B without ``weight``), of a W.
-    ``extra``: time spent in recomputation, included in those. ``plan``: the plan as JSON data, or None if not planned.
+    ``forward``, ``backward``, ``weight``: the times of an F, of an I (or of a whole B if ``weight`` is 0), and of a
+    W. ``extra``: the time of recomputation, included in these. ``plan``: the plan as JSON data; None if there is
+    none.
     """
 
     stage: int
@@ -149,7 +156,7 @@ class StagePlan:
     closing: int = 0
 
     def microseconds(self, kind: Kind) -> float:
-        """The time of an action."""
+        """Return the time of an action of a kind."""
         return {
             "F": self.forward,
             "I": self.backward,
@@ -159,10 +166,10 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Plans by their stage.
+    """Return plans by the number of their stage.
 
     Raises:
-        ProblemError: two of one stage.
+        ProblemError: two plans are of the same stage.
     """
     found: dict[int, StagePlan] = {}
     for plan in plans:

@@ -1,4 +1,4 @@
-"""Strategies as what plans the stages of a pipeline."""
+"""Planners of stages that use strategies."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
 SHORTEST = 0.1
-"""Seconds for the least peak once the deadline is over."""
+"""Seconds for finding the smallest peak after the deadline."""
 
 
 @dataclass(frozen=True)
 class AutoStages:
-    """``time_limit``: seconds that each question may take. ``deadline``: by the monotonic clock; after it nothing is
-    searched for but the least peak, briefly."""
+    """Plans stages with `auto`.
+
+    ``time_limit``: seconds for each call. ``deadline``: a time of the monotonic clock; after it, nothing is searched
+    for except the smallest peak, briefly.
+    """
 
     time_limit: float = 2.0
     deadline: float = math.inf
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """The seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
@@ -62,7 +65,7 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class StrategyStages:
-    """Any strategy, which proves nothing."""
+    """Plans stages with any strategy. It proves no bounds."""
 
     strategy: Strategy
 
@@ -78,5 +81,5 @@ class StrategyStages:
             return self.strategy.plan(graph, error.smallest, starts=starts)
 
     def floor(self, _graph: TrainingGraph, _budget: int) -> float:
-        """Nothing is proven but that recomputation takes no less than none."""
+        """Return 0: recomputation takes no less time than none."""
         return 0.0

@@ -1,7 +1,7 @@
-"""Known bubbles of schedules whose stages all take the same time, over links that take none.
+"""Known bubbles of pipeline schedules whose stages all take the same time, over links that take no time.
 
-They hold for F = I = W and for B = I + W, for any F ÷ B where the schedule has no W, and for micro-batches that the
-schedule divides evenly, at least twice as many as ranks.
+They hold if F = I = W and B = I + W; without W, for any F ÷ B. The number of micro-batches must be divided evenly by
+the schedule, and be at least twice the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Formula:
-    """``text``: the formula for a person. ``bubble``: its value for P ranks, M micro-batches and v stages a rank.
-    ``source``: where it is from."""
+    """The bubble of a schedule as a formula.
+
+    ``text``: for people. ``bubble``: returns the value for P ranks, M micro-batches and v stages per rank.
+    ``source``: the publication.
+    """
 
     text: str
     bubble: Callable[[int, int, int], float]
@@ -29,7 +32,7 @@ def _interleaved(ranks: int, microbatches: int, each: int) -> float:
 
 
 def _zero_bubble(ranks: int, microbatches: int, each: int) -> float:
-    """A rank's pause is (P − 1)·F ÷ v, its work 3·M·F, with F, I and W of a rank's stages together equally long."""
+    """A rank pauses for (P − 1)·F ÷ v and works for 3·M·F, if F, I and W of its stages together take equally long."""
     return (ranks - 1) / (3 * each * microbatches + ranks - 1)
 
 
@@ -48,12 +51,17 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def utilisation_bound(ranks: int, hop: float) -> float:
-    """The share of its time that the first rank of 1F1B can work at most, over links that take ``hop`` of the time of a
-    stage's forward and backward: P micro-batches are in flight during one round trip."""
+    """Return the largest share of time in which the first rank of 1F1B can work.
+
+    ``hop``: the time of a message ÷ the time of a stage's forward and backward. P micro-batches are in flight during
+    one round trip.
+    """
     return ranks / (ranks + 2 * (ranks - 1) * hop)
 
 
 def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
-    """The share of its time that a rank can work at most under any order: the pipeline fills and drains once, over the
-    same links."""
+    """Return the largest share of time in which a rank can work under any order.
+
+    The pipeline fills and drains once. ``hop``: see `utilisation_bound`.
+    """
     return microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop))

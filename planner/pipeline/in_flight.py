@@ -1,13 +1,15 @@
-"""Plans of a rank's stages for as many micro-batches as its actions have in flight, within one budget.
+"""Plans for a rank's stages with several micro-batches in flight, within one budget.
 
-What a plan keeps between forward and backward (K) is held once for each micro-batch in flight, its transients only
-once. With a bound κ on each stage's K the others' micro-batches leave each action a known rest of the budget, and
-`StageProblem.bounded` makes a plain planning problem of it. So κ is searched for: first on a grid between the least K
-and that of a plan that keeps all, then around the best. All plans ever found are candidates: each is measured by
-itself, and the answer is the cheapest combination that the replay of the rank's actions shows to be within the budget.
+The bytes K that a plan keeps between forward and backward are held once for each micro-batch in flight, the
+transients only once. If each stage's K is at most κ, then the other micro-batches leave each action a known part of
+the budget, and `StageProblem.bounded` turns that into an ordinary planning problem. So the search is for κ: first on
+a grid between the smallest K and that of a plan without recomputation, then around the best value. All plans ever
+found are candidates. Each is measured, and the result is the cheapest combination for which the replay of the rank's
+actions stays within the budget.
 
-The floor: every plan has its K in one of the intervals between the values of κ. Within (κ₁, κ₂] it holds at most κ₂
-itself, and the others at least κ₁; a floor of that relaxed problem, the least over all intervals, holds for all plans.
+The lower bound: the K of every plan is in one of the intervals between the values of κ. In (κ₁, κ₂] a stage holds at
+most κ₂ and the others at least κ₁. A lower bound of this relaxed problem, the least over all intervals, holds for all
+plans.
 """
 
 from __future__ import annotations
@@ -32,46 +34,45 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
 GRID = 5
-"""Values of κ that are tried at first."""
+"""The number of values of κ to try first."""
 REFINED = 12
-"""How many intervals between them are halved."""
+"""The number of intervals between them to halve."""
 CLOSED = 1e-6
-"""Microseconds by which a floor counts as lower than a plan."""
+"""A lower bound counts as lower than a plan if the difference is more than this, in microseconds."""
 HALVINGS = 30
-"""Of the interval in which the largest share is looked for."""
+"""The number of bisection steps that find the largest feasible share."""
 EVERY = 1000
-"""Choices of one candidate a stage up to which all are looked at."""
+"""Up to this many combinations of one candidate per stage, all are tried."""
 LOWERED = 12
-"""Budgets at most that are asked for on the way to a rank's least."""
+"""The largest number of budgets to try when searching for a rank's smallest."""
 LEAST = (0.0, 0.5, 1.0)
-"""How much the least peak counts against the least K in the search for a rank's least budget: shares of the
-difference."""
+"""In the search for a rank's smallest budget: weights of the smallest peak against the smallest K."""
 
 
 class StagePlanner(Protocol):
-    """What plans single problems; both are asked with plans to begin with."""
+    """The interface of a planner for single problems. ``starts``: plans to start from."""
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """The cheapest plan within a budget.
+        """Return the cheapest plan within a budget in bytes.
 
         Raises:
-            InfeasibleBudget: none is known.
+            InfeasibleBudget: no plan is found that fits.
         """
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """The plan of the least peak."""
+        """Return the plan with the smallest peak."""
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """A proven floor of the overhead of any plan within a budget; infinite if there is none."""
+        """Return a proven lower bound of the overhead of any plan within a budget; infinity if there is no plan."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """The plans of a rank's stages.
 
-    ``stages``: their figures, with their plans. ``plans``: the same plans, of the stages' graphs. ``peak``: bytes, of
-    the rank's actions. ``extra``: microseconds of recomputation for one micro-batch, in all stages. ``floor``: no
-    plans have less.
+    ``stages``: their memory and times. ``plans``: their plans, for the graphs of the stages' problems. ``peak``:
+    bytes, of the rank's actions. ``extra``: microseconds of recomputation for one micro-batch, in all stages.
+    ``floor``: a lower bound of ``extra``.
     """
 
     stages: tuple[StagePlan, ...]
@@ -88,14 +89,15 @@ class _Candidate:
 
 
 _Chosen: TypeAlias = tuple[_Candidate, ...]
-"""One candidate a stage."""
+"""One candidate for each stage."""
 
 
 class RankSearch:
     """The search for the plans of one rank.
 
-    ``budget``: bytes that the rank may hold during ``actions``, states and what torch holds included. ``seconds``:
-    after which it asks its planner nothing more, once something fits.
+    ``stages``: their problems. ``actions``: the rank's actions in order. ``budget``: bytes that the rank may hold,
+    states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after this time, and once a
+    combination fits, the planner is not called again.
     """
 
     def __init__(
@@ -115,17 +117,17 @@ class RankSearch:
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
     def run(self) -> RankPlan:
-        """The cheapest plans.
+        """Return the cheapest plans that are found.
 
         Raises:
-            InfeasibleBudget: none are known that fit; carries the least budget of the rank that is.
+            InfeasibleBudget: none are found that fit. The error has the rank's smallest budget that is found.
         """
         if (best := self._best()) is None or _extra(best) > 0:
             self._search()
             best = self._best()
         if best is None:
             smallest = self.least()
-            best = self._best()  # on the way to the least budget plans may turn up that fit this one
+            best = self._best()  # the search for the smallest budget may find plans that fit this one
             if best is None:
                 raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
@@ -134,7 +136,7 @@ class RankSearch:
         return RankPlan(figures, plans, self._peak(best), extra, floor)
 
     def least(self) -> int:
-        """The least peak of the rank that is found, bytes."""
+        """Return the rank's smallest peak that is found, in bytes."""
         for at, stage in enumerate(self.stages):
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
@@ -142,9 +144,9 @@ class RankSearch:
                 graph = stage.with_room(max(op.workspace, int(share * span)))
                 self._take(at, self.planner.least(graph, self._starts(at, graph)))
         high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
-        low = self.budget  # for which nothing is found
+        low = self.budget  # no plans are found for it
         for k in range(LOWERED):
-            # The last asks are for a byte less: what is refused then is refused to whoever asks for it.
+            # The last tries are for one byte less, so that the reported budget is the smallest that succeeds.
             ask = high - 1 if k >= LOWERED // 2 else (low + high) // 2
             found = None if ask <= low else self._at(ask)
             if found is not None:
@@ -156,8 +158,10 @@ class RankSearch:
         return high
 
     def _at(self, budget: int) -> int | None:
-        """The peak of what a search for another budget finds, which begins with all that is known; None for nothing."""
-        other = copy(self)  # with the same candidates
+        """Return the peak of the plans that a search for another budget finds, which starts from all known plans; or
+        None.
+        """
+        other = copy(self)  # it shares the candidates
         other.budget = budget
         if other._best() is None:
             other._search()
@@ -165,7 +169,7 @@ class RankSearch:
         return None if best is None else other._peak(best)
 
     def _search(self) -> None:
-        """The grid, and then the interval of the least floor again and again, until none is below the best plan."""
+        """Try the grid. Then halve the interval with the least lower bound, until no bound is below the best plan."""
         most = self._most_share()
         shares = sorted({*(most * k / (GRID - 1) for k in range(GRID)), 1.0})
         for share in reversed(shares):
@@ -199,7 +203,7 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _most_share(self) -> float:
-        """The largest share at which no stage's room is too small for any plan; 0 if there is none."""
+        """Return the largest share at which every stage has enough bytes for some plan; 0 if there is none."""
         low, high = 0.0, 1.0
         if self._roomy(high):
             return high
@@ -216,7 +220,7 @@ class RankSearch:
         )
 
     def _try(self, share: float) -> None:
-        """Plan each stage with what it keeps bounded at a share."""
+        """Plan each stage with its K limited by a share."""
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.room(at, self.budget, bounds)
@@ -226,7 +230,7 @@ class RankSearch:
                     self._take(at, self.planner.within(graph, room, self._starts(at, graph)))
 
     def _take(self, at: int, plan: Plan) -> None:
-        """A plan of some variant of a stage's problem is a candidate."""
+        """Add a plan of some variant of a stage's problem to the candidates."""
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
         figures = stage.measured(own)
@@ -237,12 +241,15 @@ class RankSearch:
         return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
 
     def _best(self) -> _Chosen | None:
-        """The cheapest choice that fits."""
+        """Return the cheapest combination that fits, or None."""
         chosen = self._choose(lambda c: (max(0, self._peak(c) - self.budget), _extra(c), self._peak(c)))
         return chosen if self._peak(chosen) <= self.budget else None
 
     def _choose(self, key: Callable[[_Chosen], tuple[float, ...]]) -> _Chosen:
-        """The choice of the least key; of many choices one from which no stage by itself leads to a lesser."""
+        """Return the combination with the least key.
+
+        If there are too many to try all, it is one that no change of a single stage improves.
+        """
         if math.prod(map(len, self.found)) <= EVERY:
             return min(product(*self.found), key=key)
         chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
@@ -258,13 +265,14 @@ class RankSearch:
         return rank_peak(self.actions, [c.figures for c in chosen])
 
     def _floor(self) -> float:
-        """Microseconds of recomputation that the rank's plans have at least."""
+        """Return the lower bound of the rank's recomputation in microseconds."""
         by_stage = zip(*self.intervals.values(), strict=True)
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Of each stage a floor of its extra time if what it keeps is in that interval, and the other stages keep the
-        least that they can."""
+        """Return a lower bound of each stage's extra time, if its K is in the interval and the others keep as little
+        as possible.
+        """
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):

@@ -1,9 +1,10 @@
-"""What a stage holds for messages beside its plan, by the schedule that sends them.
+"""The memory that a stage needs for messages, in addition to its plan, by schedule.
 
-Read off `torch.distributed.pipelining` (2.13): buffers to receive into are made for all micro-batches before the first;
-a tensor that is sent is held until its sending is waited for, by GPipe and the schedules of several stages a rank only
-as the step ends, by 1F1B until the next message. Stages next to each other on one rank hand tensors over: those take
-the buffers' places. Dataflow channels hold one message that is read and one that arrives.
+It was read off `torch.distributed.pipelining` (2.13). Receive buffers for all micro-batches are allocated before the
+first one. A sent tensor stays in memory until its sending is waited for: with GPipe and the schedules with several
+stages per rank at the end of the step, with 1F1B at the next message. Neighbouring stages on one rank pass tensors to
+each other without messages; these tensors take the place of the buffers. A channel of the dataflow schedule holds one
+message that is being read and one that arrives.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from dataclasses import dataclass, replace
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 
 ONE_MESSAGE = ("1f1b",)
-"""Schedules that hold one message until the next."""
+"""Schedules that keep each sent message until the next one is sent."""
 CHANNELS = ("dataflow",)
-"""Schedules whose messages go through channels of a fixed number of places."""
+"""Schedules whose messages use channels with a fixed number of places."""
 PLACES = 2
-"""Of a channel."""
+"""The number of places in a channel."""
 
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Bytes of a micro-batch's messages of a stage: from the stage before it, back from the next one, to the next one,
-    and back to the one before it."""
+    """The bytes of a stage's messages for one micro-batch.
+
+    ``received``: from the stage before it, in the forward. ``answered``: from the next stage, in the backward.
+    ``sent``: to the next stage. ``returned``: to the stage before it.
+    """
 
     received: int
     answered: int
@@ -32,17 +36,19 @@ class MessageBytes:
 
 
 def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
-    """A stage's figures that no plan changes, without states and gradients.
+    """Return the figures of a stage that do not depend on its plan: bytes for messages, without states and gradients.
 
     Args:
-        stage: its number.
+        schedule: the pipeline's schedule.
+        stage: the stage's number.
+        size: the bytes of its messages.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
     incoming = size.received + size.answered
     if schedule.name in CHANNELS:
         return StagePlan(stage, 0, 0, 0, torch_bytes=PLACES * (incoming + size.sent + size.returned))
-    # What is handed over is there before the buffer goes whose place it takes.
+    # A tensor that is passed on within the rank exists before the buffer is freed whose place it takes.
     handed = max(size.sent if after else 0, size.received if before else 0)
     plan = StagePlan(stage, 0, 0, 0, torch_bytes=schedule.microbatches * incoming + handed)
     sent, returned = 0 if after else size.sent, 0 if before else size.returned

@@ -1,8 +1,9 @@
-"""A pipeline's cuts and the plans of its stages, chosen together for the least simulated makespan.
+"""Choose a pipeline's cuts and the plans of its stages together, for the least simulated makespan.
 
-Plans of stages take seconds, floors of their time nothing (`stage_floor`). So cuts are chosen with floors where stages
-are not planned yet and with their plans' times where they are; the stages of the best cuts are planned; and so on until
-all stages of the best cuts are planned. Then no cut can be better, but for stages whose plans are not optimal.
+Planning a stage takes seconds; a lower bound of its time takes almost nothing (`stage_floor`). So cuts are chosen by
+the times of plans for stages that are planned, and by lower bounds for others. Then the stages of the best cuts are
+planned, and so on, until all stages of the best cuts are planned. No other cuts are better then, except if plans of
+stages are not optimal.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
 ROUNDS = 12
-"""Cuts at most whose stages are planned."""
+"""The largest number of cuts whose stages are planned."""
 RECOVERING = ("dataflow",)
-"""Schedules whose stages recover what they received from what they sent."""
+"""Schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
-"""Cuts at most that are planned and do not fit."""
+"""The search ends after this many cuts whose stages do not fit."""
 Intervals = tuple[tuple[int, int], ...]
-"""The blocks of a rank's stages: the first, and the one behind the last."""
+"""For each stage of a rank: its first block, and the block after its last one."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a pipeline is planned for.
+    """The conditions that a pipeline is planned for.
 
-    ``budget``: bytes that each rank may hold. ``overhead``: microseconds that each action takes beside its work.
-    ``optimizer``: bytes of optimizer state for each byte of a parameter that gets a gradient. ``batch``: the inputs
-    that are another for each micro-batch; the ranks that read them hold those of all micro-batches.
+    ``budget``: bytes that each rank may hold. ``link``: between ranks. ``overhead``: microseconds of each action in
+    addition to its work. ``optimizer``: bytes of optimizer state per byte of trained parameters. ``batch``: the names
+    of inputs that differ between micro-batches; ranks that read them hold those of all micro-batches.
     """
 
     budget: int
@@ -57,7 +58,11 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """The stages' times (forward, backward, weight gradients; microseconds) with their messages."""
+    """Return the times and message sizes of the stages.
+
+    ``times``: microseconds of forward, backward and weight gradients, for each stage. ``recovers``: whether stages
+    recover their inputs from their outputs.
+    """
     bounds = (0, *cuts, len(chain))
     return tuple(
         StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
@@ -66,14 +71,16 @@ def stage_times(
 
 
 def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
-    """Bytes of the message back from the stage that begins at a block: gradients, and what it received where stages
-    recover that."""
+    """Return the bytes of the message back from the stage that begins at block ``place``.
+
+    It contains gradients, and, if stages recover their inputs, the recovered input.
+    """
     return chain.returns[place] + (chain.sends[place] if recovers else 0)
 
 
 @dataclass(frozen=True)
 class _Probing:
-    """A planner that does not look for the least budget, which takes long: other cuts are tried first."""
+    """A planner that never searches for the smallest budget, which takes long: other cuts are tried first."""
 
     planner: StagePlanner
 
@@ -90,10 +97,11 @@ class _Probing:
 
 @dataclass
 class PipelineSearch:
-    """The search for one schedule.
+    """The search for cuts and plans, for one schedule.
 
-    ``seconds``: after which no further cuts are planned. ``planned``: the plans of each rank that was planned, by its
-    stages' blocks; an error where none fits.
+    ``chain``: the blocks to divide into stages. ``terms``: budget, link and other conditions. ``planner``: plans
+    single stages. ``seconds``: no further cuts are planned after this time. ``planned``: for each rank and its
+    stages' blocks, its plans, or the error if none fits.
     """
 
     chain: StageChain
@@ -106,11 +114,11 @@ class PipelineSearch:
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
-        """The pipeline with these cuts, or with the best.
+        """Return the pipeline with the given cuts, or with the best cuts that are found.
 
         Raises:
-            InfeasibleBudget: a rank does not fit; names it and its least budget.
-            UsageError: cuts that cannot be.
+            InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+            UsageError: a cut separates two readers of a parameter, or there are too few places to cut at.
         """
         if cuts is not None:
             self.chain.check_cuts(cuts)
@@ -127,13 +135,15 @@ class PipelineSearch:
 
     @cached_property
     def floor(self) -> float:
-        """Microseconds that the slowest stage has at least, whatever the cuts; infinite if none fits."""
+        """The lower bound of the slowest stage's time in microseconds, for any cuts; infinite if none fit."""
         found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
         return found[0].slowest if found else math.inf
 
     @cached_property
     def least_makespan(self) -> float:
-        """Of the cuts that promise most, before any stage is planned."""
+        """The makespan of the most promising cuts, in microseconds, before any stage is planned; infinite if none
+        fit.
+        """
         chosen = self._promising()
         return math.inf if chosen is None else chosen[0]
 
@@ -150,17 +160,19 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """The cuts of the least makespan by what is known so far; None if none fit."""
+        """Return the least makespan by what is known so far, and its cuts; None if no cuts fit."""
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
         return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
 
     def _balanced(self) -> Cuts:
-        """The cuts of the fastest slowest stage if memory were without end."""
+        """Return the cuts with the shortest slowest stage, with unlimited memory."""
         return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
 
     def _makespan(self, cuts: Cuts) -> float:
-        """Simulated, with the times of plans where a rank is planned, else with floors."""
+        """Return the simulated makespan, with the times of plans for planned ranks, and with lower bounds for
+        others.
+        """
         times = [(0.0, 0.0, 0.0)] * self.schedule.stages
         for rank, stages in enumerate(self.schedule.stage_of_rank):
             own = self._intervals(cuts, rank)
@@ -179,7 +191,9 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Microseconds of a stage, of its plan if it has one and its rank for itself, else a floor."""
+        """Return the microseconds of a stage: of its plan, if its rank has only this stage and is planned; else the
+        lower bound.
+        """
         rank = self.schedule.rank_of(stage)
         plan = self.planned.get((rank, ((start, end),)))
         if plan is None:
@@ -190,7 +204,7 @@ class PipelineSearch:
         return found.forward + found.backward + found.weight
 
     def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
-        """The plan of each rank, made now if it is not known."""
+        """Yield the plans of each rank; ranks without plans are planned."""
         for rank in range(self.schedule.ranks):
             key = rank, self._intervals(cuts, rank)
             if key not in self.planned:
@@ -241,21 +255,23 @@ class PipelineSearch:
 
     @property
     def recovers(self) -> bool:
-        """Whether stages recover what they received from what they sent."""
+        """Whether stages recover their inputs from their outputs."""
         return self.schedule.name in RECOVERING
 
     @cached_property
     def split(self) -> bool:
-        """Whether weight gradients are made apart."""
+        """Whether weight gradients are computed separately."""
         return any(action.kind == "W" for row in self.schedule.actions for action in row)
 
     def _intervals(self, cuts: Cuts, rank: int) -> Intervals:
-        """The blocks of a rank's stages."""
+        """Return the blocks of a rank's stages."""
         bounds = list(pairwise((0, *cuts, len(self.chain))))
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """What a stage of these blocks holds whatever its plan: optimizer states, messages, its share of the batch."""
+        """Return the figures of a stage that do not depend on its plan: optimizer states, messages, its part of the
+        batch.
+        """
         piece = StageSlice(self.chain, start, end)
         inputs = self.chain.inputs_of(start, end)
         names = {self.chain.graph.tensors[t].name: t for t in inputs}
@@ -271,11 +287,11 @@ class PipelineSearch:
         )
 
     def _returns(self, place: int) -> int:
-        """Bytes of the message back from the stage that begins at a block."""
+        """Return the bytes of the message back from the stage that begins at a block."""
         return returned_bytes(self.chain, place, self.recovers)
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
-        """Microseconds of forward, backward and weight gradients without recomputation."""
+        """Return the microseconds of forward, backward and weight gradients, without recomputation."""
         if (start, end) not in self._bases:
             piece = StageSlice(self.chain, start, end)
             costs = indexed(self.chain.graph).cost
@@ -286,7 +302,9 @@ class PipelineSearch:
         return self._bases[start, end]
 
     def _leaves(self, start: int, end: int) -> int:
-        """Bytes that a stage makes and sends on: it keeps them until their gradients come."""
+        """Return the bytes of tensors that a stage computes and sends on; it keeps them until their gradients
+        arrive.
+        """
         piece = StageSlice(self.chain, start, end)
         return 0 if self.split or self.recovers else self._bytes({*piece.sent} - {*piece.received})
 

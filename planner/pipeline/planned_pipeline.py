@@ -1,4 +1,4 @@
-"""A planned pipeline, and its file ``rematplan.pipeline/1``: plain data, read without torch."""
+"""A planned pipeline, and its file format ``rematplan.pipeline/1``: plain data that can be read without torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ PIPELINE_FORMAT = "rematplan.pipeline/1"
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """``cuts``: the blocks at which the second stage and each later one begin; ``names``: the modules or ops that these
-    begin with. ``stages``, ``times``: of each stage its figures, with its plan, and its times and messages. ``floor``:
-    microseconds that the slowest stage takes at least, whatever the cuts. ``floors``: of each rank, microseconds of
-    recomputation that any plans have with these cuts. ``model``: how the model was loaded, for whoever runs it.
+    """A pipeline with its schedule, its cuts and the plans of its stages.
+
+    ``problem``: its name. ``budget``: bytes of each rank. ``cuts``: the blocks at which the second and each later
+    stage begin. ``names``: the modules or ops with which they begin. ``stages``: memory, times and plan of each
+    stage. ``times``: times and message sizes of each stage. ``overhead``: microseconds of each action in addition to
+    its work. ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``floors``: for each
+    rank, a lower bound of its recomputation in microseconds, for these cuts. ``model``: how the model was loaded, so
+    that it can be loaded again.
     """
 
     problem: str
@@ -43,40 +47,45 @@ class PlannedPipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule's replay."""
+        """The replay of the schedule."""
         return replay(self.schedule, self.times, self.link, self.overhead)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Bytes that each rank holds at most."""
+        """The most bytes that each rank holds."""
         own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
         return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches that each stage has in flight."""
+        """The most micro-batches in flight in each stage."""
         return most_in_flight(self.schedule)
 
     @property
     def slowest(self) -> int:
-        """The stage that takes longest for a micro-batch."""
+        """The number of the stage that takes longest for a micro-batch."""
         return max(range(len(self.times)), key=lambda s: self.times[s].total)
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble that the schedule has by its formula with stages of equal time and links that take none."""
+        """The schedule's bubble by formula, with stages of equal time and links that take no time."""
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
 
 
 def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """The most micro-batches that each stage has between the begin of its forward and the end of its backward."""
+    """Return the most micro-batches in each stage between the start of their forward and the end of their
+    backward.
+    """
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return tuple(most[stage] for stage in range(schedule.stages))
 
 
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
-    """The pipeline as plain JSON data; what follows from the rest stands in it for people and other programs."""
+    """Return the pipeline as JSON data.
+
+    It also contains figures that follow from others, for people and other programs.
+    """
     order, line = plan.schedule, plan.timeline
     return {
         "format": PIPELINE_FORMAT,
@@ -109,10 +118,11 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
-    """The pipeline that plain JSON data states; its peaks and its timeline are worked out anew.
+    """Return the pipeline in JSON data. Its peaks and its timeline are computed again.
 
     Raises:
-        ProblemError: not of the format, lists that no pipeline runs or that deadlock, or a rank over the budget.
+        ProblemError: the data does not have the format, its actions cannot be run or deadlock, or a rank exceeds the
+            budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")
@@ -150,7 +160,7 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
 
 
 def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
-    """Write the pipeline file, whole or not at all."""
+    """Write a pipeline file, completely or not at all."""
     write_whole(path, json.dumps(pipeline_to_json(plan)))
 
 
@@ -158,7 +168,7 @@ def load_pipeline(path: str | Path) -> PlannedPipeline:
     """Read a pipeline file.
 
     Raises:
-        ProblemError: see `pipeline_from_json`; the message names the file.
+        ProblemError: see `pipeline_from_json`. The message names the file.
     """
     try:
         return pipeline_from_json(read_json(path))

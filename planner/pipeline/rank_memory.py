@@ -1,11 +1,11 @@
-"""What a rank of a pipeline holds while it works through its actions.
+"""The bytes that a rank of a pipeline holds while it runs its actions.
 
-    bytes while an action runs = Σ states + Σ what torch holds + Σ gradients made so far
-                                 + Σ over stages (micro-batches in flight · K + deferred · D + ended · what they left)
-                                 + the action's transient
+    bytes during an action = Σ states + Σ bytes for messages + Σ gradients computed so far
+                             + Σ over stages (micro-batches in flight · K + deferred · D + finished · left)
+                             + the action's transient
 
-where a micro-batch is in flight from its F to its B or I, and deferred from its I to its W; the running action's own
-micro-batch is counted in its transient only.
+K, D, left and transient are fields of `StagePlan`. A micro-batch is in flight from its F to its B or I, and deferred
+from its I to its W. The micro-batch of the running action is counted only in the action's transient.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rematplan.planner.pipeline.actions import Action, StagePlan, stages_by_numb
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
-    """The largest number of bytes that the rank holds during each action, and at last during the end of the step.
+    """Yield the largest number of bytes that the rank holds during each action, and at the end of the step.
 
-    ``plans``: of the stages that the rank has.
+    ``plans``: the figures of the rank's stages.
 
     Raises:
-        ProblemError: two plans of one stage.
+        ProblemError: two plans are of the same stage.
     """
     stages = stages_by_number(plans)
     held = sum(p.states + p.torch_bytes for p in stages.values())
@@ -42,12 +42,18 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
-    """The most bytes that a rank holds at any moment of a step; arguments and errors as for `rank_bytes`."""
+    """Return the most bytes that a rank holds at any moment of a step.
+
+    Arguments and errors are those of `rank_bytes`.
+    """
     return max(rank_bytes(actions, plans))
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
-    """For each stage of a rank the most micro-batches that are ever between the begin of F and the end of B or I."""
+    """Return, for each stage of a rank, the most micro-batches that are in flight at once.
+
+    A micro-batch is in flight from the start of its F to the end of its B or I.
+    """
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in actions:
@@ -60,12 +66,12 @@ def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
 
 
 def _taken_over(stage: StagePlan, action: Action) -> int:
-    """Bytes held for the action's micro-batch as it begins."""
+    """Return the bytes that are held for the action's micro-batch when the action starts."""
     return {"F": 0, "B": stage.kept_bytes, "I": stage.kept_bytes, "W": stage.deferred_bytes}[action.kind]
 
 
 def _handed_on(stage: StagePlan, action: Action) -> int:
-    """Bytes that stay for the action's micro-batch after it."""
+    """Return the bytes that remain for the action's micro-batch after the action."""
     return {
         "F": stage.kept_bytes,
         "B": stage.left,

@@ -1,4 +1,4 @@
-"""What the stages of a rank leave each other of its budget, by bounds on what each keeps for a micro-batch."""
+"""The part of a rank's budget that each stage can use, given limits on what the others keep."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from rematplan.planner.pipeline.rank_memory import rank_bytes
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 Bounds = tuple[int, int]
-"""Bytes that a stage may keep for a micro-batch between forward and backward, and between I and W."""
+"""Limits in bytes of what a stage keeps for a micro-batch: between forward and backward, and between I and W."""
 
 
 @dataclass(frozen=True)
 class RankRoom:
-    """The stages of a rank, its actions, and the figures of each stage when it keeps all."""
+    """The stages of a rank, its actions, and the figures ``all`` of each stage without recomputation."""
 
     stages: tuple[StageProblem, ...]
     actions: RankActions
     all: tuple[StagePlan, ...]
 
     def bounds(self, share: float) -> list[Bounds]:
-        """Of each stage, at a share of the way from the least that it can keep to all."""
+        """Return limits for each stage: ``share`` of the difference between the least that it can keep and
+        everything.
+        """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
             kept = stage.least_kept + int(share * max(0, most.kept_bytes - stage.least_kept))
@@ -30,7 +32,7 @@ class RankRoom:
         return found
 
     def share(self, kept: Sequence[int]) -> float:
-        """The largest share at which a stage keeps so many bytes."""
+        """Return the largest share, over the stages, at which the limits equal the bytes ``kept``."""
         spans = (m.kept_bytes - s.least_kept for s, m in zip(self.stages, self.all, strict=True))
         shares = (
             (k - s.least_kept) / span if span > 0 else 0.0
@@ -39,11 +41,13 @@ class RankRoom:
         return min(1.0, max(0.0, *shares, 0.0))
 
     def room(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
-        """The budget of a stage's graph, its inputs included, beside what the rank holds for other micro-batches.
+        """Return the budget in bytes for a stage's graph, inputs included, given what the rank holds for other
+        micro-batches.
 
-        By default each plan that is within it and the stage's bounds fits, if the others keep their bounds: a first
-        backward is charged the gradients that it makes beside all that it holds. ``relaxed``: each plan that fits is
-        within it, if the others keep no less than their bounds.
+        By default, every plan within this budget and the stage's limits fits the rank, if the others keep their
+        limits: the first backward is charged the gradients it creates in addition to all that it holds. With
+        ``relaxed``, every plan that fits the rank is within this budget, if the others keep no less than their
+        limits.
         """
         me = self.all[at].stage
         idle = [
@@ -62,7 +66,7 @@ class RankRoom:
 
 
 def _idle(most: StagePlan, kept: int, deferred: int, gradients: int) -> StagePlan:
-    """A stage that holds so much from action to action, and nothing more while one runs."""
+    """Return the figures of a stage that holds this many bytes between actions, and nothing more during an action."""
     return replace(
         most,
         kept_bytes=kept,

@@ -1,13 +1,13 @@
-"""A training step as a chain of blocks that pipeline stages are made of.
+"""A training step as a chain of blocks; intervals of blocks are stages of a pipeline.
 
-A stage is an interval of blocks, with their forward ops and the backward ops that belong to them. A backward op belongs
-to the last block at which all that it reads is there: gradients travel from the last block to the first, tensors of the
-forward half are there from the block that makes them to the last that reads them, and a parameter only where the
-forward half reads it. An op that waits for nothing of its block (the sum that a bias's gradient is) belongs to an
-earlier one where that makes no message larger.
+A stage has the forward ops of its blocks and the backward ops assigned to them. A backward op is assigned to the last
+block at which everything that it reads is available. Gradients travel from the last block to the first. A tensor of
+the forward is available from the block that computes it to the last block that reads it; a parameter only in blocks
+whose forward reads it. An op that depends on nothing of its block, such as the sum for a bias's gradient, is assigned
+to an earlier block if no message grows by that.
 
-A tensor that is read further on passes through every block between, and so through every stage: it is part of each
-message on its path.
+A tensor that a later block reads passes through all blocks between, and so through every stage between. It is a part
+of each message on its path.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.blocks.block_chain import block_chain
 
 Groups = Sequence[Sequence[int]]
-"""Forward ops by base position, for each block."""
+"""For each block, its forward ops, as positions in the base order."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A tensor's path: made in a block of the forward half, or of the backward one; it is there up to block ``up``, and
-    comes down again to block ``down``."""
+    """The path of a tensor that the forward or the backward computes.
+
+    ``made``: the block that computes it. ``up``, ``down``: the last and the first of the blocks that compute or read
+    it.
+    """
 
     tensor: int
     forward: bool
@@ -39,12 +42,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class StageChain:
-    """Blocks 0 .. n − 1 of a step.
+    """Blocks 0 … n − 1 of a training step.
 
-    ``block``: of each op, by base position. ``passages``: of each tensor that an op makes and that is read or given.
-    ``readers``: of each input the blocks that read it, ascending. ``gradient_of``: the parameter of each gradient, by
-    tensor names. ``whole``: for a parameter that several blocks read, the first and last of them. ``labels``: what
-    parameters are called before people.
+    ``block``: the block of each op, by base position. ``passages``: the paths of all tensors that ops compute.
+    ``readers``: for each input, the blocks that read it, ascending. ``gradient_of``: the parameter of each gradient,
+    by tensor names. ``whole``: for a parameter that several blocks read, the first and last of them. ``labels``:
+    names of parameters for messages.
     """
 
     graph: TrainingGraph
@@ -61,34 +64,38 @@ class StageChain:
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
-        """Microseconds of the forward half before each block, and in all (n + 1 of them)."""
+        """The microseconds of the forward of all blocks before each block, and in total (n + 1 numbers)."""
         return self._times(True)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
-        """Microseconds of the backward half of all blocks before each block (n + 1 of them)."""
+        """The microseconds of the backward of all blocks before each block, and in total (n + 1 numbers)."""
         return self._times(False)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """Bytes of a micro-batch's message to the stage that begins at each block (n + 1 of them, 0 at both ends)."""
+        """The bytes of a micro-batch's message to the stage that begins at each block (n + 1 numbers, 0 at both
+        ends).
+        """
         return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
-        """Bytes of the message back from the stage that begins at each block."""
+        """The bytes of a micro-batch's message back from the stage that begins at each block (n + 1 numbers)."""
         return self._crossing(lambda p: (p.down, p.made))
 
     def allowed(self) -> tuple[int, ...]:
-        """The blocks at which a second or later stage may begin: those that part no two readers of a parameter."""
+        """Return the blocks at which a stage other than the first may begin: no cut there separates two readers of a
+        parameter.
+        """
         parted = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         return tuple(at for at in range(1, self.blocks) if at not in parted)
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Refuse cuts between the readers of one parameter.
+        """Check that no cut separates two readers of a parameter.
 
         Raises:
-            UsageError: names the parameter.
+            UsageError: one does. The message names the parameter.
         """
         for at in cuts:
             for name, (first, last) in self.whole.items():
@@ -99,11 +106,11 @@ class StageChain:
                     )
 
     def label(self, name: str) -> str:
-        """What a parameter is called before people."""
+        """Return a parameter's name for messages."""
         return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
-        """The inputs that blocks ``start`` to ``end`` − 1 read; those that no op reads are everybody's."""
+        """Return the inputs that blocks ``start`` to ``end`` − 1 read, and those that no op reads."""
         return tuple(t for t, at in self.readers.items() if not at or any(start <= b < end for b in at))
 
     def _times(self, forward: bool) -> tuple[float, ...]:
@@ -115,7 +122,7 @@ class StageChain:
         return (0.0, *accumulate(sums))
 
     def _crossing(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[int, ...]:
-        """Bytes at each place between blocks of the tensors that cross it from the one block to the other."""
+        """Return, at each place between blocks, the bytes of the tensors that cross it."""
         ix = indexed(self.graph)
         change = [0] * (self.blocks + 2)
         for passage in self.passages:
@@ -131,16 +138,18 @@ def stage_chain(
     gradient_of: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> StageChain:
-    """The chain of a training step.
+    """Return the chain of a training step.
 
     Args:
-        blocks: of the forward ops, in an order in which they can run; or at most how many, chosen where little crosses.
-        gradient_of: the parameter of each gradient, by tensor names, where that is known.
+        graph: the planning problem, with phases.
+        blocks: the forward ops of each block, in an order in which they can run; or the largest number of blocks,
+            which are then chosen so that few bytes cross.
+        gradient_of: the parameter of each gradient, by tensor names, if known.
         labels: see `StageChain`.
 
     Raises:
-        ProblemError: the problem has no backward half.
-        UsageError: an op reads what a later block makes.
+        ProblemError: the problem has no backward, or no forward.
+        UsageError: an op reads a tensor that a later block computes.
     """
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
@@ -174,7 +183,9 @@ def stage_chain(
 
 
 def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The forward ops of each block where later ones begin at the forward ops ``firsts``, by base position."""
+    """Return the forward ops of each block, by base position, if blocks after the first begin at the ops
+    ``firsts``.
+    """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     bounds = (0, *firsts, len(ix.forward))
@@ -182,7 +193,7 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """The block of each op: ``at``."""
+    """Assigns each op to a block. ``at``: the block of each op."""
 
     def __init__(
         self, graph: TrainingGraph, ix: Indexed, of: Mapping[int, int], blocks: int, pairs: Mapping[str, str]
@@ -205,7 +216,7 @@ class _Assignment:
             self._sink(o)
 
     def passages(self) -> Iterable[Passage]:
-        """The paths of all that ops make."""
+        """Yield the paths of all tensors that ops compute."""
         ix = self.ix
         for t, p in enumerate(ix.producer):
             if p < 0:
@@ -214,8 +225,11 @@ class _Assignment:
             yield Passage(t, ix.forward[p], made, max([made, *at]), min([made, *at]))
 
     def _spans(self, of: Mapping[int, int]) -> Iterable[tuple[int, tuple[int, int]]]:
-        """The first and last block at which a tensor of the forward half is. An input that only one block reads is of
-        that block; one that several read is at all of them, unless it is a parameter."""
+        """Yield the first and last block at which a forward tensor is available.
+
+        An input that only one block reads is available only there. One that several blocks read is available at all,
+        unless it is a parameter.
+        """
         for t, p in enumerate(self.ix.producer):
             at = [of[o] for o in self.ix.readers[t] if o in of]
             if p in of:
@@ -232,7 +246,9 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move an op to the last block that reads what it makes, if nothing keeps it and no message grows."""
+        """Move an op to the last block that reads its result, if everything that it reads is available there and no
+        message grows.
+        """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]
         wanted += [self.at[r] for t in ix.writes[o] for r in ix.readers[t]]
@@ -245,7 +261,7 @@ class _Assignment:
             self.at[o] = to
 
     def _comes_only_for(self, t: int, o: int, to: int) -> bool:
-        """Whether a gradient would go down to a block for one op alone."""
+        """Return whether a gradient would be sent as far as a block for one op alone."""
         p = self.ix.producer[t]
         return (
             p >= 0 and not self.ix.forward[p] and all(self.at[r] > to for r in self.ix.readers[t] if r != o)

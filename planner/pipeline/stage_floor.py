@@ -1,10 +1,10 @@
-"""A floor of a stage's time within a memory budget, for every interval of a chain: cheap, and proven.
+"""Lower bounds of a stage's time within a memory budget, for every interval of a chain's blocks.
 
-With k micro-batches in flight a rank holds k times what its stage keeps between forward and backward, so that a plan
-keeps at most κ = (budget − states) ÷ k − (what leaves). What the backward reads and the plan does not keep, it makes
-again: the ops that made it run once more. So the extra time is at least that of all such ops less the most time that κ
-bytes can save, which the fractional knapsack bounds from above (Dantzig 1957). Where a graph has inverses, a tensor may
-come back more cheaply, and the floor is the time without recomputation.
+With k micro-batches in flight, a rank holds k times the bytes that its stage keeps between forward and backward. So a
+plan keeps at most κ = (budget − states) ÷ k − (bytes that leave the stage). What the backward reads and the plan does
+not keep is recomputed: the ops that computed it run again. So the extra time is at least the time of all such ops,
+minus the most time that κ bytes can save; the fractional knapsack bounds the latter from above (Dantzig 1957). An
+inverse may recover a tensor in less time, so in graphs with inverses the bound is the time without recomputation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Saved:
-    """Forward ops of which the backward reads something that does not leave its block's stage: their block, the last
-    block to which it goes, its bytes, and the op's cost; by falling cost a byte."""
+    """Forward ops from which the backward reads something, sorted by cost per byte, descending.
+
+    ``block``: of the op. ``up``: the last block that reads its result. ``bytes``: of the result. ``cost``: of the op.
+    """
 
     block: Ints
     up: Ints
@@ -37,12 +39,15 @@ class _Saved:
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """The floor of a stage's time for a micro-batch, microseconds, as a function of (first block, block behind the
-    last, stage); infinite where no plan fits.
+    """Return a function that gives the lower bound of a stage's time for a micro-batch, in microseconds.
+
+    The function takes the stage's first block, the block after its last one, and its number. It returns infinity if
+    no plan fits.
 
     Args:
-        room: the bytes that a stage of such blocks may hold between forward and backward for all micro-batches
-            together, and the most that are in flight.
+        chain: the blocks.
+        room: returns, for such a stage, the bytes that it may hold between forward and backward for all micro-batches
+            together, and the largest number of micro-batches in flight.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
@@ -64,7 +69,7 @@ def _between(sums: tuple[float, ...], start: int, end: int) -> float:
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
-    """The least time of what is not kept."""
+    """Return the least time for recomputing what is not kept, if ``kept`` bytes are."""
     if kept < 0:
         return math.inf
     inside = (saved.block >= start) & (saved.up < end)
@@ -72,7 +77,7 @@ def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
     filled = np.cumsum(sizes)
     if not len(filled) or filled[-1] <= kept:
         return 0.0
-    at = int(np.searchsorted(filled, kept, side="right"))  # the first op that is not kept whole
+    at = int(np.searchsorted(filled, kept, side="right"))  # the first op whose result is not kept whole
     part = (filled[at] - kept) / sizes[at]
     return float(costs[at + 1 :].sum() + part * costs[at])
 
@@ -84,7 +89,7 @@ def _saved(chain: StageChain) -> _Saved:
         if not forward:
             continue
         block = chain.block[o]
-        # Only what the backward of the op's own block reads counts: that is in every stage which has the op.
+        # Only reads by the backward of the op's own block count: every stage with the op has those.
         own = [
             t
             for t in ix.writes[o]

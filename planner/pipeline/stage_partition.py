@@ -1,15 +1,16 @@
-"""Where a chain is cut into stages, so that the slowest is fastest and the pipeline ends soonest.
+"""Divide a chain into stages, so that the slowest stage is as fast as possible and the pipeline ends early.
 
-The recurrence, over blocks j and stages s, with the time c(i, j, s) of a stage of blocks i to j − 1 and the time l(i)
-for which the messages at its begin occupy a link:
+The recurrence is over blocks j and stages s. c(i, j, s) is the time of a stage of blocks i to j − 1, and l(i) is the
+time for which the messages at its start occupy a link:
 
     slowest[s + 1, j] = min over i of max(slowest[s, i], l(i), c(i, j, s))
 
-A micro-batch's time through all stages and links counts too: the makespan of M micro-batches is about the one through
-all, and M − 1 of the slowest. So each entry keeps all pairs (slowest, through) that no other beats in both, and the
-pipeline's own simulation chooses among the last entry's. O(S·n²·pairs) time.
+The time of one micro-batch through all stages and links counts, too: the makespan of M micro-batches is about this
+time plus M − 1 times the slowest. So each entry keeps all pairs (slowest, through) that no other pair beats in both,
+and the simulation of the pipeline chooses among those of the last entry. It takes O(S·n²·pairs) time.
 
-Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP 2019.
+Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP
+2019.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link
 
 StageTime = Callable[[int, int, int], float]
-"""Microseconds of a micro-batch in stage s of blocks i to j − 1, as (i, j, s); infinite where it cannot fit."""
+"""Returns the microseconds of a micro-batch in stage s of blocks i to j − 1, from (i, j, s); infinity if it does not
+fit.
+"""
 Cuts = tuple[int, ...]
-"""The blocks at which the second stage and each later one begin."""
+"""The blocks at which the second and each later stage begin."""
 MOST_PAIRS = 32
-"""Pairs kept for an entry: more differ by little, and would only cost time."""
+"""The largest number of pairs that an entry keeps; further ones differ by little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """``slowest``: microseconds of the stage or link that takes longest for a micro-batch; ``through``: of all stages
-    and links."""
+    """A division into stages.
+
+    ``slowest``: microseconds of the slowest stage or link, for one micro-batch. ``through``: microseconds of all
+    stages and links together.
+    """
 
     cuts: Cuts
     slowest: float
@@ -42,11 +48,17 @@ class Partition:
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """The cuts into stages that no other beats both in the slowest stage and in the time through all, by rising
-    slowest stage; none if no cut fits.
+    """Return divisions into stages, by rising slowest stage; none that another beats in both times. Empty if none
+    fits.
+
+    Args:
+        chain: the blocks.
+        stages: their number.
+        time: the time of a stage.
+        link: between stages.
 
     Raises:
-        UsageError: there are not as many places to cut at.
+        UsageError: there are too few places to cut at.
     """
     places = chain.allowed()
     if len(places) < stages - 1:
@@ -70,7 +82,7 @@ def _ended(
     time: StageTime,
     link: Link,
 ) -> list[Partition]:
-    """The partitions whose stage of that number ends before a block."""
+    """Return the divisions whose stage of that number ends before block ``end``."""
     found = []
     for begin in begins:
         if begin >= end or not front.get(begin):
@@ -93,7 +105,7 @@ def _undominated(found: list[Partition]) -> list[Partition]:
 
 
 def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """The cuts with one of them moved to the next place before or after it."""
+    """Return the cuts with one of them moved to the next place before or after it."""
     places = chain.allowed()
     found = []
     for at, cut in enumerate(cuts):

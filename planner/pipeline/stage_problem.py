@@ -1,12 +1,12 @@
-"""A stage of a pipeline as a planning problem, and what a plan of it holds from action to action.
+"""A stage of a pipeline as a planning problem, and the memory that a plan of it holds between actions.
 
-The problem is one micro-batch's forward and backward, beside gradients of earlier micro-batches, with an op that stands
-for all that happens between the two: the *boundary*. A split backward has a second one, between what the input's
-gradient needs and the rest.
+The problem is the forward and backward of one micro-batch while gradients of earlier micro-batches exist. An op
+called the *boundary* represents everything that happens between the two. A split backward has a second boundary,
+between the ops that the input's gradient needs and the others.
 
-What a plan holds at a boundary is bounded by the boundary's workspace: with κ bytes allowed there and b in all, a
-workspace of b − inputs − κ − (what the boundary writes) makes exactly those schedules fit b that hold at most κ. Every
-strategy and every proof then serves as it is.
+The bytes that a plan holds at a boundary are limited by giving the boundary op a workspace. If at most κ bytes are
+allowed there, within a budget b, a workspace of b − inputs − κ − (bytes the boundary writes) makes exactly those
+schedules fit b that hold at most κ. So all strategies and bounds apply unchanged.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rematplan.planner.pipeline.actions import StagePlan
 
 @dataclass(frozen=True)
 class StageProblem:
-    """One stage.
+    """The planning problem of one stage.
 
-    ``graph``: its ops are in three parts, the ``boundary`` and ``weights`` ops between them; without ``weights`` in
-    two. ``states``: of its inputs those that are there for the whole step (parameters, buffers). ``held``: those that
-    each micro-batch has by itself from its forward to the end of its backward (a batch that nobody else keeps,
-    generator states). ``given``: those that each micro-batch has only in its backward, the outputs' gradients. Other
-    inputs are charged elsewhere, such as buffers that torch receives into. ``between``: bytes that somebody else holds
-    for a micro-batch from its forward to its backward, such as what a loss saves.
+    ``graph``: its ops are in three parts, separated by the ops ``boundary`` and ``weights``; in two parts without
+    ``weights``. ``states``: inputs that exist during the whole step (parameters, buffers). ``held``: inputs that each
+    micro-batch holds separately from its forward to the end of its backward (a batch that nobody else keeps,
+    generator states). ``given``: inputs that each micro-batch holds only in its backward, the outputs' gradients.
+    Other inputs are counted elsewhere, such as receive buffers of torch. ``between``: bytes that others hold for a
+    micro-batch from its forward to its backward, such as tensors that a loss saves.
 
-    ``copies``: of an op the bytes that are kept from forward to backward for a micro-batch where it runs again after
-    the boundary: a buffer as it was, or the state of a generator.
-    ``leaving``: tensors that are kept to the end of the problem, but leave at the boundary, such as new buffers.
-    ``gradients``: of each marker that an op writes together with a gradient, the gradient, which is added to an earlier
-    one and goes; ``waiting`` gives of a schedule, at each step, the bytes of those that are freed and wait to go.
-    ``template``: the stage's other figures, for `measured`.
+    ``copies``: for an op, the bytes that are kept from forward to backward for each micro-batch if the op runs again
+    after the boundary: an old content of a buffer, or a generator state. ``leaving``: tensors that the graph keeps to
+    its end, but that are freed at the boundary, such as new buffers. ``gradients``: for each marker that an op writes
+    together with a gradient, that gradient, which is added to an earlier one and freed. ``waiting``: returns, for a
+    schedule, the bytes at each step of gradients that the schedule has freed, but that are not added yet.
+    ``template``: the figures of the stage that do not depend on the plan.
     """
 
     graph: TrainingGraph
@@ -56,32 +56,35 @@ class StageProblem:
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
 
     def bytes(self, names: Iterable[str]) -> int:
-        """Of tensors of the graph."""
+        """Return the bytes of tensors of the graph."""
         return sum(self.graph.size[name] for name in names)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients that are added to."""
+        """The bytes of all gradients that are added to earlier ones."""
         return self.bytes(self.gradients.values())
 
     @property
     def least_kept(self) -> int:
-        """What every plan keeps for a micro-batch at the boundary: what that reads."""
+        """The bytes that every plan holds for a micro-batch at the boundary: those that the boundary reads."""
         reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
         return self.bytes((*reads, *self.held)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
-        """What the plan holds and takes."""
+        """Return the memory and the times of a plan, with the plan itself."""
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """The problem of plans that hold at most ``kept`` bytes at the boundary and ``deferred`` at the second one,
-        within a peak of ``budget`` (that of the graph, all of its inputs included)."""
+        """Return the problem of plans that hold at most ``kept`` bytes at the boundary and ``deferred`` at the second
+        one.
+
+        ``budget``: bytes; the peak of the graph, including all its inputs, for which the limits are meant.
+        """
         bounds = {self.boundary: kept - self.bytes(self.held) - self.between + self.bytes(self.leaving)}
         if self.weights is not None and deferred is not None:
             gone = set(self.graph.op[self.weights].reads) - set(
                 self.graph.inputs
-            )  # with the I, if nothing reads it
+            )  # freed with the I unless something reads it later
             bounds[self.weights] = deferred - self.bytes(self.held) + self.bytes(gone)
 
         def limited(op: Op) -> Op:
@@ -94,8 +97,10 @@ class StageProblem:
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
     def with_room(self, workspace: int) -> TrainingGraph:
-        """The problem with so many bytes of workspace at the boundary: the least peak of its plans weighs what they
-        keep against what they need besides."""
+        """Return the problem with a workspace of so many bytes at the boundary.
+
+        The smallest peak of its plans is a compromise between what they keep and what else they need.
+        """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
 
@@ -138,7 +143,7 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
 
 
 def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
-    """The bytes that are held across a boundary op, given those that there are while it runs."""
+    """Return the bytes that are held across a boundary op, given the bytes held while it runs."""
     op = graph.op[boundary]
     return during - op.workspace - sum(graph.size[t] for t in op.writes)
 
@@ -146,8 +151,10 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 def _split_figures(
     problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], held: int
 ) -> dict[str, Any]:
-    """What a split stage holds between I and W, and in W. What the second boundary reads, and nothing after it, goes
-    with the I."""
+    """Return the bytes that a split stage holds between I and W, and during W.
+
+    Tensors that the second boundary reads, but nothing after it, are freed with the I.
+    """
     graph, start = problem.graph, split + 1
     while start < len(schedule) and isinstance(schedule[start], Free):
         start += 1
@@ -164,7 +171,9 @@ def _split_figures(
 
 
 def _made(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """At each step the bytes of the gradients that have left, which in a first backward are the ones to be added to."""
+    """Return, for each step, the bytes of gradients that were freed: in the first backward they are the ones to
+    add to.
+    """
     marks, sizes = problem.gradients, problem.graph.size
     owner = {gradient: mark for mark, gradient in marks.items()}
     change = [0] * (len(schedule) + 1)

@@ -1,4 +1,4 @@
-"""One stage of a chain as a planning problem by itself."""
+"""The planning problem of one stage of a chain."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from rematplan.planner.pipeline.stage_chain import Passage, StageChain
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
-"""The ops between a stage's forward and backward, and between its input's gradient and the rest, and their tensors."""
+"""The names of the ops, and of the tensors they write: between a stage's forward and backward, and between its input's
+gradient and the weight gradients."""
 RECEIVE, SEND, ANSWER = "(receive)", "(send)", "(answer)"
-"""The ops of a stage that recovers its input: it receives it, sends its output, and is answered with that output."""
+"""The ops of a stage that recovers its input: it receives the input, sends the output, and gets the output back."""
 
 
 @dataclass(frozen=True)
 class StageSlice:
-    """Blocks ``start`` to ``end`` − 1 of a chain: tensors by position."""
+    """Blocks ``start`` to ``end`` − 1 of a chain. Tensors and ops are given by position."""
 
     chain: StageChain
     start: int
@@ -28,31 +29,31 @@ class StageSlice:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """Its ops, in base order."""
+        """The stage's ops, in base order."""
         return tuple(o for o, b in enumerate(self.chain.block) if self.start <= b < self.end)
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """What the stage before it sends."""
+        """The tensors that the stage before it sends."""
         return self._of(lambda p: p.forward and p.made < self.start <= p.up)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """What it sends to the next stage, tensors that only pass included."""
+        """The tensors that it sends to the next stage, including those that only pass through."""
         return self._of(lambda p: p.forward and p.made < self.end <= p.up)
 
     @cached_property
     def answered(self) -> tuple[int, ...]:
-        """What the next stage sends back."""
+        """The tensors that the next stage sends back."""
         return self._of(lambda p: p.down < self.end <= p.made)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """What it sends back to the stage before it."""
+        """The tensors that it sends back to the stage before it."""
         return self._of(lambda p: p.down < self.start <= p.made)
 
     def bytes(self, tensors: Iterable[int]) -> int:
-        """Of tensors by position."""
+        """Return the bytes of tensors."""
         sizes = indexed(self.chain.graph).bytes
         return sum(sizes[t] for t in tensors)
 
@@ -61,7 +62,7 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """The backward ops that nothing which is sent back needs: those of the weights' gradients."""
+    """Return the backward ops that the message back does not depend on: those of the weights' gradients."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
@@ -80,17 +81,18 @@ def stage_problem(
     split: bool = False,
     recovers: bool = False,
 ) -> StageProblem:
-    """The planning problem of a stage for one micro-batch beside gradients of earlier ones.
+    """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist.
 
-    What the neighbours send are inputs that the template charges, as torch receives into buffers that are there during
-    the whole step; so are inputs named in ``held``, which each micro-batch has its share of.
+    Tensors that the neighbours send are inputs that the template counts, since torch receives them in buffers that
+    exist during the whole step. So are the inputs named in ``held``, of which each micro-batch has its part.
 
     Args:
+        piece: the stage's blocks.
         template: `StageProblem.template`.
-        held: inputs of the graph that are not there for good: the batch.
-        split: whether weight gradients are made apart from the input's.
-        recovers: whether the stage may give up what it received and what it sent until its backward: the next stage's
-            answer holds what was sent, and inverses lead from that to what was received.
+        held: the names of inputs that do not exist during the whole step: the batch.
+        split: whether weight gradients are computed separately from the input's gradient.
+        recovers: whether the stage may free what it received and sent until its backward: the next stage's message
+            back contains what was sent, and inverses recover from it what was received.
     """
     return _Builder(piece, frozenset(held), split, recovers).problem(template)
 
@@ -138,12 +140,12 @@ class _Builder:
         )
 
     def _marks(self) -> dict[str, str]:
-        """A marker for each parameter's gradient."""
+        """Return a marker for each gradient of a parameter."""
         own = (self.ix.tensors[t] for o in self.piece.ops for t in self.ix.writes[o])
         return {f"({t} added)": t for t in own if t in self.piece.chain.gradient_of}
 
     def _leaving(self) -> list[str]:
-        """What the forward half makes for others: for the next stage, or as the step's result."""
+        """Return what the forward computes for others: for the next stage, or as a result of the step."""
         found = (
             t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
         )
@@ -154,7 +156,7 @@ class _Builder:
         return frozenset(self.piece.sent)
 
     def _results(self) -> list[str]:
-        """What the forward half makes that the step gives."""
+        """Return the results of the step that the forward computes."""
         return [self.ix.tensors[t] for o in self.forward for t in self.ix.writes[o] if self.ix.is_output[t]]
 
     def _receive(self) -> tuple[Op, ...]:
@@ -162,7 +164,7 @@ class _Builder:
         return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
 
     def _answer(self) -> tuple[Op, ...]:
-        """An op that brings back what was sent."""
+        """Return an op that recovers what was sent, from the next stage's message back."""
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
 
@@ -171,11 +173,14 @@ class _Builder:
         return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
 
     def _returned(self) -> list[str]:
-        """What it makes of what it sends back."""
+        """Return the tensors of the message back that this stage computes."""
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
 
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
-        """Resident to the end of the micro-batch's backward: what leaves. A split stage's message leaves with the I."""
+        """Return the tensors that are resident until the end of the backward.
+
+        In a split stage the message back leaves with the I.
+        """
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
         sent = [] if self.recovers else self._leaving()
         leaving = [] if self.split else [*sent, *self._returned()]
@@ -208,15 +213,20 @@ class _Builder:
         return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
 
     def _token(self, o: int) -> tuple[str, ...]:
-        """What an op reads so that it runs in its part: of a late one the second boundary's tensor; of others the first
-        one's, unless they wait for one that does."""
+        """Return the tensor that an op must read so that it runs in its part.
+
+        A weight-gradient op reads that of the second boundary. Others read that of the first, unless they wait for
+        one that does.
+        """
         if o in self.late:
             return (WEIGHTS,)
         own = (self.ix.producer[t] for t in self.ix.reads[o] if t in self.made)
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Ops that may run only once: what leaves is made once, and a split stage's first part is over at its end."""
+        """Return the ops that may run only once: those that compute what leaves, and in a split stage all of its
+        first part.
+        """
         leaving = set(self._results() if self.recovers else self._leaving())
         makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]

@@ -1,9 +1,9 @@
-"""When each action of a pipeline runs: its schedule replayed with the stages' times over links that take time.
+"""Replay a pipeline's schedule: when each action runs, given the times of stages and links.
 
-A rank runs its actions one after another. F of a stage waits for the stage before it, B or I for the stage after it
-(the last stage's for its F), W for the I of its micro-batch. A message leaves when the action that makes it ends; the
-messages from one rank to another follow each other on one link, and arrive after the link's latency. Stages on the same
-rank need no message. Time O(actions · ranks).
+A rank runs its actions one after another. F of a stage waits for the stage before it. B or I waits for the stage
+after it; in the last stage it waits for F. W waits for the I of its micro-batch. A message is sent when the action
+that computes it ends. Messages from one rank to another follow each other on one link, and arrive after the link's
+latency. Stages on the same rank need no messages. The replay takes O(actions · ranks) time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from rematplan.planner.pipeline.actions import Action, PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Microseconds of a stage's forward, of what its input's gradient needs of the backward, and of the rest of it; and
-    the bytes of its messages: ``sends`` to the next stage, ``returns`` to the one before it."""
+    """The times of a stage in microseconds, and the bytes of its messages.
+
+    ``forward``; ``backward``: the part of the backward that computes the input's gradient; ``weight``: the rest of
+    it. ``sends``: to the next stage. ``returns``: to the stage before it.
+    """
 
     forward: float
     backward: float
@@ -30,28 +33,28 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """Microseconds a micro-batch."""
+        """The microseconds for one micro-batch."""
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """Microseconds of an action of that kind; B is I and W in one."""
+        """Return the microseconds of an action of a kind; B is I and W together."""
         times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
         return times[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``latency`` in microseconds, ``bandwidth`` in bytes a microsecond."""
+    """A link between ranks. ``latency``: in microseconds. ``bandwidth``: in bytes per microsecond."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def occupied(self, size: int) -> float:
-        """Microseconds for which a message of so many bytes occupies the link."""
+        """Return the microseconds for which a message of ``size`` bytes occupies the link."""
         return size / self.bandwidth
 
     def travel(self, size: int) -> float:
-        """Microseconds from the message's start to its arrival on a free link."""
+        """Return the microseconds from the start of a message of ``size`` bytes to its arrival, on an idle link."""
         return self.latency + self.occupied(size)
 
 
@@ -61,7 +64,7 @@ FREE_LINK = Link()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action's time, microseconds from the first action's start."""
+    """The time of an action, in microseconds from the start of the first action."""
 
     action: Action
     start: float
@@ -70,24 +73,24 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A replayed schedule: ``rows`` has the spans of each rank in order."""
+    """A replayed schedule. ``rows``: the spans of each rank, in order."""
 
     schedule: PipelineSchedule
     rows: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """Microseconds until the last action ends."""
+        """The microseconds until the last action ends."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Microseconds in which each rank works."""
+        """The microseconds in which each rank works."""
         return tuple(math.fsum(span.end - span.start for span in row) for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time until the last action ends in which they do not work."""
+        """The share of all ranks' time in which they do not work, until the last action ends."""
         return 1 - math.fsum(self.busy) / (self.makespan * len(self.rows)) if self.makespan else 0.0
 
 
@@ -98,16 +101,18 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """The timeline of a schedule.
+    """Return the timeline of a schedule.
 
     Args:
+        schedule: the actions of each rank.
         times: of each stage.
-        overhead: microseconds that each action takes beside its stage's time.
-        credits: messages of one direction between two stages that may be sent and not yet read; a rank waits with one
-            more until the reader begins to use an earlier one. None: any number.
+        link: between ranks.
+        overhead: microseconds of each action in addition to its stage's time.
+        credits: the number of messages in one direction between two stages that may be sent and not yet read. With
+            one more, a rank waits until the reader starts to use an earlier one. None: no limit.
 
     Raises:
-        ProblemError: a deadlock: some action waits for ever. Names the first such action.
+        ProblemError: a deadlock. The message names the first action that waits forever.
     """
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
@@ -117,18 +122,18 @@ def replay(
     if blocked:
         rank = min(blocked)[1]
         raise ProblemError(
-            f"{schedule.name}: deadlock: rank {rank} waits for ever with {run.next(rank)}, for "
+            f"{schedule.name}: deadlock: action {run.next(rank)} of rank {rank} waits forever for "
             f"{run.waits_for(rank)}"
         )
     return Timeline(schedule, tuple(map(tuple, run.rows)))
 
 
 _Message = tuple[str, int, int]
-"""F or B, the stage that makes it, the micro-batch."""
+"""The direction (F or B), the stage that sends it, and the micro-batch."""
 
 
 class _Replay:
-    """A replay under way. ``at``: each rank's next action. ``free``: when the rank can begin it."""
+    """The state of a replay. ``at``: the index of each rank's next action. ``free``: when the rank can start it."""
 
     def __init__(
         self,
@@ -143,29 +148,29 @@ class _Replay:
         self.at, self.free = [0] * schedule.ranks, [0.0] * schedule.ranks
         self.rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
         self.rank_of = {s: r for r, stages in enumerate(schedule.stage_of_rank) for s in stages}
-        self.made: dict[_Message, float] = {}  # when the action that makes it ended
-        self.arrived: dict[_Message, float] = {}  # when the next stage of its direction can use it
+        self.made: dict[_Message, float] = {}  # when the action that computes it ended
+        self.arrived: dict[_Message, float] = {}  # when the receiving stage can use it
         self.sent: dict[tuple[str, int], int] = {}  # messages by direction and sending stage
         self.read: dict[tuple[str, int], list[float]] = {}  # when each of these was first used
-        self.link_free: dict[tuple[int, int], float] = {}  # by the ranks at its ends
+        self.link_free: dict[tuple[int, int], float] = {}  # when a link is idle, by the ranks at its ends
 
     def advance(self, rank: int) -> bool:
-        """Run what can run on a rank; whether anything did."""
+        """Run the actions of a rank that can run; return whether there was any."""
         moved = False
         while not self.done(rank) and self._step(rank, self.next(rank)):
             moved = True
         return moved
 
     def done(self, rank: int) -> bool:
-        """Whether the rank has run its list."""
+        """Return whether the rank has run all its actions."""
         return self.at[rank] == len(self.schedule.actions[rank])
 
     def next(self, rank: int) -> Action:
-        """The action that the rank runs next, or whose message it cannot hand over."""
+        """Return the next action of the rank, or the one whose message cannot be sent yet."""
         return self.schedule.actions[rank][self.at[rank]]
 
     def waits_for(self, rank: int) -> str:
-        """What the rank's next action waits for, in words."""
+        """Return, as text, what the rank's next action waits for."""
         action = self.next(rank)
         if len(self.rows[rank]) > self.at[rank]:
             return f"a credit: {self.credits} of its messages are sent and not read"
@@ -173,7 +178,9 @@ class _Replay:
         return f"{stage}{kind}{m}"
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Begin the rank's next action, if it has not begun, and hand its message over; whether either is done."""
+        """Start the rank's next action, if it has not started, and send its message; return whether either was
+        possible.
+        """
         begun = len(self.rows[rank]) > self.at[rank]
         if not begun and not self._begin(rank, action):
             return False
@@ -198,7 +205,7 @@ class _Replay:
         return True
 
     def _needs(self, action: Action) -> list[tuple[_Message, float | None]]:
-        """What an action reads, and since when that is there; None: not yet."""
+        """Return the messages that an action reads, each with the time from which it is available, or None."""
         stage, m, last = action.stage, action.microbatch, self.schedule.stages - 1
         if action.kind == "F":
             before = ("F", stage - 1, m)
@@ -210,7 +217,7 @@ class _Replay:
         return [(own, self.made.get(own)), *answer]
 
     def _hand_over(self, rank: int, action: Action) -> bool:
-        """Send what the action made; False if no credit is left for that."""
+        """Send the action's message; return False if too many messages are unread."""
         half, stage = _half(action), action.stage
         to = stage + 1 if half == "F" else stage - 1
         if action.kind == "W" or not 0 <= to < self.schedule.stages:

@@ -1,1 +1,1 @@
-"""Pipelines of planned stages: schedules by name, their files."""
+"""Pipelines whose stages follow plans: schedules by name, planning, running under torchrun."""

@@ -1,4 +1,4 @@
-"""The captured steps of stage modules, their planning problems, and planned modules that follow given plans."""
+"""Capture the modules of stages, make their planning problems, and return planned modules that follow given plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rematplan.runtime.problem.loss_boundary import NO_LOSS, with_loss_boundary
 
 
 class _Recorded(Exception):
-    """Ends the preparation of a module whose step is wanted, and no plan yet."""
+    """Ends the preparation of a module once its step is captured: no plan is wanted yet."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -41,12 +41,12 @@ class _Recorder:
         raise _Recorded(step)
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Never asked: nothing runs."""
+        """Is never called, since nothing runs."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A planner that knows one plan, which counts earlier gradients already."""
+    """A planner that always returns one plan, which counts earlier gradients already."""
 
     plan: StepPlan
 
@@ -55,19 +55,19 @@ class _Given:
         return self.plan
 
     def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """The plan serves."""
+        """Return None: the plan is valid for these gradients, too."""
 
 
 @dataclass(frozen=True)
 class CapturedStage:
-    """A stage's step and its planning problem."""
+    """A stage with its captured step and its planning problem."""
 
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
 
     def planned(self, plan: Plan) -> nn.Module:
-        """The stage's module, following a plan of its problem: an object that shares all its state."""
+        """Return the stage's module, which follows a plan of its problem and shares all its state."""
         spare = backward_spare(self.problem.graph, plan.schedule)
         return _prepared(self.stage, _Given(StepPlan(self.step, plan, spare, self.problem.gradient_bytes)))
 
@@ -75,17 +75,18 @@ class CapturedStage:
 def captured_stage(
     stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, handed: int
 ) -> CapturedStage:
-    """Capture a stage and price its steps.
+    """Capture a stage and make its planning problem.
 
     Args:
-        planner: says what costs are asked for, and what a loss holds; the last stage alone has one.
-        template: the figures of the stage that no plan changes.
+        stage: the stage's module and arguments.
+        planner: determines the costs, and the memory of the loss, which only the last stage has.
+        template: the figures of the stage that do not depend on the plan.
         last: whether the loss is computed from its outputs.
-        split: whether its weight gradients are made apart from the inputs'.
-        handed: bytes of its outputs that ``template`` charges already, as the next stage's on the same rank.
+        split: whether weight gradients are computed separately from the inputs' gradients.
+        handed: bytes of its outputs that are already counted as the inputs of the next stage, on the same rank.
 
     Raises:
-        ModelError: it cannot be captured.
+        ModelError: the stage cannot be captured.
     """
     step = planner.opened(_step_of(stage))
     if split:
@@ -120,7 +121,7 @@ def _prepared(stage: StageModule, planner: Any) -> nn.Module:
 
 
 def _empty(like: Any, device: torch.device) -> Any:
-    """A real tensor like one without data, its content undefined."""
+    """Return an uninitialised tensor of the same shape, strides and type; other values are returned unchanged."""
     if not isinstance(like, torch.Tensor):
         return like
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -1,4 +1,4 @@
-"""What a person says of links and optimizers."""
+"""Read the options of pipelines that describe links and optimizers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ OPTIMIZERS: Mapping[str, float] = {
     "adam": 2,
     "adamw": 2,
 }
-"""Copies of the trained parameters that torch's optimizers hold as their state."""
+"""For each optimizer of torch, the size of its state in copies of the trained parameters."""
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 _BANDWIDTH = re.compile(r"([0-9.]{1,20}) ?([a-z]+)/s", re.IGNORECASE)
 _LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
 
 
 def parse_link(text: str | None) -> Link:
-    """Read a link such as ``25GB/s,5us``: bandwidth, latency, or one of them; None for a link that takes no time.
+    """Read a link such as ``25GB/s,5us``: bandwidth and latency, or one of them. None stands for a link that takes no
+    time.
 
     Raises:
-        UsageError: malformed.
+        UsageError: the text is malformed.
     """
     link = FREE_LINK
     for part in text.split(",") if text else ():
@@ -52,10 +53,10 @@ def _number(text: str) -> float:
 
 
 def optimizer_copies(name: str) -> float:
-    """The copies of the trained parameters that an optimizer's state takes.
+    """Return the size of an optimizer's state, in copies of the trained parameters.
 
     Raises:
-        UsageError: an unknown optimizer.
+        UsageError: the optimizer is unknown.
     """
     if name not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")

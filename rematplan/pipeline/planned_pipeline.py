@@ -1,4 +1,4 @@
-"""`plan_pipeline`: a model over the ranks of PyTorch's pipelines, each rank with a plan and a budget of its own."""
+"""`plan_pipeline`: divide a model over the ranks of a PyTorch pipeline, with a plan and a budget for each rank."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ TORCH_CLASSES: Mapping[str, str] = {
     "interleaved-zb": "ScheduleInterleavedZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-"""The class in `torch.distributed.pipelining` of each schedule."""
+"""For each schedule, its class in `torch.distributed.pipelining`."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """A planned pipeline.
 
-    ``order``: what each rank does. ``cuts``: the modules that begin the second stage and later ones. ``budget``: bytes
-    of each rank. ``parts``: the stages by number, and ``ranks``: the plans of each rank's stages, of those that were
-    planned.
+    ``order``: the actions of each rank. ``cuts``: the modules with which the second and each later stage begin.
+    ``budget``: bytes of each rank. ``parts``: the captured stages, by number. ``ranks``: the plans of each planned
+    rank's stages.
     """
 
     order: PipelineSchedule
@@ -58,17 +58,17 @@ class Pipeline:
 
     @cached_property
     def stage_plans(self) -> tuple[StagePlan, ...]:
-        """The figures of each stage, with its plan."""
+        """The memory, times and plan of each stage."""
         found = (one for rank in self.ranks.values() for one in rank.stages)
         return tuple(sorted(found, key=lambda one: one.stage))
 
     @property
     def peaks(self) -> dict[int, int]:
-        """The most bytes that each rank holds, parameters, gradients and PyTorch's buffers included."""
+        """The most bytes that each rank holds, including parameters, gradients and PyTorch's buffers."""
         return {rank: plan.peak for rank, plan in self.ranks.items()}
 
     def modules(self, rank: int) -> tuple[nn.Module, ...]:
-        """The planned modules of a rank's stages, which share the model's parameters and buffers."""
+        """Return the planned modules of a rank's stages. They share the model's parameters and buffers."""
         mine = self.order.stage_of_rank[rank]
         plans = self.ranks[rank].plans
         return tuple(self.parts[s].planned(plan) for s, plan in zip(mine, plans, strict=True))
@@ -78,25 +78,26 @@ class Pipeline:
         mesh: DeviceMesh | ProcessGroup | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> list[PipelineStage]:
-        """This process's stages of `torch.distributed.pipelining`.
+        """Return this process's stages, for `torch.distributed.pipelining`.
 
         Args:
-            mesh: one dimension of a device mesh, or a process group, whose ranks are the pipeline's; by default all
+            mesh: a process group or a device mesh of one dimension, with the ranks of the pipeline; by default all
                 processes.
-            wrap: is given each planned module and returns the one to run, ``DistributedDataParallel`` of it, say.
+            wrap: takes each planned module and returns the module to run, for example
+                ``DistributedDataParallel(module)``.
 
         Raises:
-            UsageError: there are more or fewer processes than ranks; ``wrap`` with a schedule of split backwards, which
-                PyTorch splits in its own way in a wrapped module.
+            UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the
+                schedule splits backwards, which PyTorch does differently in wrapped modules.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
         if size != self.order.ranks:
-            raise UsageError(f"the pipeline has {self.order.ranks} ranks, and there are {size} processes")
+            raise UsageError(f"the pipeline has {self.order.ranks} ranks, but there are {size} processes")
         split = self.order.name in SPLIT
         if split and wrap is not None:
             raise UsageError(
-                f"schedule {self.order.name!r} splits backwards, which wrapped stages do not allow; take gpipe, 1f1b "
+                f"schedule {self.order.name!r} splits backwards, which wrapped stages do not allow; use gpipe, 1f1b "
                 f"or interleaved"
             )
         made = []
@@ -110,10 +111,11 @@ class Pipeline:
     def schedule(
         self, stages: Sequence[PipelineStage], loss_fn: Callable[..., torch.Tensor], **more: Any
     ) -> Any:
-        """PyTorch's own schedule object over these stages, whose ``step`` runs the pipeline.
+        """Return PyTorch's schedule object for these stages. Its method ``step`` runs the pipeline.
 
         Args:
-            loss_fn: of the last stage's output and a micro-batch of targets.
+            stages: this process's stages, from `stages`.
+            loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
             more: further arguments of the class, such as ``scale_grads``.
         """
         kind = getattr(pipelining, TORCH_CLASSES[self.order.name])
@@ -154,27 +156,35 @@ def plan_pipeline(
     ranks: Iterable[int] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages and plan each rank's recomputation within a budget of its own.
+    """Divide a model into stages and plan the recomputation of each rank within a budget.
 
     Args:
-        args, kwargs: what the model is called with: tensors of a whole batch, which ``step`` cuts along their first
-            dimension, and values that are no tensors.
-        stages: in all; the ranks of ``zbv``, ``dualpipev`` and the interleaved schedules have two each.
-        microbatches: into how many parts a batch is cut.
+        model: the model to divide.
+        args: positional arguments of the model. Tensors are whole batches, which ``step`` divides along their first
+            dimension into micro-batches; other values are passed unchanged.
+        kwargs: keyword arguments, in the same way.
+        stages: the number of stages. The ranks of ``zbv``, ``dualpipev`` and the interleaved schedules have two each,
+            the ranks of ``gpipe`` and ``1f1b`` one.
+        microbatches: the number of micro-batches in a batch.
         schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zbv``, ``interleaved-zb`` or ``dualpipev``.
-        budget: bytes of each rank, or text such as ``8GiB``, or ``60%`` of the largest peak of a rank that keeps all.
-            It bounds all that a rank holds during a step that begins without gradients: parameters, buffers,
-            gradients, activations of the micro-batches in flight, and what PyTorch holds for messages.
-        cuts: names of the modules that begin the second stage and each later one, in running order; ``auto`` for
-            stages of about equal work.
-        strategy, costs, time_limit, loss_memory: as for `plan_module`; the time is for each rank.
-        ranks: those to plan, by default all. A process that runs one rank needs no other.
-        plans: of stages by number, as `StagePlan.plan` has them, made before: they are taken in place of planning.
+        budget: bytes of each rank, or text such as ``8GiB``, or ``60%`` of the largest peak of a rank without
+            recomputation. It bounds everything that a rank holds during a step that begins without gradients:
+            parameters, buffers, gradients, activations of the micro-batches in flight, and PyTorch's buffers for
+            messages.
+        cuts: names of the modules with which the second and each later stage begin, in running order; ``auto`` for
+            stages with about equal work.
+        strategy: as for `plan_module`.
+        costs: as for `plan_module`.
+        time_limit: seconds of search for each rank.
+        loss_memory: as for `plan_module`.
+        ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
+        plans: plans that were made before, by the stage's number, in the form of `StagePlan.plan`. They are used
+            instead of planning.
 
     Raises:
-        InfeasibleBudget: a rank does not fit; names it, and its least budget.
-        UsageError: an unknown schedule or cut, a batch that cannot be cut evenly, a malformed budget.
-        ModelError: the model cannot be cut into stages.
+        InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+        UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget.
+        ModelError: the model cannot be divided into stages.
     """
     stated = parse_budget(str(budget))
     asked = PlanOptions(
@@ -187,7 +197,7 @@ def plan_pipeline(
             equal_cuts(exported(model, one_args, one_kwargs), stages) if cuts == "auto" else cuts.split(",")
         )
     if len(cuts) != stages - 1:
-        raise UsageError(f"{stages} stages have {stages - 1} cuts, not {len(cuts)}")
+        raise UsageError(f"{stages} stages need {stages - 1} cuts, not {len(cuts)}")
     modules = stage_modules(model, one_args, one_kwargs, cuts)
     planner = StepPlanner(asked)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
@@ -210,14 +220,18 @@ def _order(schedule: str, stages: int, microbatches: int) -> PipelineSchedule:
     if schedule not in TORCH_CLASSES:
         raise UsageError(f"unknown schedule {schedule!r}; known: {', '.join(TORCH_CLASSES)}")
     if stages % 2:
-        raise UsageError(f"{schedule} has two stages on each rank: {stages} stages are an odd number")
+        raise UsageError(f"{schedule} has two stages on each rank, so stages must be even, not {stages}")
     return schedule_named(schedule, stages // 2, microbatches, each=2)
 
 
 def _first_microbatch(
     args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first of equal parts of the arguments."""
+    """Return the arguments of the first micro-batch.
+
+    Raises:
+        UsageError: a tensor cannot be divided evenly.
+    """
 
     def part(one: Any) -> Any:
         if not isinstance(one, torch.Tensor):
@@ -225,7 +239,8 @@ def _first_microbatch(
         if not one.ndim or one.shape[0] % microbatches:
             shape = tuple(one.shape)
             raise UsageError(
-                f"a tensor of shape {shape} cannot be cut into {microbatches} equal micro-batches"
+                f"a tensor of shape {shape} cannot be divided into {microbatches} equal micro-batches along its "
+                f"first dimension"
             )
         return one.tensor_split(microbatches)[0]
 
@@ -246,7 +261,7 @@ def _bytes_of(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Captu
     if stated.kind == "bytes":
         return int(stated.amount)
     if stated.kind != "share":
-        raise UsageError(f"a pipeline's budget is bytes or a percentage, not {stated.text!r}")
+        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
     problems = {number: part.problem for number, part in parts.items()}
     all_kept = {number: one.measured(no_recompute(one.graph)) for number, one in problems.items()}
     peaks = (
@@ -274,7 +289,11 @@ def _rank_plan_of(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """The plans of a rank that were made before."""
+    """Return a rank's plans from plans that were made before.
+
+    Raises:
+        InfeasibleBudget: they exceed the budget.
+    """
     mine = order.stage_of_rank[rank]
     own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)
     figures = tuple(parts[s].problem.measured(plan) for s, plan in zip(mine, own, strict=True))

@@ -1,4 +1,4 @@
-"""From a captured step to a planned pipeline: which schedule, which budget, which cuts."""
+"""Plan the pipeline of a captured step: choose schedule and cuts, within a budget for each rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 AUTO = "auto"
 QUESTIONS = 48
-"""About how many plans and bounds the search for a rank's plans asks for."""
+"""About how many plans and bounds the search for one rank's plans needs."""
 LONGEST = 5.0
-"""Seconds for one of them at most."""
+"""The largest number of seconds for each of them."""
 AMPLE = 2**50
-"""Bytes that no rank needs."""
+"""A number of bytes that is enough for any rank."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a person asks of a pipeline. ``optimizer``: copies of the parameters. Times in microseconds, but for
-    ``seconds``, which the search may take about."""
+    """A user's options for a pipeline.
+
+    ``schedule``: a name or ``auto``. ``cuts``: names of modules; None: choose them. ``overhead``: microseconds of
+    each action in addition to its work. ``optimizer``: size of the optimizer's state in copies of the parameters.
+    ``seconds``: about how long the search may take.
+    """
 
     schedule: str
     stages: int
@@ -49,25 +53,29 @@ class Asked:
 def plan_stages(
     step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
 ) -> PlannedPipeline:
-    """The pipeline of a step of one micro-batch.
+    """Return the pipeline of a step of one micro-batch.
 
     Args:
-        model: noted in the result, for whoever runs it.
+        step: the captured step.
+        graph: its planning problem.
+        asked: the user's options.
+        model: how the model was loaded; it is kept in the result.
+        progress: called with the fraction done and a short text.
 
     Raises:
-        InfeasibleBudget: a rank does not fit; names it and its least budget.
-        UsageError: cuts, numbers of stages or micro-batches that cannot be.
+        InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+        UsageError: impossible cuts or numbers of stages or micro-batches.
     """
     chain = named_chain(step, graph, asked.cuts or ())
     cuts = None if asked.cuts is None else chain.positions(asked.cuts)
     if cuts is not None and len(cuts) != asked.stages - 1:
-        raise UsageError(f"{asked.stages} stages have {asked.stages - 1} cuts, not {len(cuts)}")
+        raise UsageError(f"{asked.stages} stages need {asked.stages - 1} cuts, not {len(cuts)}")
     found = _best(chain, asked, cuts, progress)
     return replace(found, names=tuple(chain.names[cut] for cut in found.cuts), model=model)
 
 
 def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress) -> PlannedPipeline:
-    """Of the schedules that are asked for the pipeline of least makespan."""
+    """Return the pipeline with the least makespan, of all schedules that are asked for."""
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
     searches = sorted(_searches(chain, asked, progress), key=lambda s: s.least_makespan)
@@ -115,7 +123,7 @@ def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[P
 
 
 def _largest_peak(search: PipelineSearch) -> int:
-    """Of all ranks with balanced cuts where nothing is recomputed."""
+    """Return the largest peak of all ranks, with balanced cuts and without recomputation."""
     return max(search.run().peaks)
 
 
@@ -124,14 +132,14 @@ def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
 
 
 def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
-    """The schedule of that name; of dataflow with as many micro-batches in flight as its links ask for.
+    """Return the schedule called ``name``; for ``dataflow``, with as many micro-batches in flight as its links need.
 
     Raises:
-        UsageError: not with these numbers of stages and micro-batches.
+        UsageError: the schedule cannot have these numbers of stages and micro-batches.
     """
     if name in VIRTUAL and asked.stages % STAGES_A_RANK:
         raise UsageError(
-            f"{name} has {STAGES_A_RANK} stages on each rank, which {asked.stages} cannot be divided into"
+            f"{name} has {STAGES_A_RANK} stages on each rank; {asked.stages} stages are not a multiple of that"
         )
     ranks = asked.stages if name in ONE_STAGE else asked.stages // STAGES_A_RANK
     hop = _hop(chain, asked) if name == "dataflow" else 0.0
@@ -139,7 +147,7 @@ def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
 
 
 def _hop(chain: NamedChain, asked: Asked) -> float:
-    """The longest time of a message of a balanced pipeline ÷ the time of its slowest stage."""
+    """Return the longest time of a message, ÷ the time of the slowest stage, in a balanced pipeline."""
     one = chain.chain
 
     def base(start: int, end: int, _stage: int) -> float:

@@ -1,4 +1,6 @@
-"""One step of a planned pipeline in several processes, measured on each rank and compared with one process."""
+"""Run one step of a planned pipeline in several processes, measure each rank, and compare it with a single
+process.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank measured. Peaks in bytes, parameters and buffers included; ``extra``: microseconds of recomputation
-    for a micro-batch; ``losses``: of the last stage's rank; ``different``: what is not bit-equal to one process, of
-    ``compared`` tensors."""
+    """The measurements of a rank.
+
+    ``promised``, ``measured``: peaks in bytes, parameters and buffers included. ``extra``: microseconds of
+    recomputation for a micro-batch. ``losses``: on the rank of the last stage. ``compared``: the number of compared
+    tensors. ``different``: the names of those that are not bit-equal to a single process.
+    """
 
     promised: int
     measured: int
@@ -36,9 +41,14 @@ class RankReport:
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
-    """Join the other processes that torchrun started, run one step, and gather what all ranks measured.
+    """Join the other processes that torchrun started, run one step, and return the reports of all ranks.
 
-    The file's cuts, schedule and budget hold; each rank captures its own stages and plans them within the budget.
+    Cuts, schedule and budget are those of ``plan``. Each rank captures its stages and plans them within the budget.
+
+    Args:
+        plan: the pipeline.
+        verify: whether to compare with a single process.
+        time_limit: seconds of search for each rank.
 
     Raises:
         UsageError: the model is not a network of the zoo.
@@ -47,7 +57,7 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
     name = str(plan.model.get("model"))
     if name not in ZOO:
         raise UsageError(
-            f"{name}: pipeline-step runs networks of the zoo; others are run by rematplan.plan_pipeline"
+            f"{name}: pipeline-step runs only networks of the zoo; use rematplan.plan_pipeline for other models"
         )
     distributed.init_process_group("gloo")
     try:
@@ -108,7 +118,7 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
 
 
 def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tensor, ...], torch.Tensor]:
-    """The network with its loss, a batch for all micro-batches, and its targets."""
+    """Return the network with its loss, a batch for all micro-batches, and its targets."""
     sizes: Mapping[str, int] = plan.model.get("sizes", {})
     one = sizes.get("batch") or len(example_inputs(name, **sizes)[0])
     whole = {**sizes, "batch": one * plan.schedule.microbatches}
@@ -124,7 +134,7 @@ def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tens
 def _in_one_process(
     module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, microbatches: int
 ) -> list[float]:
-    """One step of plain PyTorch with the same micro-batches; the losses."""
+    """Run one step of plain PyTorch with the same micro-batches, and return the losses."""
     losses = []
     parts = [t.tensor_split(microbatches) for t in (*inputs, target)]
     for *some, its in zip(*parts, strict=True):
@@ -144,7 +154,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _different(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> list[str]:
-    """The names of tensors that are not the same, or whose gradients are not."""
+    """Return the names of tensors that differ, or whose gradients differ."""
 
     def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return one is other if one is None or other is None else torch.equal(one, other)

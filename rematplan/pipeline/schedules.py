@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: the lists of actions of all ranks."""
+"""Pipeline schedules by name."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ ONE_STAGE: Mapping[str, Callable[[int, int, float], PipelineSchedule]] = {
     "1f1b": lambda ranks, microbatches, hop: one_forward_one_backward(ranks, microbatches),
     "dataflow": dataflow,
 }
-"""Schedules with one stage a rank."""
+"""Schedules with one stage per rank."""
 VIRTUAL = ("interleaved", "zbv", "interleaved-zb", "dualpipev")
-"""Schedules with several stages a rank: torch's classes make their lists."""
+"""Schedules with several stages per rank. Their actions come from torch's classes."""
 SCHEDULES = (*ONE_STAGE, *VIRTUAL)
 SPLIT = ("zbv", "interleaved-zb", "dualpipev")
-"""Schedules that run a backward's weight gradients apart from the input's."""
+"""Schedules that compute weight gradients separately from the input's gradient."""
 STAGES_A_RANK = 2
-"""Of `VIRTUAL` schedules, unless asked otherwise."""
+"""The default number of stages per rank in `VIRTUAL` schedules."""
 
 
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
-    """The schedule of that name.
+    """Return the schedule called ``name``.
 
     Args:
-        each: stages a rank; by default 1, or `STAGES_A_RANK` for a `VIRTUAL` schedule.
+        name: one of `SCHEDULES`.
+        ranks: the number of ranks.
+        microbatches: the number of micro-batches.
+        each: stages per rank; by default 1, or `STAGES_A_RANK` for a `VIRTUAL` schedule.
         hop: for ``dataflow``, the time of a message ÷ the time of a stage's forward and backward.
 
     Raises:
@@ -40,12 +43,14 @@ def schedule_named(
     if name in ONE_STAGE:
         if each not in (None, 1):
             raise UsageError(f"{name} has one stage on each rank, not {each}")
-        if name == "1f1b" and microbatches < ranks:  # torch's class refuses it, and its ranks would idle
+        if name == "1f1b" and microbatches < ranks:  # torch's class refuses it, too
             raise UsageError(
                 f"1f1b needs at least as many micro-batches as ranks: {ranks}, not {microbatches}"
             )
         return ONE_STAGE[name](ranks, microbatches, hop)
-    from rematplan.runtime.pipeline.action_lists import action_lists  # here: torch takes seconds to load
+    from rematplan.runtime.pipeline.action_lists import (
+        action_lists,
+    )  # imported here, since torch takes seconds to load
 
     stages = ranks * (each or STAGES_A_RANK)
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))

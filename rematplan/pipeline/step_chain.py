@@ -1,4 +1,4 @@
-"""From a captured step to a chain of blocks that begin where its modules do."""
+"""Divide a captured step into a chain of blocks that begin at its modules."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 MOST_BLOCKS = 64
-"""Blocks at most: modules deeper in the model begin blocks of their own as long as there are no more."""
+"""The largest number of blocks. Modules deeper in the model begin blocks as long as there are no more than this."""
 WRAPPER = "model."
-"""How names begin of what is inside the model that a loss is put on."""
+"""The prefix of the names of everything inside a model that was wrapped together with a loss."""
 
 
 @dataclass(frozen=True)
 class NamedChain:
-    """``names``: what each block begins with, a module or an op; empty for the first. ``batch``: the names of the
-    inputs that are another for each micro-batch."""
+    """A chain of blocks with names.
+
+    ``names``: the module or op with which each block begins; empty for the first. ``batch``: the names of the inputs
+    that differ between micro-batches.
+    """
 
     chain: StageChain
     names: tuple[str, ...]
     batch: frozenset[str]
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """The blocks that begin with these names.
+        """Return the blocks that begin with these names.
 
         Raises:
-            UsageError: a block begins with none of them, or they are not in running order.
+            UsageError: no block begins with one of the names, or the names are not in running order.
         """
         for name in cuts:
             if name not in self.names[1:]:
@@ -46,10 +49,12 @@ class NamedChain:
 
 
 def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] = ()) -> NamedChain:
-    """The chain of a step's problem.
+    """Return the chain of a step's problem.
 
     Args:
-        wanted: modules that begin blocks, whatever their depth.
+        step: the captured step.
+        graph: its planning problem.
+        wanted: modules that begin blocks at any depth.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
@@ -73,8 +78,11 @@ def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] 
 
 
 def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> dict[int, str]:
-    """The forward ops at which a module begins whose ops stand in one piece, and its name; the outermost modules, and
-    the next ones inside them, as long as they are not too many."""
+    """Return the forward ops at which modules begin, with the modules' names.
+
+    Only modules whose ops are contiguous count: the outermost ones, and modules inside them, as long as there are not
+    too many.
+    """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     first: dict[str, int] = {}
@@ -97,6 +105,6 @@ def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> 
 
 
 def _modules(module: str) -> Iterator[str]:
-    """The names of the modules that a call is in, from the outermost."""
+    """Yield the names of the modules that contain a call, from the outermost."""
     parts = module.removeprefix(WRAPPER).split(".") if module.startswith(WRAPPER) else []
     return (".".join(parts[: k + 1]) for k in range(len(parts)))

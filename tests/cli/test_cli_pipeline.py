@@ -135,7 +135,7 @@ def test_other_schedules(call, schedule) -> None:
         (("--schedule", "best"), "unknown schedule 'best'; known: gpipe"),
         (("--cuts", "blocks.9"), "vit_s cannot be cut at 'blocks.9'; similar: blocks."),
         (("--cuts", "blocks.3,blocks.1"), "the cuts blocks.3, blocks.1 are not in the order"),
-        (("--cuts", "blocks.1,blocks.2"), "2 stages have 1 cuts, not 2"),
+        (("--cuts", "blocks.1,blocks.2"), "2 stages need 1 cuts, not 2"),
         (("--optimizer", "best"), "unknown optimizer 'best'; known: none"),
         (("--link", "fast"), "link 'fast' is not understood"),
         (("--budget", "min"), "in bytes or as a percentage, not as 'min'"),

@@ -29,13 +29,13 @@ def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rema
     ("more", "error", "message"),
     [
         ({"schedule": "2f2b"}, UsageError, "unknown schedule '2f2b'; known: gpipe"),
-        ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be cut into 8 equal micro-batches"),
+        ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be divided into 8 equal micro-batches"),
         ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
-        ({"schedule": "zbv", "stages": 5}, UsageError, "5 stages are an odd number"),
-        ({"cuts": "blocks.1"}, UsageError, "4 stages have 3 cuts, not 1"),
+        ({"schedule": "zbv", "stages": 5}, UsageError, "stages must be even, not 5"),
+        ({"cuts": "blocks.1"}, UsageError, "4 stages need 3 cuts, not 1"),
         ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; similar: "),
         ({"cuts": "blocks.3,blocks.1,blocks.5"}, UsageError, "'blocks.1' does not come after"),
-        ({"budget": "min"}, UsageError, "bytes or a percentage, not 'min'"),
+        ({"budget": "min"}, UsageError, "in bytes or as a percentage, not as 'min'"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
     ],
 )

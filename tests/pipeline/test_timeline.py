@@ -145,7 +145,7 @@ def test_a_deadlock_names_its_first_blocked_action() -> None:
         [("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)],
         [("F", 1, 1), ("B", 1, 1), ("F", 1, 0), ("B", 1, 0)],
     ]
-    with pytest.raises(ProblemError, match="mine: deadlock: rank 1 waits for ever with 1F1, for 0F1"):
+    with pytest.raises(ProblemError, match="mine: deadlock: action 1F1 of rank 1 waits forever for 0F1"):
         replay(schedule_of_rows("mine", 2, 2, rows), [StageTimes(1, 1)] * 2)
 
 
@@ -165,7 +165,7 @@ def test_blocking_sends_without_credits_enough_deadlock() -> None:
     schedule = schedule_of_rows("mine", 2, 6, rows)
     times = [StageTimes(1, 1)] * 2
     assert replay(schedule, times, credits=2).makespan >= replay(schedule, times).makespan
-    with pytest.raises(ProblemError, match=r"rank . waits for ever with .*, for a credit: 1 of its messages"):
+    with pytest.raises(ProblemError, match=r"rank . waits forever for a credit: 1 of its messages"):
         replay(schedule, times, credits=1)
 
 
