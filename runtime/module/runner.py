@@ -157,7 +157,7 @@ class Runner:
         self.recorder = Recorder(statistics) if statistics else None
         self.ways: dict[Any, list[CacheEntry]] = {}
         self.shapes: dict[Any, OpenShapes] = {}
-        """By the way of calling the module but for the sizes, what was captured with open ones."""
+        """What was captured with open sizes, by the key of the call without sizes."""
         self.last: CacheEntry
         self.said_many = False
         self.brought: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Whether two captured steps are the same but for the names of their calls and values."""
+"""Compare two captured steps: whether only the names of their calls and values differ."""
 
 from __future__ import annotations
 
