@@ -176,7 +176,7 @@ def check_layouts(step: CapturedStep) -> None:
     """Compare the layouts of a step that was captured for other sizes with those of the kernels, for such ops.
 
     Raises:
-        NotSymbolic: an op's results lie otherwise.
+        NotSymbolic: an op returns tensors of another layout.
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
