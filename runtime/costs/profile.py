@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -35,17 +36,21 @@ from rematplan.runtime.graph.warn import warn
 
 Progress = Callable[[float, str], None]
 
-# Each distinct call is timed in this many rounds, in each of them for this many seconds or runs.
 ATEN = torch.ops.aten
 
-_ROUNDS = 3
+_ROUNDS = 2
+"""Each distinct call is timed in this many rounds, in each of them for `_ENOUGH_SECONDS` or `_MOST_RUNS`."""
 _MOST_ROUNDS = 9
+_ALIKE = 1.1
+"""A call whose second least time is at most this many times its least one is not timed again."""
 _AGREE = 1.2
 """If the second least times of all calls add up to at most this many times the least ones, the machine was
 quiet and the least times are used."""
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
-_CACHE_VERSION = 4
+_ALIGNED = 64
+"""Bytes; calls on parts of a tensor that begin at multiples of it cost the same."""
+_CACHE_VERSION = 5
 
 
 class ProfileWarning(UserWarning):
@@ -92,7 +97,8 @@ def signature(step: CapturedStep, call: Call) -> str:
 
     def describe(name: str) -> str:
         t = step.values[name].fake
-        layout = f"{list(t.shape)}{list(t.stride())}@{t.storage_offset()}/{t.untyped_storage().nbytes()}"
+        offset = t.storage_offset() * t.element_size() % _ALIGNED  # parts of one tensor are alike
+        layout = f"{list(t.shape)}{list(t.stride())}@{offset}/{t.untyped_storage().nbytes()}"
         return str(t.dtype).removeprefix("torch.") + layout
 
     return f"{call.target}{substitute((call.args, dict(call.kwargs)), describe)}"
@@ -107,31 +113,31 @@ def _measure_all(
 ) -> None:
     """Measure the calls of ``missing`` and add their costs to ``known``.
 
-    Each round runs every call once, so that a slow period of the machine affects all alike; rounds are added
-    while repeats disagree. ``times`` collects the least time of each round, in microseconds.
+    Each round runs every call once, so that a slow period of the machine affects all alike. Calls whose times
+    agree are left out of further rounds, which are added while the machine is busy. ``times`` collects the least
+    time of each round, in microseconds.
     """
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
+    watched = 1 if devices else 2  # rounds whose first runs are for the memory
     as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
     with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
         refused: dict[str, tuple[Call, Exception]] = {}
         for turn in range(_MOST_ROUNDS):
-            if turn >= _ROUNDS and not _busy(times):
+            if turn > _ROUNDS and not _busy(times):
                 break
-            for done, (text, name) in enumerate(missing.items()):
-                progress(min(1.0, (turn + done / len(missing)) / _ROUNDS), f"profiling {name}")
-                if text in refused:
-                    continue
-                call = step.call[name]
-                args, kwargs = arguments.of(call)
+            again = [t for t in missing if t not in refused and (turn < _ROUNDS or _differ(times[t]))]
+            for done, text in enumerate(again):
+                progress(min(1.0, (turn + done / len(again)) / _ROUNDS), f"profiling {missing[text]}")
+                call = step.call[missing[text]]
                 try:
-                    if not turn:
-                        known[text] = CallCost(float("inf"), *_memory(step, call, args, kwargs))
-                    times.setdefault(text, []).append(_microseconds(step, call, args, kwargs))
-                    known[text] = replace(known[text], time=min(times[text]))
+                    cost = _measured(step, call, arguments, known[text] if turn >= watched else None)
                 except (RuntimeError, IndexError, ValueError) as error:
                     refused[text] = call, error
                     known[text] = _guess(step, call)
+                else:
+                    times.setdefault(text, []).append(cost.time)
+                    known[text] = replace(cost, time=min(times[text]))
     progress(1.0, "profiled")
     _say_guesses(tuple(refused.values()))
     if (spread := _spread(times)) > _AGREE:
@@ -140,6 +146,12 @@ def _measure_all(
             f"fastest; these costs are not cached and will be measured again",
             ProfileWarning,
         )
+
+
+def _differ(times: Sequence[float]) -> bool:
+    """Return whether the two least times of a call disagree."""
+    least, second = sorted(times)[:2]
+    return second > _ALIKE * least
 
 
 def _busy(times: Mapping[str, Sequence[float]]) -> bool:
@@ -178,30 +190,53 @@ def _modelled(step: CapturedStep, call: Call) -> CallCost:
     )
 
 
-def _microseconds(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> float:
-    run = partial(kernel_of(call.target), *args, **kwargs)
+def _measured(
+    step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
+) -> CallCost:
+    """Return the cost of a call by its runs in one round.
+
+    Args:
+        known: its cost by an earlier round, with its memory; None if that is not known yet. Memory is that of a
+            second run, since the first may load libraries.
+    """
+    args, kwargs = arguments.of(call)
+    run, device = partial(kernel_of(call.target), *args, **kwargs), step.device
     times: list[float] = []
+    if known is None:
+        library = kept_by_libraries(run, device)
+        seconds, workspace, results = _memory(run, (args, kwargs), device)
+        known = CallCost(0.0, workspace, results, library)
+        if device.type != "cuda" and seconds >= _ENOUGH_SECONDS:  # long enough for watching it not to count
+            times.append(seconds)
     while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
-        times.append(seconds_of(run, step.device))
-    return min(times) * 1e6  # noise only adds
+        times.append(seconds_of(run, device))
+    return replace(known, time=min(times) * 1e6)  # noise only adds
 
 
-def _memory(step: CapturedStep, call: Call, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...], int]:
-    """Return the peak bytes of a call in addition to its results, the real bytes of its results, and the
-    bytes that libraries keep. The call runs once before to warm up."""
-    run = partial(kernel_of(call.target), *args, **kwargs)
-    library = kept_by_libraries(run, step.device)
-    peak, result = peak_above_entry(run, step.device)
-    given = {
-        t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-    }
+def _memory(
+    run: Callable[[], Any], given: object, device: torch.device
+) -> tuple[float, int, tuple[int, ...]]:
+    """Return the seconds of a call, its peak bytes in addition to its results, and the real bytes of these.
+
+    Args:
+        run: the call.
+        given: its arguments.
+    """
+
+    def timed() -> tuple[Any, float]:
+        start = time.perf_counter()
+        result = run()
+        return result, time.perf_counter() - start
+
+    peak, (result, seconds) = peak_above_entry(timed, device)
+    old = {t.untyped_storage()._cdata for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
     storages = [
         r.untyped_storage() if isinstance(r, torch.Tensor) else None
         for r in ((result,) if isinstance(result, torch.Tensor) else result)
     ]
-    fresh = [s if s is not None and s._cdata not in given else None for s in storages]
+    fresh = [s if s is not None and s._cdata not in old else None for s in storages]
     kept = sum({s._cdata: allocated(s.nbytes(), s.device) for s in fresh if s is not None}.values())
-    return max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh), library
+    return seconds, max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh)
 
 
 BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})

@@ -33,10 +33,18 @@ def step() -> CapturedStep:
 
 
 def measured(
-    step: CapturedStep, monkeypatch: pytest.MonkeyPatch, cache: Path, seconds: Iterator[float]
+    step: CapturedStep,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    seconds: Iterator[float],
+    watched: float = 0.0,
 ) -> tuple[dict[str, float], int, list[str]]:
-    """Times by op, how many were taken, and what was said, where a clock shows these seconds."""
-    taken = 0
+    """Times by op, how many were taken, and what was said, where a clock shows these seconds, and ``watched`` for
+    runs whose memory is watched."""
+    taken, memory = 0, profile._memory
+
+    def watch(*args: object) -> tuple[object, ...]:
+        return (watched, *memory(*args)[1:])
 
     def clock(run: Callable[[], object], device: torch.device) -> float:
         nonlocal taken
@@ -45,6 +53,7 @@ def measured(
         return next(seconds)
 
     monkeypatch.setattr(profile, "seconds_of", clock)
+    monkeypatch.setattr(profile, "_memory", watch)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         costs = profile_costs(step, cache=cache)
@@ -52,7 +61,7 @@ def measured(
     return times, taken, [str(w.message) for w in said if issubclass(w.category, ProfileWarning)]
 
 
-def test_a_quiet_machine_is_measured_as_often_as_ever(
+def test_a_quiet_machine_is_measured_in_two_rounds(
     step: CapturedStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _, taken, said = measured(step, monkeypatch, tmp_path, itertools.repeat(QUIET))
@@ -60,6 +69,25 @@ def test_a_quiet_machine_is_measured_as_often_as_ever(
     assert taken == distinct * profile._ROUNDS
     assert not said
     assert measured(step, monkeypatch, tmp_path, iter(()))[1] == 0  # what was measured is kept
+
+
+def test_a_long_run_whose_memory_is_watched_is_a_timed_one(
+    step: CapturedStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times, taken, said = measured(step, monkeypatch, tmp_path, iter(()), watched=QUIET)
+    assert not taken
+    assert set(times.values()) == {1e6 * QUIET}
+    assert not said
+
+
+def test_only_a_call_whose_times_differ_is_timed_a_third_time(
+    step: CapturedStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    count = measured(step, monkeypatch, tmp_path / "count", itertools.repeat(QUIET))[1] // profile._ROUNDS
+    first = itertools.chain([QUIET * 1.3], itertools.repeat(QUIET))
+    times, taken, _ = measured(step, monkeypatch, tmp_path, first)
+    assert taken == count * profile._ROUNDS + 1
+    assert set(times.values()) == {1e6 * QUIET}
 
 
 def test_a_busy_spell_is_measured_again(

@@ -15,7 +15,7 @@ from rematplan.ir import UsageError
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import DEVICE_MODELS, device_model
 from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
-from rematplan.runtime.costs.profile import profile_costs
+from rematplan.runtime.costs.profile import profile_costs, signature
 from rematplan.runtime.costs.roofline import flops, moved_bytes, roofline_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
 
@@ -105,6 +105,27 @@ def test_roofline_is_positive_and_faster_devices_are_faster(name: str) -> None:
 def test_unknown_device_models_are_listed() -> None:
     with pytest.raises(UsageError, match="h100"):
         device_model("abacus")
+
+
+class Halves(nn.Module):
+    """Computes alike on both halves of a product; where they begin depends on the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.linear(x).chunk(2, 1)
+        return first.tanh().sum() + second.tanh().sum()
+
+
+@pytest.mark.parametrize(("width", "classes"), [(16, 1), (5, 2)])
+def test_parts_of_a_tensor_that_are_aligned_alike_are_measured_once(width: int, classes: int) -> None:
+    step = capture(Halves(width), (torch.randn(3, 4),), "halves")
+    assert (
+        len({signature(step, c) for c in step.calls if "tanh" in c.name and "backward" not in c.name})
+        == classes
+    )
 
 
 class OfPlaces(nn.Linear):
