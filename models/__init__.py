@@ -1,4 +1,4 @@
-"""Networks to plan: ``nn.Module``s with batch, image size and width as arguments, and their ONNX export."""
+"""The zoo: networks as ``nn.Module``s with batch, image size and width as arguments, and their export to ONNX."""
 
 from rematplan.models.bert import BERT
 from rematplan.models.chain import Chain

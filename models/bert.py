@@ -1,6 +1,6 @@
 """BERT and RoBERTa: Devlin et al., NAACL 2019, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692.
 
-The encoder with its head for masked tokens, whose scores use the embedding's weight once more. Dropout of 0.1
+The encoder with the head for masked tokens, which uses the embedding's weight again for its scores. Dropout is 0.1
 everywhere, attention included, as in the papers.
 """
 
@@ -16,9 +16,9 @@ DROPOUT = 0.1
 
 
 class BERT(nn.Module):
-    """Token numbers (N, T) to scores of each token (N, T, ``vocabulary``); T is ``positions`` at most.
+    """A network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
 
-    ``kinds``: rows of the table of segments, of which the first is used: 2 in BERT, 1 in RoBERTa.
+    ``kinds``: the number of segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BERT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores."""
+        """Return scores (N, T, ``vocabulary``)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]] + self.kinds.weight[0]
         x = self.head(self.blocks(self.start(x)))
         return functional.linear(x, self.embedding.weight, self.bias)

@@ -1,7 +1,7 @@
-"""A plain chain of layers, a thousand and more: no branch, no shortcut.
+"""A plain chain of a thousand layers or more, without branches and shortcuts.
 
-Orthogonal weights and tanh keep the signal and its gradient alive through any number of layers (Pennington,
-Schoenholz, Ganguli, NeurIPS 2017, arXiv:1711.04735).
+Orthogonal weights and tanh preserve the signal and its gradient through any number of layers (Pennington, Schoenholz,
+Ganguli, NeurIPS 2017, arXiv:1711.04735).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Chain(nn.Module):
-    """Rows of features (N, ``width``) to class scores (N, ``classes``) through ``depth`` layers."""
+    """A network from rows of features (N, ``width``) to class scores (N, ``classes``), with ``depth`` layers."""
 
     def __init__(self, depth: int = 1000, width: int = 128, classes: int = 10) -> None:
         super().__init__()
@@ -25,5 +25,5 @@ class Chain(nn.Module):
         self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.head(self.layers(x)))

@@ -24,7 +24,7 @@ BOTTLENECK = 4
 
 
 def norm_relu_conv(inside: int, outside: int, size: int) -> nn.Sequential:
-    """Batch norm, ReLU, convolution, in this order."""
+    """Return batch norm, ReLU and a convolution, in this order."""
     return nn.Sequential(
         nn.BatchNorm2d(inside),
         nn.ReLU(inplace=True),
@@ -33,7 +33,9 @@ def norm_relu_conv(inside: int, outside: int, size: int) -> nn.Sequential:
 
 
 class DenseBlock(nn.Module):
-    """Each layer reads the input and all that the layers before it made, and adds ``growth`` channels."""
+    """A block in which each layer reads the input and the outputs of all earlier layers, and adds ``growth``
+    channels.
+    """
 
     def __init__(self, layers: int, inside: int, growth: int) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class DenseBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and every layer's channels, concatenated."""
+        """Return the input and the outputs of all layers, concatenated."""
         features = [x]
         for layer in self.layers:
             features.append(layer(torch.cat(features, dim=1)))
@@ -54,7 +56,10 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: the growth rate; None takes the paper's."""
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+
+    ``depth``: a key of `DEPTHS`. ``width``: the growth rate; None stands for the paper's.
+    """
 
     def __init__(self, depth: int = 121, width: int | None = None, classes: int = 1000) -> None:
         super().__init__()
@@ -80,5 +85,5 @@ class DenseNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.head(self.features(x).flatten(1)))

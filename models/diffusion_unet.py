@@ -1,7 +1,7 @@
 """The U-Net of Stable Diffusion 1: Rombach et al., CVPR 2022, arXiv:2112.10752.
 
-Latents, a time and a text's features to the noise in the latents. Weights that the authors start at zero are drawn
-like all others, so that a first step has every gradient.
+It predicts the noise in latents from a time and the features of a text. Weights that the authors initialise with zero
+are random here, so that the first step has all gradients.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rematplan.models.transformer import CrossAttention
 LATENT = 4
 """Channels of the latents."""
 MULTIPLES = (1, 2, 4, 4)
-"""Channels of each level ÷ width; all but the last level attend."""
+"""For each level, its channels ÷ width. All levels except the last have attention."""
 BLOCKS = 2
 HEADS = 8
 GROUPS = 32
-"""Of the group norms; the width must be divisible by it."""
+"""The number of groups in group norms; the width must be divisible by it."""
 CONTEXT = 768
-"""Features of a text's token at the width of 320."""
+"""Features of a text token if the width is 320."""
 
 
 def norm_silu_conv(inside: int, outside: int) -> nn.Sequential:
-    """Group norm, SiLU, 3×3 convolution."""
+    """Return group norm, SiLU and a 3×3 convolution."""
     return nn.Sequential(nn.GroupNorm(GROUPS, inside), nn.SiLU(), nn.Conv2d(inside, outside, 3, padding=1))
 
 
 class Residual(nn.Module):
-    """Two convolutions, the time's features added between them, around a shortcut."""
+    """A residual block of two convolutions; the features of the time are added between them."""
 
     def __init__(self, inside: int, outside: int, time: int) -> None:
         super().__init__()
@@ -42,26 +42,26 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Features (N, ``outside``, H, W)."""
+        """Return features (N, ``outside``, H, W)."""
         middle = self.first(x) + self.time(time)[:, :, None, None]
         return cast(Tensor, self.shortcut(x) + self.second(middle))
 
 
 class GatedFeedForward(nn.Module):
-    """A product whose one half gates the other (Shazeer 2020, GEGLU), and one back."""
+    """A feed-forward layer in which one half of the hidden features gates the other (GEGLU, Shazeer 2020)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.widen, self.narrow = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of the same width."""
+        """Return features of the same shape."""
         value, gate = self.widen(x).chunk(2, dim=-1)
         return cast(Tensor, self.narrow(value * functional.gelu(gate)))
 
 
 class Attending(nn.Module):
-    """Pixels attend to each other, then to the text."""
+    """Self-attention between pixels, followed by cross-attention to the text and a feed-forward layer."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attending(nn.Module):
         self.mlp = GatedFeedForward(width)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         y = self.inward(self.norm(x))
         rows, columns = y.shape[-2:]
         y = y.flatten(2).transpose(1, 2)
@@ -85,39 +85,39 @@ class Attending(nn.Module):
 
 
 class Level(nn.Module):
-    """A residual block, attention if there is any, and a change of size if there is any."""
+    """A residual block, followed by attention and by a change of size, if they are given."""
 
     def __init__(self, residual: Residual, attending: Attending | None, resize: nn.Module | None) -> None:
         super().__init__()
         self.residual, self.attending, self.resize = residual, attending, resize
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
-        """The features, of the new size."""
+        """Return the features."""
         x = self.residual(x, time)
         x = x if self.attending is None else self.attending(x, context)
         return x if self.resize is None else cast(Tensor, self.resize(x))
 
 
 class Shrink(nn.Conv2d):
-    """A strided convolution that halves the sides, called as a `Level` is."""
+    """A strided convolution that halves height and width. It is called like a `Level`."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, 3, stride=2, padding=1)
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        """The halved features."""
+        """Return the features at half the size."""
         return super().forward(x)
 
 
 def grow(width: int) -> nn.Sequential:
-    """Sides doubled by repetition, then a convolution."""
+    """Return layers that double height and width: nearest-neighbour upsampling and a convolution."""
     return nn.Sequential(nn.Upsample(scale_factor=2.0), nn.Conv2d(width, width, 3, padding=1))
 
 
 class DiffusionUNet(nn.Module):
-    """Latents (N, 4, H, W), times (N,) and a text (N, T, ``context``) to noise (N, 4, H, W).
+    """A network from latents (N, 4, H, W), times (N,) and a text (N, T, ``context``) to noise (N, 4, H, W).
 
-    H and W are divisible by 8, ``width`` by `GROUPS`.
+    H and W must be divisible by 8, ``width`` by `GROUPS`.
     """
 
     def __init__(self, width: int = 320, context: int = CONTEXT) -> None:
@@ -151,7 +151,7 @@ class DiffusionUNet(nn.Module):
         self.end = norm_silu_conv(width, LATENT)
 
     def forward(self, x: Tensor, times: Tensor, context: Tensor) -> Tensor:
-        """The noise."""
+        """Return the noise."""
         angles = times[:, None].to(x.dtype) * cast(Tensor, self.frequencies)
         time = self.time(torch.cat((angles.cos(), angles.sin()), dim=1))
         x = self.start(x)

@@ -18,22 +18,22 @@ ROWS = (
     (6, 5, 2, 192, 4),
     (6, 3, 1, 320, 1),
 )
-"""Table 1 of the paper: (expansion, kernel, stride of the first, channels, blocks)."""
+"""Table 1 of the paper: (expansion, kernel, stride of the first block, channels, blocks)."""
 
 STEM = 32
-"""Channels of the first convolution in B0; ``width`` scales all by width ÷ 32."""
+"""Channels of the first convolution in B0. Other widths scale all channels by width ÷ 32."""
 LAST = 1280
 DROP_PATH = 0.2
-"""Towards the last block; it grows linearly from 0."""
+"""The rate of stochastic depth at the last block; it grows linearly from 0."""
 
 
 def silu() -> nn.Module:
-    """The paper's activation."""
+    """Return the paper's activation."""
     return nn.SiLU(inplace=True)
 
 
 class SqueezeExcite(nn.Module):
-    """Scale each channel by what the mean of all channels says (Hu et al., CVPR 2018)."""
+    """A layer that scales each channel by a function of the means of all channels (Hu et al., CVPR 2018)."""
 
     def __init__(self, width: int, squeezed: int) -> None:
         super().__init__()
@@ -46,12 +46,15 @@ class SqueezeExcite(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scaled features."""
+        """Return the scaled features."""
         return cast(Tensor, x * self.gate(x))
 
 
 class MBConv(nn.Module):
-    """Widen, filter each channel, excite, narrow; added to the input where the shapes agree."""
+    """An inverted residual block with squeeze-and-excitation: widen, filter each channel, scale, narrow.
+
+    The input is added if the shapes agree.
+    """
 
     def __init__(
         self, inside: int, outside: int, expansion: int, size: int, stride: int, drop: float
@@ -68,12 +71,15 @@ class MBConv(nn.Module):
         self.drop = DropPath(drop) if stride == 1 and inside == outside else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         return cast(Tensor, self.body(x) if self.drop is None else x + self.drop(self.body(x)))
 
 
 class EfficientNet(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+
+    ``width``: channels of the first convolution.
+    """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()
@@ -93,5 +99,5 @@ class EfficientNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.layers(x))

@@ -1,4 +1,4 @@
-"""What the zoo says of a network: its sizes, how it is made from them, and what goes into it."""
+"""A row of the zoo: a network's name, its sizes, and how the network and a batch are made from them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from torch import Generator, Tensor, nn
 from rematplan.models.errors import ZooError
 
 SIZES = ("batch", "image", "tokens", "depth", "width", "classes", "vocabulary")
-"""The sizes that networks have; each has some of them.
+"""The names of sizes; each network has some of them.
 
-``image``: side of the image, pixels. ``tokens``: length of the sequence. ``depth``: layers. ``width``: channels, or
-features of a token.
+``image``: side of the image in pixels. ``tokens``: length of the sequence. ``depth``: number of layers. ``width``:
+channels, or features of a token.
 """
 
 Sizes = Mapping[str, int]
 """Sizes by name."""
 
 OutputKind = Literal["classes", "pixels", "tokens", "noise"]
-"""What comes out: scores for each image (N, C), pixel (N, C, H, W) or token (N, T, C); or noise like the input."""
+"""The kind of output: scores for each image (N, C), pixel (N, C, H, W) or token (N, T, C); or noise of the input's
+shape.
+"""
 
 
 def images(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Images (``batch``, 3, ``image``, ``image``)."""
+    """Return random images (``batch``, 3, ``image``, ``image``)."""
     return (torch.randn(sizes["batch"], 3, sizes["image"], sizes["image"], generator=generator),)
 
 
 def rows(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Rows of features (``batch``, ``width``)."""
+    """Return random rows of features (``batch``, ``width``)."""
     return (torch.randn(sizes["batch"], sizes["width"], generator=generator),)
 
 
 def tokens(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Token numbers (``batch``, ``tokens``) below ``vocabulary``."""
+    """Return random token numbers (``batch``, ``tokens``) below ``vocabulary``."""
     shape = (sizes["batch"], sizes["tokens"])
     return (torch.randint(sizes["vocabulary"], shape, generator=generator),)
 
@@ -46,10 +48,11 @@ def tokens(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
 class ZooEntry:
     """A network of the zoo.
 
-    ``make``: sizes → the network. ``inputs``: sizes and a generator → a random batch. ``sizes``: those that the network
-    has, as they are when nobody says otherwise; ``tiny``: what of them to change so that a step takes a moment.
-    ``multiple``, ``least``: what a size must be a multiple of, and its least value, where that is not 1. ``stride``:
-    image side ÷ side of the smallest features if batch norm is there, else None. ``loss``: the one it is trained with.
+    ``make``: returns the network of given sizes. ``inputs``: returns a random batch from sizes and a generator.
+    ``sizes``: the network's sizes with their defaults. ``tiny``: sizes to change so that a step takes a moment.
+    ``multiple``: for a size, the number that it must be a multiple of. ``least``: for a size, its least value if that
+    is not 1. ``stride``: side of the image ÷ side of the smallest features, if the network has batch norm; else None.
+    ``loss``: the usual loss.
     """
 
     name: str
@@ -65,11 +68,11 @@ class ZooEntry:
     loss: str = "cross_entropy"
 
     def complete(self, given: Mapping[str, int | None]) -> dict[str, int]:
-        """All sizes: the given ones, and the network's own for the others and for None.
+        """Return all sizes: those given, and the defaults for others and for None.
 
         Raises:
-            ZooError: a size that the network does not have or that does not fit it, or one value a channel in batch
-                norm.
+            ZooError: the network does not have a given size or cannot have its value; or batch norm would get a
+                single value per channel.
         """
         stated = {name: size for name, size in given.items() if size is not None}
         for name in stated:
@@ -80,8 +83,8 @@ class ZooEntry:
             self._check(name, size)
         if self.stride and sizes["batch"] == 1 and sizes["image"] <= self.stride:
             raise ZooError(
-                f"{self.name}: batch norm sees one value a channel at batch 1 and image {sizes['image']}; "
-                f"training needs batch 2 or an image over {self.stride}"
+                f"{self.name}: batch norm gets one value per channel at batch 1 and image {sizes['image']}; "
+                f"training needs a batch of 2 or an image above {self.stride}"
             )
         return sizes
 

@@ -1,4 +1,4 @@
-"""The error of this folder, which imports torch and nothing else of rematplan."""
+"""The error of the zoo. The zoo imports torch, and nothing else of rematplan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export to ONNX in training form: batch norm and dropout stay training ops, weights stay parameters."""
+"""Export to ONNX in training form: batch norm and dropout remain training ops, weights remain parameters."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from rematplan.models.errors import ZooError
 
 OPSET = 17
 FILE_LIMIT = 2**31 - 2**24
-"""Bytes of weights that one ONNX file can hold: protobuf's 2 GiB, less room for the graph."""
+"""The largest number of bytes of weights in one ONNX file: protobuf's 2 GiB, minus room for the graph."""
 
 
 def export_onnx(
     model: nn.Module, inputs: Sequence[Tensor], path: Path, *, dynamic_batch: bool = True
 ) -> None:
-    """Write the network as ONNX in training form (opset 17); the file appears whole or not at all.
+    """Write a network as an ONNX file in training form (opset 17), completely or not at all.
 
-    ``dynamic_batch``: dimension 0 of every input is symbolic and named ``batch``. The network's modes and
-    buffers and torch's random state are left as they were, though tracing runs it once in training mode.
+    The exporter that traces is used, since the other one silently folds batch norm into convolutions, even in
+    training mode. Tracing runs the network once in training mode; modes, buffers and torch's random state are
+    restored afterwards.
 
-    The exporter by tracing is used because the other one folds batch norm into convolutions without a word,
-    even in training mode.
+    Args:
+        model: the network.
+        inputs: a batch, for tracing.
+        path: the file to write.
+        dynamic_batch: whether dimension 0 of every input is symbolic, with the name ``batch``.
 
     Raises:
         ZooError: the weights do not fit in one ONNX file.
@@ -58,13 +62,13 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """A temporary neighbour of ``path`` that takes its place if all goes well and vanishes otherwise."""
+    """Yield a temporary file that replaces ``path`` if the block succeeds, and is deleted otherwise."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if path.exists() and not path.is_file():  # a device or a pipe: written to, not replaced
+    if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
         yield path
         return
-    path = path.resolve()  # a link is followed
+    path = path.resolve()  # follow a link
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
@@ -78,10 +82,10 @@ def _written_whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Keep module modes, buffers and random state from the trace, which runs the network in training mode.
+    """Restore module modes, buffers and random state after the block, which runs the network in training mode.
 
-    The trace runs on copies of the buffers, and the buffers themselves are back in place as soon as it ends:
-    the exporter reads what it writes only then, and would write batch norm statistics that had moved.
+    The trace runs on copies of the buffers. The original buffers are restored as soon as it ends, before the exporter
+    reads what it writes: otherwise it would write batch norm statistics that the trace has changed.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -90,13 +94,15 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}  # a shared buffer stays shared
+    copies = {
+        id(buffer): buffer.detach().clone() for _, _, buffer in buffers
+    }  # a shared buffer remains shared
 
-    def bring_back(*_: object) -> None:
+    def restore(*_: object) -> None:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
 
-    hook = model.register_forward_hook(bring_back)
+    hook = model.register_forward_hook(restore)
     for module, name, buffer in buffers:
         module._buffers[name] = copies[id(buffer)]
     with torch.random.fork_rng():
@@ -104,14 +110,14 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             hook.remove()
-            bring_back()
+            restore()
             for module, mode in modes:
                 module.training = mode
 
 
 @contextlib.contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """Without the exporter's deprecation notes, tracer warnings and log lines."""
+    """Suppress deprecation notes, tracer warnings and log lines of the exporter."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

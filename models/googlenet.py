@@ -1,7 +1,7 @@
 """GoogLeNet: Szegedy et al., CVPR 2015, arXiv:1409.4842.
 
-The paper's network, with local response norm and without batch norm (it came later), as Kusumoto et al. 2019 plan it;
-without the two auxiliary classifiers, which hang on the side and end in losses of their own.
+The paper's network, with local response norm and without batch norm, as Kusumoto et al. 2019 plan it. The two
+auxiliary classifiers, which have separate losses, are left out.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ STAGES = (
     ),
     ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 )
-"""Table 1 of the paper, a row a block: 1×1, 3×3's reduction, 3×3, 5×5's reduction, 5×5, pooling's projection."""
+"""Table 1 of the paper, one row per block: 1×1, reduction of 3×3, 3×3, reduction of 5×5, 5×5, projection after
+pooling.
+"""
 
 STEM = 64
-"""Channels of the first convolution in the paper; ``width`` scales all by width ÷ 64."""
+"""Channels of the first convolution in the paper. Other widths scale all channels by width ÷ 64."""
 
 
 def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution with bias, and ReLU."""
+    """Return a convolution with bias, and ReLU."""
     return nn.Sequential(
         nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
     )
 
 
 class Inception(nn.Module):
-    """Four branches of different reach, concatenated."""
+    """Four branches with different kernel sizes, concatenated."""
 
     def __init__(self, inside: int, row: tuple[int, ...]) -> None:
         super().__init__()
@@ -53,30 +55,33 @@ class Inception(nn.Module):
         self.outside = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels."""
+        """Return the channels of all branches."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
 class LocalResponseNorm(nn.Module):
-    """Each value divided by a power of its neighbours' squares (Krizhevsky et al. 2012), the paper's constants.
+    """Divides each value by a power of its neighbours' squares (Krizhevsky et al. 2012), with the paper's constants.
 
-    PyTorch's own squeezes on the way, which an export writes as a branch on the shape.
+    PyTorch's own layer squeezes a dimension, which an export turns into a branch on the shape.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normed features."""
+        """Return the normalised features."""
         squares = functional.pad(x.square().unsqueeze(1), (0, 0, 0, 0, 2, 2))
         means = functional.avg_pool3d(squares, (5, 1, 1), stride=1)[:, 0]
         return x / (1.0 + 1e-4 * means).pow(0.75)
 
 
 def halve() -> nn.MaxPool2d:
-    """The pooling between stages, which rounds up."""
+    """Return the pooling between stages, which rounds up."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)
 
 
 class GoogLeNet(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+
+    ``width``: channels of the first convolution.
+    """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()
@@ -107,5 +112,5 @@ class GoogLeNet(nn.Module):
                 nn.init.zeros_(cast(Tensor, module.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.layers(x))

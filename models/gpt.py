@@ -1,7 +1,7 @@
 """GPT-2: Radford et al. 2019, «Language models are unsupervised multitask learners».
 
-Pre-norm blocks with causal fused attention, learned positions, and the embedding's weight once more for the scores.
-Without the paper's dropout, as such networks are trained today.
+Pre-norm blocks with causal fused attention and learned positions. The embedding's weight is used again for the
+scores. The paper's dropout is left out, as is usual today.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rematplan.models.transformer import Block, SelfAttention, heads_of, small_n
 
 
 class GPT(nn.Module):
-    """Token numbers (N, T) to scores of the next token (N, T, ``vocabulary``); T is ``tokens`` at most."""
+    """A network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤ ``tokens``."""
 
     def __init__(
         self, depth: int = 12, width: int = 768, vocabulary: int = 50257, tokens: int = 1024
@@ -29,6 +29,6 @@ class GPT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores."""
+        """Return scores."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         return functional.linear(self.norm(self.blocks(x)), self.embedding.weight)

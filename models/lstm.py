@@ -1,7 +1,7 @@
-"""An LSTM language model, unrolled: Zaremba, Sutskever, Vinyals 2014, arXiv:1409.2329 (its medium network).
+"""An unrolled LSTM language model: Zaremba, Sutskever, Vinyals 2014, arXiv:1409.2329 (its medium network).
 
-Every step of every layer is a cell of its own in the graph, so that each can be planned. Dropout stands between layers
-and not between steps, as in the paper.
+Every step of every layer is a separate cell in the graph, so that each can be planned. Dropout is applied between
+layers, not between steps, as in the paper.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ DROPOUT = 0.5
 
 
 class UnrolledLSTM(nn.Module):
-    """Token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), from a state of zeros."""
+    """A network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``).
+
+    The initial state is zero.
+    """
 
     def __init__(self, depth: int = 2, width: int = 650, vocabulary: int = 10000) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class UnrolledLSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores."""
+        """Return scores."""
         embedded = self.dropout(self.embedding(tokens))
         zero = torch.zeros_like(embedded[:, 0])
         states, outputs = [(zero, zero)] * len(self.cells), []

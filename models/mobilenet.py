@@ -16,15 +16,15 @@ ROWS = (
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
-"""Table 2 of the paper: (expansion, channels, blocks, stride of the first)."""
+"""Table 2 of the paper: (expansion, channels, blocks, stride of the first block)."""
 
 STEM = 32
-"""Channels of the first convolution in the paper; ``width`` scales all by width ÷ 32."""
+"""Channels of the first convolution in the paper. Other widths scale all channels by width ÷ 32."""
 LAST = 1280
 
 
 def round_channels(channels: float) -> int:
-    """The multiple of 8 that is nearest, but not more than a tenth below."""
+    """Return the nearest multiple of 8 that is not below 90 % of ``channels``, and at least 8."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
@@ -38,7 +38,7 @@ def conv_norm(
     groups: int = 1,
     act: Callable[[], nn.Module] | None = None,
 ) -> nn.Sequential:
-    """A convolution, batch norm, and an activation if there is one."""
+    """Return a convolution and batch norm, followed by an activation if one is given."""
     layers: list[nn.Module] = [
         nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outside),
@@ -47,12 +47,12 @@ def conv_norm(
 
 
 def relu6() -> nn.Module:
-    """The paper's activation."""
+    """Return the paper's activation."""
     return nn.ReLU6(inplace=True)
 
 
 class InvertedResidual(nn.Module):
-    """Widen, filter each channel, narrow; added to the input where the shapes agree."""
+    """An inverted residual block: widen, filter each channel, narrow. The input is added if the shapes agree."""
 
     def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -66,12 +66,15 @@ class InvertedResidual(nn.Module):
         self.added = stride == 1 and inside == outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         return cast(Tensor, x + self.body(x) if self.added else self.body(x))
 
 
 class MobileNetV2(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first convolution."""
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+
+    ``width``: channels of the first convolution.
+    """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()
@@ -90,5 +93,5 @@ class MobileNetV2(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.layers(x))

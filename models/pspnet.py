@@ -1,7 +1,7 @@
 """PSPNet on a dilated ResNet-101: Zhao, Shi, Qi, Wang, Jia, CVPR 2017, arXiv:1612.01105.
 
-The authors' stem of three convolutions, stages three and four dilated instead of strided, the pyramid pooling module,
-scores enlarged to the image's size. Without the auxiliary classifier, which ends in a loss of its own.
+It has the authors' stem of three convolutions; stages three and four are dilated instead of strided; scores are
+enlarged to the size of the image. The auxiliary classifier, which has a separate loss, is left out.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from torch.nn import functional
 from rematplan.models.resnet import DEPTHS, conv, make_stages
 
 BINS = (1, 2, 3, 6)
-"""Sides of the pyramid's grids."""
+"""The sides of the pyramid's grids."""
 
 
 def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution, batch norm, ReLU."""
+    """Return a convolution, batch norm and ReLU."""
     return nn.Sequential(conv(inside, outside, size, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
 
 
 def enlarge(x: Tensor, like: Tensor) -> Tensor:
-    """Bilinearly, to the size of another."""
+    """Resize ``x`` bilinearly to the height and width of ``like``."""
     return functional.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=True)
 
 
 class Pyramid(nn.Module):
-    """The features, and their means over coarser and coarser grids, a quarter of the channels each."""
+    """The pyramid pooling module: the features and their means over coarser grids, each with a quarter of the
+    channels.
+    """
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -39,12 +41,15 @@ class Pyramid(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Twice as many channels."""
+        """Return features with twice as many channels."""
         return torch.cat([x, *(enlarge(level(x), x) for level in self.levels)], dim=1)
 
 
 class PSPNet(nn.Module):
-    """Images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W). ``width``: as of `ResNet`."""
+    """A network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
+
+    ``width``: as for `ResNet`.
+    """
 
     def __init__(self, width: int = 64, classes: int = 19) -> None:
         super().__init__()
@@ -64,5 +69,5 @@ class PSPNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores of every pixel."""
+        """Return class scores of every pixel."""
         return enlarge(cast(Tensor, self.head(self.stages(self.stem(x)))), x)

@@ -1,6 +1,6 @@
 """ResNet-18/34/50/101/152: He, Zhang, Ren, Sun, CVPR 2016, arXiv:1512.03385.
 
-With the stride of a bottleneck on its 3×3 convolution («v1.5»), as everybody trains it.
+The stride of a bottleneck is on its 3×3 convolution («v1.5»), as is usual today.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ DEPTHS: Mapping[int, tuple[bool, tuple[int, ...]]] = MappingProxyType(
         152: (True, (3, 8, 36, 3)),
     }
 )
-"""Table 1 of the paper: depth → (bottleneck blocks?, blocks of each stage)."""
+"""Table 1 of the paper: for a depth, whether blocks are bottlenecks, and the blocks of each stage."""
 
 EXPANSION = 4
 """Output channels of a bottleneck ÷ its inner channels."""
 
 
 def conv(inside: int, outside: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """A convolution without bias (batch norm follows), padded so that stride 1 keeps the image size."""
+    """Return a convolution without bias, padded so that stride 1 keeps the image size; batch norm follows it."""
     return nn.Conv2d(inside, outside, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
 def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Two 3×3 convolutions."""
+    """Return two 3×3 convolutions with batch norm."""
     return nn.Sequential(
         conv(inside, width, 3, stride, dilation),
         nn.BatchNorm2d(width),
@@ -43,7 +43,9 @@ def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Se
 
 
 def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """1×1 down to ``width``, 3×3, 1×1 up to ``EXPANSION · width``."""
+    """Return convolutions 1×1 down to ``width`` channels, 3×3, and 1×1 up to ``EXPANSION · width``, with batch
+    norm.
+    """
     return nn.Sequential(
         conv(inside, width, 1),
         nn.BatchNorm2d(width),
@@ -57,7 +59,7 @@ def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> 
 
 
 class Residual(nn.Module):
-    """relu(body(x) + shortcut(x)); the shortcut is a strided 1×1 convolution where the shapes differ."""
+    """relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ."""
 
     def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -68,14 +70,14 @@ class Residual(nn.Module):
             self.shortcut = nn.Sequential(conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         return cast(Tensor, self.relu(self.body(x) + self.shortcut(x)))
 
 
 class ResNet(nn.Module):
-    """Images (N, 3, H, W) of any size to class scores (N, ``classes``).
+    """A network from images (N, 3, H, W) of any size to class scores (N, ``classes``).
 
-    ``depth``: a key of `DEPTHS`. ``width``: channels of the stem; stage i works at width·2^i.
+    ``depth``: a key of `DEPTHS`. ``width``: channels of the stem; stage i has width·2^i inner channels.
     """
 
     def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:
@@ -95,17 +97,17 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.head(self.pool(self.stages(self.stem(x))).flatten(1)))
 
 
 def make_stages(
     bottleneck: bool, blocks: Sequence[int], width: int, *, stem: int | None = None, dilated: bool = False
 ) -> tuple[nn.Sequential, int]:
-    """The residual stages, and how many channels leave the last.
+    """Return the residual stages, and the number of channels after the last.
 
-    ``stem``: channels that come in, if not ``width``. ``dilated``: the last two stages dilate their 3×3 convolutions by
-    2 and 4 where they would halve the image.
+    ``bottleneck``, ``blocks``: a value of `DEPTHS`. ``stem``: the number of input channels, if it is not ``width``.
+    ``dilated``: dilate the 3×3 convolutions of the last two stages by 2 and 4, instead of halving the image.
     """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
     stages, inside = [], stem or width

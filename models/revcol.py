@@ -1,8 +1,8 @@
 """RevCol, tiny: Cai et al., «Reversible column networks», ICLR 2023, arXiv:2212.11696.
 
-Columns of four levels. Level l of a column is F(level l − 1 of the same column, level l + 1 of the one before) +
-γ · (level l of the one before): a coupling of many streams, invertible level by level, since F reads none of what is
-recovered later.
+It has columns of four levels. Level l of a column is F(level l − 1 of this column, level l + 1 of the previous
+column) + γ · (level l of the previous column). This is a coupling of several tensors, invertible level by level,
+since F reads nothing that is recovered later.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from torch.nn import functional
 
 COLUMNS = 4
 BLOCKS = (2, 2, 4, 2)
-"""ConvNeXt blocks of each level."""
+"""The number of ConvNeXt blocks in each level."""
 STRIDE = 32
 
 
 class ChannelNorm(nn.LayerNorm):
-    """Layer norm over the channels of (N, C, H, W)."""
+    """Layer norm over the channels of features (N, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ConvNeXt(nn.Module):
-    """Depthwise 3×3, norm, two products with GELU between them, added to the input: an ordinary residual block."""
+    """An ordinary residual block: depthwise 3×3 convolution, norm, and two 1×1 convolutions with GELU between
+    them.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,12 +43,15 @@ class ConvNeXt(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         return cast(Tensor, x + self.function(x))
 
 
 class Level(nn.Module):
-    """One level of a column. ``below``, ``above``: widths of its neighbours; ``above`` is 0 where there is none."""
+    """One level of a column.
+
+    ``below``, ``above``: the widths of its neighbours; ``above`` is 0 if there is none.
+    """
 
     def __init__(self, width: int, below: int, above: int, blocks: int) -> None:
         super().__init__()
@@ -59,7 +64,7 @@ class Level(nn.Module):
         self.blocks = nn.Sequential(*(ConvNeXt(width) for _ in range(blocks)))
 
     def forward(self, below: Tensor, above: Tensor | None) -> Tensor:
-        """The fused neighbours, transformed."""
+        """Return the sum of both neighbours, after the level's blocks."""
         x = below if self.down is None else self.down(below)
         if self.up is not None and above is not None:
             x = x + functional.interpolate(self.up(above), scale_factor=2.0, mode="nearest")
@@ -67,7 +72,10 @@ class Level(nn.Module):
 
 
 class RevCol(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``); H and W are multiples of 32. ``width``: of level 0."""
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``); H and W must be multiples of 32.
+
+    ``width``: channels of level 0.
+    """
 
     def __init__(self, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -84,7 +92,7 @@ class RevCol(nn.Module):
         self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         stem = self.stem(x)
         before: list[Tensor] = []
         for i, column in enumerate(self.columns):

@@ -1,8 +1,9 @@
-"""RevNet for CIFAR: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv:1707.04585; and a hybrid of it with ResNet.
+"""RevNet for CIFAR: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv:1707.04585; and a hybrid of RevNet and ResNet.
 
-Three stages of additive couplings of the two halves of the channels, each function two pre-activated convolutions.
-Between stages the image is pooled and projected to more channels, which cannot be inverted. (The paper appends zeros to
-the channels. Batch norm and ReLU have a kink where all of these lie, and a zero that comes back as 1e-9 is beyond it.)
+It has three stages of additive couplings between the two halves of the channels; each function has two pre-activated
+convolutions. Between stages the image is pooled and projected to more channels, which cannot be inverted. (The paper
+appends zeros to the channels instead. But batch norm and ReLU have a kink at zero, and a zero that is recovered as
+1e-9 is on the other side of it.)
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch.nn import functional
 from rematplan.models.coupling import Coupling
 
 BLOCKS = {38: 3, 110: 9}
-"""Couplings of a stage by depth: 4 convolutions each, 3 stages, the stem and the last product."""
+"""For a depth, the couplings in each stage: 4 convolutions each, in 3 stages, plus the stem and the last layer."""
 WIDTHS = {38: (2, 4, 7), 110: (2, 4, 8)}
-"""Channels of the stages in sixteenths of ``width`` ÷ 2; 32 of them make 32, 64 and 112 or 128 channels."""
+"""Channels of the stages: a width of 32 gives 32, 64, and 112 or 128 channels (see `RevNet`)."""
 STRIDE = 4
-"""Image side ÷ side of the last features."""
+"""Side of the image ÷ side of the last features."""
 
 
 def residual(channels: int) -> nn.Sequential:
-    """Batch norm, ReLU, 3×3 convolution, twice."""
+    """Return batch norm, ReLU and a 3×3 convolution, twice."""
     layers: list[nn.Module] = []
     for _ in range(2):
         conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -34,36 +35,37 @@ def residual(channels: int) -> nn.Sequential:
 
 
 class HalvesBlock(nn.Module):
-    """A coupling of the halves of the channels."""
+    """A coupling of the two halves of the channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.coupling = Coupling(residual(channels // 2), residual(channels // 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         a, b = x.chunk(2, 1)
         return torch.cat(self.coupling(a, b), 1)
 
 
 class OrdinaryBlock(nn.Module):
-    """An ordinary residual block with as many convolutions: not invertible."""
+    """Two ordinary residual blocks with as many convolutions as `HalvesBlock`; they cannot be inverted."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.functions = nn.ModuleList(residual(channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         for function in self.functions:
             x = x + function(x)
         return x
 
 
 class RevNet(nn.Module):
-    """Images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first stage, even.
+    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``reversible``: how many of the three stages are; the others are ordinary residual ones.
+    ``width``: channels of the first stage, even. ``reversible``: how many of the three stages, from the first, are
+    couplings; the others are ordinary residual stages.
     """
 
     def __init__(self, depth: int = 38, width: int = 32, classes: int = 10, reversible: int = 3) -> None:
@@ -84,7 +86,7 @@ class RevNet(nn.Module):
         self.norm, self.head = nn.BatchNorm2d(widths[-1]), nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         x = self.stem(x)
         for i, stage in enumerate(self.stages):
             x = stage(self.projections[i - 1](x) if i else x)

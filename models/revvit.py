@@ -1,8 +1,8 @@
 """Reversible transformers: Mangalam et al., «Reversible vision transformers», CVPR 2022, arXiv:2302.04869.
 
-Two streams start from one tensor; attention of the second is added to the first, a feed-forward of that to the second,
-each normed first. Here as a ViT, as an encoder like RoBERTa, and as a Swin Transformer, whose stages are fused, merged
-and begun anew.
+Two tensors, equal at the start, are coupled: attention of the second is added to the first, and a feed-forward layer
+of the result to the second, with layer norm before each. Here they form a ViT, an encoder like RoBERTa, and a Swin
+Transformer, in which the two tensors are averaged and merged after each stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DROPOUT = 0.1
 def reversible_block(
     width: int, attention: nn.Module, after: Callable[[], nn.Module] = nn.Identity
 ) -> Coupling:
-    """The pre-norm block on two streams. ``after``: what is done to either branch before it is added."""
+    """Return a pre-norm transformer block as a coupling. ``after``: a layer after each function, such as dropout."""
     return Coupling(
         nn.Sequential(nn.LayerNorm(width), attention, after()),
         nn.Sequential(nn.LayerNorm(width), feed_forward(width), after()),
@@ -39,7 +39,10 @@ def reversible_block(
 
 
 class RevViT(nn.Module):
-    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``); ``image`` is a multiple of 16."""
+    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+
+    ``image`` must be a multiple of 16.
+    """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 384, classes: int = 1000) -> None:
         super().__init__()
@@ -51,14 +54,14 @@ class RevViT(nn.Module):
         self.norm, self.head = nn.LayerNorm(2 * width), nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         x = self.patches(x).flatten(2).transpose(1, 2) + self.positions
         x = torch.cat(self.blocks(x, x), -1)
         return cast(Tensor, self.head(self.norm(x).mean(1)))
 
 
 class RevBERT(nn.Module):
-    """Token numbers (N, T) to scores of each token (N, T, ``vocabulary``); T is ``positions`` at most."""
+    """A network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``."""
 
     def __init__(
         self, depth: int = 12, width: int = 768, vocabulary: int = 50265, positions: int = 514
@@ -78,14 +81,17 @@ class RevBERT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores."""
+        """Return scores."""
         x = self.start(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
         x = self.head(self.fuse(torch.cat(self.blocks(x, x), -1)))
         return functional.linear(x, self.embedding.weight, self.bias)
 
 
 class RevSwin(nn.Module):
-    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``). ``width``: features of the first stage."""
+    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+
+    ``width``: features of the first stage.
+    """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:
         super().__init__()
@@ -101,7 +107,7 @@ class RevSwin(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         x = self.start(self.patches(x).permute(0, 2, 3, 1))
         for i, stage in enumerate(self.stages):
             x = x if not i else self.merges[i - 1](x)

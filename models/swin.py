@@ -1,7 +1,7 @@
 """Swin Transformer, tiny: Liu et al., ICCV 2021, arXiv:2103.14030.
 
-Attention within windows, which every second block shifts by half a window; a learned bias for each relative position;
-stochastic depth.
+It has attention within windows, which are shifted by half a window in every second block; a learned bias for each
+relative position; and stochastic depth.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from rematplan.models.errors import ZooError
 from rematplan.models.transformer import Block, DropPath, SelfAttention, heads_of
 
 BLOCKS = (2, 2, 6, 2)
-"""Of each stage; the width doubles and the side halves from one to the next."""
+"""The number of blocks in each stage. From stage to stage the width doubles and the side halves."""
 PATCH = 4
 STRIDE = PATCH * 2 ** (len(BLOCKS) - 1)
 WINDOW = 7
-"""Side of a window, at most: the paper's."""
+"""The largest side of a window, which is the paper's."""
 HEAD = 32
 DROP_PATH = 0.2
-"""Of the last block; it grows linearly from 0."""
+"""The rate of stochastic depth at the last block; it grows linearly from 0."""
 
 
 def window_side(image: int) -> int:
-    """The largest side up to `WINDOW` that divides the last features' (and so all); 224 → 7, the paper's; 64 → 2.
+    """Return the largest side up to `WINDOW` that divides the features of the last stage, and hence of all.
+
+    224 gives 7, as in the paper; 64 gives 2.
 
     Raises:
-        ZooError: if the image does not divide into patches through all stages.
+        ZooError: the image cannot be divided into patches through all stages.
     """
     side, rest = divmod(image, STRIDE)
     if rest or not side:
@@ -39,7 +41,10 @@ def window_side(image: int) -> int:
 
 
 class WindowAttention(nn.Module):
-    """Features (N, H, W, C), mixed within windows, which are shifted if ``shifted`` by half their side."""
+    """Self-attention within windows of features (N, H, W, C).
+
+    ``side``: of the features. ``window``: side of a window. ``shifted``: shift the windows by half their side.
+    """
 
     def __init__(self, width: int, side: int, window: int, shifted: bool) -> None:
         super().__init__()
@@ -53,7 +58,7 @@ class WindowAttention(nn.Module):
         self.register_buffer("apart", apart(side, window, self.shift), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features, each mixed with its window's."""
+        """Return features of the same shape."""
         w, s = self.window, self.shift
         mask = self.bias[cast(Tensor, self.relative)].permute(2, 0, 1)  # heads × w² × w²
         if s:
@@ -67,14 +72,17 @@ class WindowAttention(nn.Module):
 
 
 def relative_positions(window: int) -> Tensor:
-    """For each pair of places in a window the row of the bias table (w² × w²)."""
+    """Return, for each pair of places in a window, the row of the bias table (w² × w²)."""
     places = torch.cartesian_prod(torch.arange(window), torch.arange(window)).reshape(-1, 2)
     difference = places[:, None] - places[None] + window - 1
     return difference[..., 0] * (2 * window - 1) + difference[..., 1]
 
 
 def apart(side: int, window: int, shift: int) -> Tensor:
-    """What keeps places apart that only the shift brought into one window: −100 or 0 (windows × 1 × w² × w²)."""
+    """Return the mask for shifted windows (windows × 1 × w² × w²).
+
+    It is −100 for pairs of places that are in one window only because of the shift, and 0 for others.
+    """
     region = torch.zeros(side, dtype=torch.long)
     if shift:
         region[side - window :] = 1
@@ -85,7 +93,7 @@ def apart(side: int, window: int, shift: int) -> Tensor:
 
 
 class Merge(nn.Module):
-    """Two by two neighbours (N, H, W, C) become one of twice the width (N, H/2, W/2, 2C)."""
+    """Merges 2 × 2 neighbours (N, H, W, C) into one place of twice the width (N, H/2, W/2, 2C)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,13 +101,16 @@ class Merge(nn.Module):
         self.reduce = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The merged features."""
+        """Return the merged features."""
         corners = (x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2])
         return cast(Tensor, self.reduce(self.norm(torch.cat(corners, dim=-1))))
 
 
 class Swin(nn.Module):
-    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``). ``width``: features of the first stage."""
+    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+
+    ``width``: features of the first stage.
+    """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:
         super().__init__()
@@ -122,6 +133,6 @@ class Swin(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         x = self.layers(self.start(self.patches(x).permute(0, 2, 3, 1)))
         return cast(Tensor, self.head(self.norm(x).mean(dim=(1, 2))))

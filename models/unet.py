@@ -1,7 +1,7 @@
 """U-Net: Ronneberger, Fischer, Brox, MICCAI 2015, arXiv:1505.04597.
 
-The paper's four levels, doubled channels, transposed 2×2 convolutions up and concatenated skips; with padded
-convolutions and batch norm, as it is trained today, so that the output has the input's size.
+It has the paper's four levels, doubled channels, transposed 2×2 convolutions and concatenated skips. Convolutions are
+padded and have batch norm, as is usual today, so the output has the size of the input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from rematplan.models.errors import ZooError
 
 LEVELS = 4
-"""Poolings by two. The image size must be divisible by 2^LEVELS for the skips to meet what comes up."""
+"""The number of poolings by two.
+
+The sides of the image must be divisible by 2^LEVELS, so that skips have matching sizes.
+"""
 
 
 def double_conv(inside: int, outside: int) -> nn.Sequential:
-    """Two 3×3 convolutions, each with batch norm and ReLU."""
+    """Return two 3×3 convolutions, each with batch norm and ReLU."""
     return nn.Sequential(
         nn.Conv2d(inside, outside, 3, padding=1, bias=False),
         nn.BatchNorm2d(outside),
@@ -31,12 +34,12 @@ def double_conv(inside: int, outside: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Images (N, 3, H, W) to class scores for every pixel (N, ``classes``, H, W).
+    """A network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
     ``base``: channels of the first level; level i has base·2^i.
 
     Raises:
-        ZooError: in forward, if H or W is not divisible by 16.
+        ZooError: in `forward`, if H or W is not divisible by 16.
     """
 
     def __init__(self, base: int = 64, classes: int = 2) -> None:
@@ -53,7 +56,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(base, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores of every pixel."""
+        """Return class scores of every pixel."""
         height, width = x.shape[-2:]
         if height % 2**LEVELS or width % 2**LEVELS:
             raise ZooError(

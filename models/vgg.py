@@ -9,20 +9,21 @@ from torch import Tensor, nn
 from rematplan.models.errors import ZooError
 
 CONFIGURATION_E = ((1, 2), (2, 2), (4, 4), (8, 4), (8, 4))
-"""Stages of 3×3 convolutions, each ended by a 2×2 pooling: (channels ÷ width, convolutions)."""
+"""Stages of 3×3 convolutions, each ended by a 2×2 pooling: (channels ÷ width, number of convolutions)."""
 
 STRIDE = 2 ** len(CONFIGURATION_E)
 GRID = 7
-"""Side of what the classifier sees, at most: that of a 224×224 image."""
+"""The largest side of the classifier's input, which is that for a 224×224 image."""
 
 
 def grid_side(image: int) -> int:
-    """The side, at most `GRID`, to which the last features are averaged: the largest that divides theirs.
+    """Return the side to which the last features are averaged: the largest up to `GRID` that divides theirs.
 
-    A divisor, because ONNX has an average pooling but no adaptive one. 224 → 7, the paper's; 256 → 4; 32 → 1.
+    It must be a divisor because ONNX has an average pooling, but no adaptive one. 224 gives 7, as in the paper; 256
+    gives 4; 32 gives 1.
 
     Raises:
-        ZooError: if the image vanishes in the poolings.
+        ZooError: the image is too small for the poolings.
     """
     side = image // STRIDE
     if side < 1:
@@ -31,10 +32,10 @@ def grid_side(image: int) -> int:
 
 
 class VGG(nn.Module):
-    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``width``: channels of the first stage; the classifier's hidden layers have 64·width (4096 in the paper).
-    ``image`` sets the classifier's grid (see `grid_side`).
+    ``width``: channels of the first stage; the classifier's hidden layers have 64·width features (4096 in the paper).
+    ``image``: determines the size of the classifier (see `grid_side`).
     """
 
     def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:
@@ -57,12 +58,12 @@ class VGG(nn.Module):
             nn.Dropout(0.5),
             nn.Linear(hidden, classes),
         )
-        # Without batch norm torch's default start would halve the signal at each layer, nineteen times.
+        # Without batch norm, torch's default initialisation would halve the signal in each of the nineteen layers.
         for module in self.features:
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
                 nn.init.zeros_(cast(Tensor, module.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         return cast(Tensor, self.classifier(self.pool(self.features(x)).flatten(1)))

@@ -1,4 +1,4 @@
-"""Vision Transformer: Dosovitskiy et al., ICLR 2021, arXiv:2010.11929; its small form is DeiT-S, arXiv:2012.12877."""
+"""Vision Transformer: Dosovitskiy et al., ICLR 2021, arXiv:2010.11929. The small form is DeiT-S, arXiv:2012.12877."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from rematplan.models.transformer import Block, SelfAttention, heads_of
 
 PATCH = 16
-"""Side of a patch, pixels."""
+"""The side of a patch in pixels."""
 
 
 class ViT(nn.Module):
-    """Images (N, 3, ``image``, ``image``) to class scores (N, ``classes``); ``image`` is a multiple of `PATCH`."""
+    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+
+    ``image`` must be a multiple of `PATCH`.
+    """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 768, classes: int = 1000) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return class scores."""
         patches = self.patches(x).flatten(2).transpose(1, 2)
         first = self.class_token.expand(patches.shape[0], -1, -1)
         mixed = self.blocks(torch.cat((first, patches), dim=1) + self.positions)

@@ -1,4 +1,4 @@
-"""The table of networks that have a name, and how to build one and its inputs."""
+"""The table of the zoo's networks, and functions that build a network and a batch for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rematplan.models.vit import PATCH, ViT
 from rematplan.models.zoo_reversible import ENTRIES as REVERSIBLE
 
 IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
-"""Sizes of a network for ImageNet, where it has no others."""
+"""The default sizes of networks for ImageNet."""
 TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 
 
@@ -111,7 +111,7 @@ def _bert(name: str, summary: str, vocabulary: int, spare: int, kinds: int) -> Z
 
 
 def _context(width: int) -> int:
-    """Features of a text's token beside a diffusion network of that width: 768 beside 320."""
+    """Return the features of a text token for a diffusion network of that width: 768 for a width of 320."""
     return CONTEXT * width // 320
 
 
@@ -216,14 +216,14 @@ _ENTRIES = (
 )
 
 ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})
-"""Every network by name."""
+"""All networks, by name."""
 
 
 def entry(name: str) -> ZooEntry:
-    """The entry of a name.
+    """Return the zoo's row of a network.
 
     Raises:
-        ZooError: the name is not in the zoo; the message lists those that are.
+        ZooError: the zoo has no network of that name. The message lists the names.
     """
     if name not in ZOO:
         raise ZooError(f"no network is named {name!r}; known: {', '.join(ZOO)}")
@@ -231,9 +231,9 @@ def entry(name: str) -> ZooEntry:
 
 
 def build(name: str, **sizes: int | None) -> nn.Module:
-    """A network of the zoo, in training mode, its weights drawn from torch's global generator.
+    """Return a network of the zoo in training mode, with weights drawn from torch's global generator.
 
-    ``sizes``: of `SIZES`; None and those not given are the network's own.
+    ``sizes``: by names of `SIZES`. None, and sizes that are not given, stand for the network's defaults.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.
@@ -245,9 +245,9 @@ def build(name: str, **sizes: int | None) -> nn.Module:
 def example_inputs(
     name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0, **sizes: int | None
 ) -> tuple[Tensor, ...]:
-    """A random batch that a network of those sizes accepts.
+    """Return a random batch for a network of these sizes.
 
-    Draws from a generator of its own, so that torch's global one stays where it was.
+    It is drawn from a new generator with ``seed``, so torch's global generator does not change.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.

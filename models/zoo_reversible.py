@@ -1,4 +1,4 @@
-"""The zoo's rows of reversible networks. Nothing in them says that they are."""
+"""The zoo's rows of reversible networks. Nothing in the networks declares that they are reversible."""
 
 from __future__ import annotations
 

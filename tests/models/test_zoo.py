@@ -185,7 +185,7 @@ def test_sizes_refused(name: str, sizes: dict[str, int], words: str) -> None:
 
 
 def test_batch_norm_with_one_value_refused() -> None:
-    with pytest.raises(ZooError, match="batch norm sees one value a channel"):
+    with pytest.raises(ZooError, match="batch norm gets one value per channel"):
         example_inputs("resnet18", 1, 32)
     assert build("resnet18", image=33, width=2)(*example_inputs("resnet18", 1, 33)).shape == (1, 1000)
     assert build("vgg19", image=32, width=2)(*example_inputs("vgg19", 1, 32)).shape == (1, 1000)
