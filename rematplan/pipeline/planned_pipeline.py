@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, get_rank, pipelining
+from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
@@ -26,6 +27,7 @@ from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.in_flight import stage_planner
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.equal_cuts import equal_cuts
 from rematplan.runtime.pipeline.stage_modules import StageModule, exported, stage_modules
 from rematplan.runtime.pipeline.torch_stages import torch_stage
@@ -117,7 +119,17 @@ class Pipeline:
             stages: this process's stages, from `stages`.
             loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
             more: further arguments of the class, such as ``scale_grads``.
+
+        Raises:
+            UsageError: the schedule has neighbouring stages on one rank, and PyTorch before 2.13 cannot run that over
+                gloo.
         """
+        neighbours = any(b - a == 1 for own in self.order.stage_of_rank for a, b in pairwise(sorted(own)))
+        if PIPELINES_SEND_TO_THEMSELVES and neighbours and get_backend() == "gloo":
+            raise UsageError(
+                f"{self.order.name} has neighbouring stages on one rank, and PyTorch {torch.__version__} cannot run "
+                f"such schedules over gloo; use PyTorch 2.13 or newer, another backend, or schedule='interleaved'"
+            )
         kind = getattr(pipelining, TORCH_CLASSES[self.order.name])
         own = stages[0] if len(self.order.stage_of_rank[0]) == 1 else list(stages)
         return kind(own, n_microbatches=self.order.microbatches, loss_fn=loss_fn, **more)

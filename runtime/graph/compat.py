@@ -23,6 +23,10 @@ TORCH = "torch>=2.11"
 TESTED = ("2.11", "2.13", "2.14", "2.15")
 """The versions with which the whole test suite was run (``make test TORCH=2.15.0``)."""
 
+PIPELINES_SEND_TO_THEMSELVES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+"""Whether PyTorch's pipeline schedules, before their first step, send a message from a rank to itself where two
+neighbouring stages are on one rank. Gloo cannot send it. PyTorch 2.11 does; 2.12 was not tried."""
+
 
 def is_tested(version: str = torch.__version__) -> bool:
     """Return whether the test suite was run with this version of PyTorch. Only its first two numbers are
