@@ -7,6 +7,7 @@ from rematplan.ir.errors import (
     ProblemError,
     ProcessEnded,
     RematplanError,
+    UnfitSizes,
     UsageError,
     show_bytes,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "RematplanError",
     "Tensor",
     "TrainingGraph",
+    "UnfitSizes",
     "UsageError",
     "load_problem",
     "problem_from_json",

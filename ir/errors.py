@@ -45,6 +45,12 @@ class LatticeTooLarge(RematplanError):
         )
 
 
+class UnfitSizes(RematplanError):
+    """Sizes of a range at which no plan is known that fits the budget."""
+
+    exit_status = 3
+
+
 Known = Literal["least", "searched", "proven", "room"]
 """What is known about a refused budget.
 

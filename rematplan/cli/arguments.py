@@ -15,6 +15,8 @@ from rematplan.ir import UsageError
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
+MOST_SIZES = 4096
+"""The number of sizes of a range."""
 LARGEST = 2**31 - 1
 """The upper limit of sizes and counts."""
 
@@ -66,6 +68,20 @@ def dimension(text: str) -> tuple[str, int]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form NAME=SIZE, such as batch=8")
     return name, positive(size)
+
+
+def dimension_or_range(text: str) -> tuple[str, int | range]:
+    """A binding such as ``batch=8``, or a range such as ``batch=1..64``."""
+    name, equals, sizes = text.rpartition("=")
+    low, dots, high = sizes.partition("..")
+    if not (name and equals and dots):
+        return dimension(text)
+    first, last = positive(low), positive(high)
+    if last - first >= MOST_SIZES or last <= first:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no range of 2 to {MOST_SIZES} sizes, such as batch=1..64"
+        )
+    return name, range(first, last + 1)
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:

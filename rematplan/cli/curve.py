@@ -16,6 +16,7 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
+from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
@@ -71,7 +72,7 @@ class TradeOff:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_model(parser, problem_file=True)
+    add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     parser.add_argument(
         "--strategy",
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.png, args.csv)
     if args.measure and args.model is None:
         raise UsageError("--measure needs a MODEL: a problem file does not contain the model to run")
+    if spanned(args):
+        return draw_sizes(args, out)
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))

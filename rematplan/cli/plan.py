@@ -13,6 +13,7 @@ from typing import Any
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
+from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.cli.source import Source, add_costs, add_model, load
 from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.auto.strategy import Auto
@@ -30,7 +31,7 @@ from rematplan.report.tables import pairs_table, plan_table, split_for_people, s
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_model(parser, problem_file=True)
+    add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     add_budget(parser)
     add_overlap(parser, "off")
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
     check_overlap(args)
+    if spanned(args):
+        return plan_sizes(args, out)
     source = load(args, out)
     if args.problem_out:
         save_problem(source.graph, args.problem_out)

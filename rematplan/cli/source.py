@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import SIZES, add_sizes, dimension, dimensions, given_sizes, positive_number
+from rematplan.cli.arguments import (
+    SIZES,
+    add_sizes,
+    dimension,
+    dimension_or_range,
+    dimensions,
+    given_sizes,
+    positive_number,
+)
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 from rematplan.planner.auto.strategy import Auto
@@ -43,8 +51,9 @@ class Source:
     without: Source | None = None
 
 
-def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
-    """Add the argument MODEL and its options; with ``problem_file``, also ``--problem`` to be used instead."""
+def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
+    """Add the argument MODEL and its options; with ``problem_file``, also ``--problem`` to be used instead; with
+    ``ranges``, a dimension may have a range of sizes."""
     parser.add_argument(
         "model",
         nargs="?" if problem_file else None,
@@ -56,10 +65,11 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool) -> None:
     add_sizes(parser)
     parser.add_argument(
         "--dim",
-        type=dimension,
+        type=dimension_or_range if ranges else dimension,
         action="append",
         metavar="NAME=SIZE",
-        help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated",
+        help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated"
+        + ("; one may have a range of sizes, such as batch=1..64" if ranges else ""),
     )
     parser.add_argument(
         "--device",

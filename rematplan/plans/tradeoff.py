@@ -121,11 +121,16 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
     return Row("smallest" if budget.kind == "min" else budget.text, name, best, smallest)
 
 
+def spread_places(length: int, count: int) -> list[int]:
+    """Return at most ``count`` places of a list of that length, evenly spread, both ends among them."""
+    if length <= count:
+        return list(range(length))
+    return [round(i * (length - 1) / (count - 1)) for i in range(count)]
+
+
 def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
     """Return at most ``count`` plans, evenly spaced along the curve, including both ends."""
-    if len(plans) <= count:
-        return tuple(plans)
-    return tuple(plans[round(i * (len(plans) - 1) / (count - 1))] for i in range(count))
+    return tuple(plans[at] for at in spread_places(len(plans), count))
 
 
 Key = tuple[str, int, float]

@@ -1,0 +1,183 @@
+"""``rematplan plan`` and ``curve`` for a range of sizes, such as ``--dim batch=1..64``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rematplan.cli.arguments import one_strategy, strategy_options
+from rematplan.cli.output import Output
+from rematplan.cli.source import load
+from rematplan.ir import TrainingGraph, UnfitSizes, UsageError, show_bytes
+from rematplan.ir.problem_json import write_whole
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.family.range_proof import RangeRow
+from rematplan.planner.registry import strategy
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import Budget, least_plan, parse_budget
+from rematplan.plans.range_planning import RangePlan, plan_range
+from rematplan.plans.size_ranges import ProblemRange, problems_over
+from rematplan.report.range_tables import range_table, show_sizes
+
+BUDGETS = ("80%", "60%", "40%")
+"""What `curve` draws if no budget is named: shares of the no-recompute peak at the largest size."""
+NAMED = 5
+"""Unfit ranges that an error names, at most."""
+COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_percent", "captured")
+
+
+def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
+    """The dimension that has a range of sizes, and the range; None if there is none.
+
+    Raises:
+        UsageError: there are several.
+    """
+    found = [(name, sizes) for name, sizes in args.dim or () if isinstance(sizes, range)]
+    if len(found) > 1:
+        raise UsageError(f"--dim {found[1][0]}: one dimension may have a range, and {found[0][0]} has one")
+    return found[0] if found else None
+
+
+def plan_sizes(args: argparse.Namespace, out: Output) -> int:
+    """``rematplan plan`` for a range: a family of plans and a table; refuses sizes at which nothing fits.
+
+    Raises:
+        UnfitSizes: no plan is known that fits at some sizes; the table was shown.
+    """
+    for option, given in (("--output", args.output), ("--problem-out", args.problem_out)):
+        if given:
+            raise UsageError(f"{option}: a file is for one size; plan one size of the range for it")
+    if args.overlap not in (None, "off"):
+        raise UsageError("--overlap goes with one size, not with a range")
+    auto = one_strategy(args)
+    if not isinstance(auto, Auto):
+        raise UsageError(f"--strategy {auto.name} plans one size; a range of sizes takes {Auto.name}")
+    budget = parse_budget(args.budget)
+    problems, notes = _problems(args, out)
+    start = time.perf_counter()
+    with out.progress(f"planning {_title(problems)}") as progress:
+        plan = plan_range(problems, _bytes(budget, problems, auto), auto, progress)
+    seconds = time.perf_counter() - start
+    out.show(*notes, range_table(_title(problems), plan))
+    out.data(_document(problems, [plan], notes) | {"planning_seconds": seconds})
+    _refuse_unfit(plan)
+    return 0
+
+
+def draw_sizes(args: argparse.Namespace, out: Output) -> int:
+    """``rematplan curve`` for a range: overhead by size at several budgets, as tables, a picture and a CSV file."""
+    if args.measure:
+        raise UsageError("--measure goes with one size, not with a range")
+    if set(args.strategy or (Auto.name,)) != {Auto.name}:
+        raise UsageError(f"a range of sizes is planned by {Auto.name} alone")
+    auto = strategy(Auto.name, **strategy_options(args))
+    assert isinstance(auto, Auto)
+    budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
+    problems, notes = _problems(args, out)
+    plans = []
+    for budget in budgets:
+        with out.progress(f"planning {_title(problems)} within {budget.text}") as progress:
+            plans.append(plan_range(problems, _bytes(budget, problems, auto), auto, progress))
+    out.show(*notes, *(range_table(_title(problems), plan) for plan in plans))
+    if args.csv:
+        write_whole(args.csv, _csv(plans))
+    if args.png:
+        from rematplan.report.plot_range import save_range  # matplotlib is slow to load
+
+        save_range(args.png, f"{_title(problems)}: a training step by {problems.dimension}", plans)
+    files = {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}
+    out.data(_document(problems, plans, notes) | {"files": files})
+    return 0
+
+
+def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
+    """The problems of all sizes, and what the loader says."""
+    found = spanned(args)
+    assert found is not None
+    name, sizes = found
+    others = [(other, size) for other, size in args.dim if not isinstance(size, range)]
+    notes: dict[str, None] = {}
+
+    def capture(size: int) -> TrainingGraph:
+        source = load(argparse.Namespace(**{**vars(args), "dim": [*others, (name, size)]}), out)
+        notes.update(dict.fromkeys(source.notes))
+        return source.graph
+
+    problems = problems_over(name, sizes, capture)
+    return problems, tuple(notes)
+
+
+def _title(problems: ProblemRange) -> str:
+    return problems.captured[problems.sizes[-1]].name
+
+
+def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
+    """The budget in bytes: shares are of the largest size's peak, ``min`` is the smallest that it can reach."""
+    largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
+    return budget.of(largest, lambda: least_plan(auto, largest).estimate.peak)
+
+
+def _refuse_unfit(plan: RangePlan) -> None:
+    unfit = plan.proof.unfit
+    if not unfit:
+        return
+    shown = show_sizes(unfit).split(", ")
+    more = f" and {len(shown) - NAMED} more ranges" if len(shown) > NAMED else ""
+    smallest = min(row.estimate.peak for row in plan.proof.rows if not row.fits)
+    proven = "; it is proven that none can" if plan.proven == set(unfit) else ""
+    raise UnfitSizes(
+        f"no plan is known within {show_bytes(plan.proof.budget)} at {plan.dimension} = "
+        f"{', '.join(shown[:NAMED])}{more} ({len(unfit)} of {len(plan.proof.rows)} sizes){proven}; the smallest "
+        f"peak at any of these is {show_bytes(smallest)} ({smallest} bytes)"
+    )
+
+
+def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:
+    """The JSON output: all sizes at each budget."""
+    return {
+        "problem": _title(problems),
+        "notes": list(notes),
+        "dimension": problems.dimension,
+        "sizes": [problems.sizes[0], problems.sizes[-1]],
+        "captured": list(problems.captured),
+        "ranges": [
+            {
+                "budget": plan.proof.budget,
+                "plans": plan.members,
+                "unfit": list(plan.proof.unfit),
+                "table": [_row(plan, row) for row in plan.proof.rows],
+            }
+            for plan in plans
+        ],
+    }
+
+
+def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
+    """A size. Where nothing fits, the peak is the smallest of all plans."""
+    return {
+        "size": row.size,
+        "fits": row.fits,
+        "proven_unfit": row.size in plan.proven,
+        "captured": row.size in plan.captured,
+        "no_recompute_peak": row.base_peak,
+        "peak": row.estimate.peak,
+        "overhead": row.estimate.overhead,
+        "ops_recomputed": row.estimate.reruns,
+        "strategy": row.member.strategy,
+    }
+
+
+def _csv(plans: Sequence[RangePlan]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for plan in plans:
+        for row in plan.proof.rows:
+            e = row.estimate
+            known = (e.peak, f"{100 * e.overhead:.4f}", int(row.size in plan.captured))
+            writer.writerow((plan.proof.budget, row.size, int(row.fits), *known))
+    return out.getvalue()

@@ -1,0 +1,169 @@
+"""Plan a range of sizes: a family of plans, of which one fits at every size, or the sizes where none does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rematplan.ir import InfeasibleBudget
+from rematplan.planner.annealing.polish import polished
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.family.amounts import Amounts, amounts_of
+from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
+from rematplan.plans.size_ranges import ProblemRange
+
+CURVE = 5
+"""The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
+CURVE_SHARE, FIT_SHARE = 0.4, 0.3
+"""Shares of the time for the curve at the largest size, and for sizes at which nothing fits yet."""
+SEARCHES = 6
+"""Searches at sizes at which nothing fits yet, at most."""
+STARTS = 12
+"""Plans of other sizes from which a size is polished."""
+POLISH = 0.1
+"""CPU seconds of each of the four anneals of a size."""
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """The plans of a range.
+
+    ``proof``: what fits at each size. ``captured``: the sizes that were captured; the others were computed from them.
+    ``proven``: of the sizes at which nothing fits, those at which it is proven that no plan can. ``families``: by
+    structure.
+    """
+
+    dimension: str
+    proof: RangeProof[int]
+    captured: frozenset[int]
+    proven: frozenset[int]
+    families: dict[str, PlanFamily]
+
+    @property
+    def members(self) -> int:
+        """The number of plans in all families."""
+        return sum(map(len, self.families.values()))
+
+
+def plan_range(problems: ProblemRange, budget: int, auto: Auto, progress: Progress = silent) -> RangePlan:
+    """Plan all sizes of a range within ``budget`` bytes.
+
+    The largest sizes come first: what fits there mostly fits below. Then sizes are searched at which nothing fits, and
+    for the rest of the time plans of other sizes are polished at sizes that need recomputation.
+
+    Args:
+        auto: its time limit is that of the whole range.
+    """
+    compile_kernels(progress)  # before the clock starts
+    search = _RangeSearch(problems, budget, auto, progress)
+    for sizes in search.groups.values():
+        search.plan_group(sizes, auto.time_limit * len(sizes) / len(problems.sizes))
+    rows = tuple(search.row(size) for size in problems.sizes)
+    unfit = [row.size for row in rows if not row.fits]
+    return RangePlan(
+        problems.dimension,
+        RangeProof(budget, rows),
+        frozenset(problems.captured),
+        frozenset(size for size in unfit if search.is_impossible(size)),
+        search.families,
+    )
+
+
+class _RangeSearch:
+    """The planning of a range. ``groups``: sizes by structure, the largest amount of bytes first."""
+
+    def __init__(self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress) -> None:
+        self.problems, self.budget, self.auto, self.progress = problems, budget, auto, progress
+        self.families: dict[str, PlanFamily] = {}
+        self.amounts: dict[int, Amounts] = {}
+        self.structure: dict[int, str] = {}
+        self.groups: dict[str, list[int]] = {}
+        self.began = time.monotonic()
+        for size in problems.sizes:
+            graph = problems.problem(size)
+            self.amounts[size], self.structure[size] = amounts_of(graph), graph.structure
+            self.groups.setdefault(graph.structure, []).append(size)
+            self.families.setdefault(graph.structure, PlanFamily(graph))
+        for sizes in self.groups.values():
+            sizes.sort(key=lambda size: self.amounts[size].total, reverse=True)
+
+    def row(self, size: int) -> RangeRow[int]:
+        """What the plans that are known offer at a size."""
+        return range_row(self.families[self.structure[size]], self.amounts[size], size, self.budget)
+
+    def is_impossible(self, size: int) -> bool:
+        """Whether no plan whatever fits at a size."""
+        return min_peak_bound(self.problems.problem(size)).bytes > self.budget
+
+    def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
+        """Plan the sizes of one structure, the largest first."""
+        began = time.monotonic()
+        first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
+        possible = sizes[first:]
+        if not possible or all(
+            self.row(size).estimate.reruns == 0 and self.row(size).fits for size in possible
+        ):
+            return
+        self._say(possible[0])
+        self._curve(possible[0], CURVE_SHARE * seconds)
+        self._fit(possible, (CURVE_SHARE + FIT_SHARE) * seconds - (time.monotonic() - began))
+        self._polish(possible, began + seconds)
+
+    def _curve(self, size: int, seconds: float) -> None:
+        graph, base = self.problems.problem(size), self.row(size).base_peak
+        steps = [self.budget + (base - self.budget) * k // CURVE for k in range(CURVE)]
+        self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
+
+    def _fit(self, sizes: Sequence[int], seconds: float) -> None:
+        """Search at sizes at which nothing fits: at the one in the middle, so that each search halves them."""
+        until, low = time.monotonic() + seconds, 0
+        for _ in range(SEARCHES):
+            unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]
+            left = until - time.monotonic()
+            if not unfit or left <= 0:
+                return
+            at = unfit[len(unfit) // 2]
+            graph = self.problems.problem(sizes[at])
+            family = self.families[self.structure[sizes[at]]]
+            search = replace(self.auto, time_limit=left / 2)
+            try:
+                plan = search.plan(graph, self.budget, starts=family.plans(graph))
+            except InfeasibleBudget as error:
+                low = at + 1  # larger sizes are not tried again
+                plan = error.plan
+            self._take(sizes[at], [plan] if plan else [])
+
+    def _polish(self, sizes: Sequence[int], until: float) -> None:
+        """Improve the plans of sizes that need recomputation, spread over the range."""
+        for at in _spread(len(sizes)):
+            if time.monotonic() >= until:
+                return
+            size = sizes[at]
+            if self.row(size).fits and self.row(size).estimate.overhead > 0:
+                graph = self.problems.problem(size)
+                self._say(size)
+                starts = self.families[self.structure[size]].starts(graph, self.budget, STARTS)
+                self._take(
+                    size, list(polished(graph, self.budget, starts, seconds=POLISH, seed=self.auto.seed))
+                )
+
+    def _take(self, size: int, plans: Sequence[Plan]) -> None:
+        graph = self.problems.problem(size)
+        for plan in plans:
+            self.families[self.structure[size]].add(graph, plan)
+
+    def _say(self, size: int) -> None:
+        spent = (time.monotonic() - self.began) / max(self.auto.time_limit, 1e-9)
+        self.progress(min(1.0, spent), f"{self.problems.dimension} = {size}")
+
+
+def _spread(count: int) -> list[int]:
+    """The numbers below ``count``, so that each part of the list is spread evenly: by their bits in reverse."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))

@@ -1,0 +1,72 @@
+"""The problems of a step at each size of one of its dimensions: captured at some sizes, computed at those between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.family.between import Between, between
+
+EACH = 12
+"""Up to this many sizes, all of them are captured."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemRange:
+    """Problems by size. ``captured``: those that were captured. ``spans``: what gives those between."""
+
+    dimension: str
+    sizes: tuple[int, ...]
+    captured: dict[int, TrainingGraph]
+    spans: tuple[Between, ...]
+
+    def problem(self, size: int) -> TrainingGraph:
+        """Return the problem at a size of the range."""
+        if size in self.captured:
+            return self.captured[size]
+        (span,) = (span for span in self.spans if span.sizes[0] < size < span.sizes[-1])
+        return span.problem(size)
+
+
+def problems_over(
+    dimension: str, sizes: Sequence[int], capture: Callable[[int], TrainingGraph]
+) -> ProblemRange:
+    """Capture a step at as many sizes as it takes to know its problem at each.
+
+    A size between captured ones is computed where all tensors' bytes are polynomials of the size that further captured
+    sizes confirm (`between`), and captured otherwise: where ops differ, as they often do at size 1, or where dimensions
+    are rounded.
+
+    Args:
+        dimension: its name, for messages.
+        sizes: in ascending order, without gaps.
+        capture: returns the problem at a size.
+    """
+    captured = {size: capture(size) for size in _samples(sizes)}
+    spans = [] if len(captured) == len(sizes) else _spans(captured)
+    for size in sizes:
+        if size not in captured and not any(span.sizes[0] < size < span.sizes[-1] for span in spans):
+            captured[size] = capture(size)
+    return ProblemRange(dimension, tuple(sizes), dict(sorted(captured.items())), tuple(spans))
+
+
+def _samples(sizes: Sequence[int]) -> list[int]:
+    """The sizes that are captured first: all of a few; else the ends, their neighbours and three between, even and
+    odd."""
+    if len(sizes) <= EACH:
+        return list(sizes)
+    last = len(sizes) - 1
+    middle = last // 2
+    places = {0, 1, 2, last // 4, middle + (middle - last // 4 + 1) % 2, 3 * last // 4, last - 1, last}
+    return [sizes[at] for at in sorted(places)]
+
+
+def _spans(captured: dict[int, TrainingGraph]) -> list[Between]:
+    """What is known between neighbouring captured sizes of equal ops."""
+    found = []
+    for _, rows in groupby(sorted(captured.items()), key=lambda row: row[1].fingerprint):
+        if span := between(dict(rows)):
+            found.append(span)
+    return found

@@ -1,0 +1,49 @@
+"""Overhead and peak by size as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rematplan.ir import show_bytes
+from rematplan.ir.problem_json import write_whole
+from rematplan.plans.range_planning import RangePlan
+from rematplan.report.plot import COLOURS, MARKERS, unit_of
+
+
+def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
+    """Write a PNG with two panels, one line a budget: overhead by size, and predicted peak by size.
+
+    Sizes at which no plan fits have no point. The dashed line is the step without recomputation.
+
+    Raises:
+        ProblemError: the file cannot be written.
+    """
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, peaks = figure.subplots(1, 2)
+    rows = plans[0].proof.rows
+    unit, scale = unit_of(max(row.base_peak for row in rows))
+    for k, plan in enumerate(plans):
+        fitting = [row for row in plan.proof.rows if row.fits]
+        style = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)], "markersize": 2.5}
+        label, sizes = show_bytes(plan.proof.budget), [row.size for row in fitting]
+        times.plot(sizes, [100 * row.estimate.overhead for row in fitting], label=label, **style)
+        peaks.plot(sizes, [row.estimate.peak / scale for row in fitting], label=label, **style)
+    peaks.plot(
+        [r.size for r in rows], [r.base_peak / scale for r in rows], "--", color="black", linewidth=0.8
+    )
+    times.set_ylabel("overhead: extra computing time (%)")
+    peaks.set_ylabel(f"predicted peak ({unit})")
+    for axes in (times, peaks):
+        axes.set_xlabel(plans[0].dimension, parse_math=False)
+        axes.set_ylim(bottom=0)
+    times.legend(title="budget", fontsize=8)
+    figure.suptitle(title, parse_math=False)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
+    write_whole(path, out.getvalue())

@@ -1,0 +1,63 @@
+"""Plans of a range of sizes as a table and as a picture's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from rematplan.ir import show_bytes
+from rematplan.planner.family.range_proof import RangeRow
+from rematplan.plans.range_planning import RangePlan
+from rematplan.plans.tradeoff import spread_places
+from rematplan.report.tables import show_share
+
+ROWS = 12
+"""The number of sizes that are shown, evenly spread."""
+
+
+def range_table(name: str, plan: RangePlan) -> Table:
+    """Return a table of peak and overhead by size: a sample of the sizes, both ends among them, and each size at which
+    no plan fits next to one at which one does."""
+    proof = plan.proof
+    title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for column in (
+        plan.dimension,
+        "predicted\npeak",
+        "of no\nrecompute",
+        "overhead",
+        "ops\nrecomputed",
+        "bytes",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for at in shown_rows(proof.rows):
+        row = proof.rows[at]
+        e = row.estimate
+        known = "captured" if row.size in plan.captured else "computed"
+        share = show_share(e.peak, row.base_peak)
+        if row.fits:
+            cells = (show_bytes(e.peak), share, f"{100 * e.overhead:.2f} %", str(e.reruns))
+            table.add_row(str(row.size), *cells, known)
+        else:
+            least = "none can fit" if row.size in plan.proven else f"≥ {show_bytes(e.peak)}"
+            table.add_row(str(row.size), least, "–", "–", "–", known, style="dim")
+    return table
+
+
+def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
+    """Return the places of the rows to show."""
+    edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
+    return sorted({*spread_places(len(rows), ROWS), *edges})
+
+
+def show_sizes(sizes: Sequence[int]) -> str:
+    """Format sizes in ascending order: ``1, 40..64``."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if parts and parts[-1][-1] == size - 1:
+            parts[-1].append(size)
+        else:
+            parts.append([size])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}..{p[-1]}" for p in parts)
