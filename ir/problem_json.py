@@ -93,14 +93,14 @@ def read_json(path: str | Path) -> object:
     """
 
     def refuse(word: str) -> float:
-        raise ProblemError(f"{word} is no number")
+        raise ProblemError(f"{word} is not a number")
 
     try:
         return cast(object, json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse))
     except OSError as error:
         raise ProblemError(f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ProblemError(f"is no JSON: {error}") from None
+        raise ProblemError(f"is not JSON: {error}") from None
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

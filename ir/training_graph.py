@@ -210,7 +210,7 @@ def _check_op(op: Op, known: set[str]) -> None:
 
 def _check_bytes(n: int, what: str) -> None:
     if not 0 <= n <= MAX_BYTES:
-        raise ProblemError(f"{what} is {n}; it must lie between 0 and 2^63 − 1")
+        raise ProblemError(f"{what} is {n}; it must be between 0 and 2^63 − 1")
 
 
 def _unique(names: Iterable[str], kind: str) -> set[str]:

@@ -37,7 +37,7 @@ def strategy(name: str, **options: object) -> Strategy:
     """
     kind = STRATEGIES.get(name)
     if kind is None:
-        raise UsageError(f"no strategy is named {name!r}; there are {', '.join(STRATEGIES)}")
+        raise UsageError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
     hints = typing.get_type_hints(kind)
     known = {f.name: hints[f.name] for f in fields(kind)}
     if LIMIT not in known:

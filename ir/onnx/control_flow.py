@@ -101,7 +101,9 @@ class _Unrolling:
     def append(self, node: Node) -> None:
         """Append one node, and remember its value if it is constant."""
         if len(self.nodes) >= MAX_NODES:
-            raise ModelError(f"node {node.name!r}: unrolled, its loops make more than {MAX_NODES} nodes")
+            raise ModelError(
+                f"node {node.name!r}: its unrolled loops have more than {MAX_NODES} nodes, the most allowed"
+            )
         self.nodes.append(replace(node, name=f"{node.name}.{len(self.nodes)}") if self.count else node)
         results = self._results(node)
         for name, array in zip(node.outputs, results or (), strict=False):
@@ -168,7 +170,7 @@ class _Unrolling:
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
-                f"node {node.name!r}: its {what} ({name!r}) is no single whole number or truth value"
+                f"node {node.name!r}: its {what} ({name!r}) is not a single whole number or truth value"
             )
         return int(value.ravel()[0])
 
@@ -222,7 +224,9 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     begun = work.constant(f"{node.name}.{work.fresh}.go", np.asarray(True))
     while go and turn < turns:
         if turn >= MAX_TURNS or (counts and turns > MAX_TURNS):
-            raise ModelError(f"node {node.name!r}: the Loop runs more than {MAX_TURNS} times")
+            raise ModelError(
+                f"node {node.name!r}: the Loop runs more than {MAX_TURNS} times, the most that are unrolled"
+            )
         number = work.constant(f"{node.name}.{work.fresh}.turn", np.asarray(turn, np.int64))
         begin = (number, begun, *states)
         again, *results = work.inline(node, body, dict(zip(body.inputs, begin, strict=True)), names)
@@ -278,7 +282,7 @@ def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
 def _each(node: Node, name: str, count: int) -> tuple[int, ...]:
     stated: Any = node.attributes.get(name) or (0,) * count
     if len(stated) != count:
-        raise ModelError(f"node {node.name!r}: {name} has {len(stated)} numbers for {count}")
+        raise ModelError(f"node {node.name!r}: {name} has {len(stated)} numbers, not {count}")
     return tuple(int(v) for v in stated)
 
 

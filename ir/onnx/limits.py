@@ -70,7 +70,7 @@ def check_types(graph: onnx.GraphProto) -> None:
             stated = value.type.WhichOneof("value") or "tensor_type"
             if stated != "tensor_type":
                 found = stated.removesuffix("_type").replace("_", " ")
-                raise ModelError(f"the graph {kind} {value.name!r} is no tensor but of type {found}")
+                raise ModelError(f"the graph {kind} {value.name!r} is not a tensor, but of type {found}")
 
 
 def check_names(graph: onnx.GraphProto) -> None:
@@ -80,7 +80,7 @@ def check_names(graph: onnx.GraphProto) -> None:
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
     for node in graph.node:
         if not node.op_type or not node.op_type.isprintable():
-            raise ModelError(f"node {node.name!r} has the op type {node.op_type!r}, which is no name")
+            raise ModelError(f"node {node.name!r} has the op type {node.op_type!r}, which is not a name")
         for name in filter(None, node.output):
             if name in known:
                 raise ModelError(f"the value {name!r} is written twice (again by node {_label(node)})")

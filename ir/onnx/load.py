@@ -143,7 +143,9 @@ def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]
             )
         shape.append(size)
     if math.prod(shape) > MOST_ELEMENTS:
-        raise ModelError(f"input {declared.name!r}: a shape of {tuple(shape)} is absurd")
+        raise ModelError(
+            f"input {declared.name!r}: shape {tuple(shape)} has more than {MOST_ELEMENTS} numbers"
+        )
     return tuple(shape)
 
 
@@ -257,10 +259,13 @@ class _Work:
         shape = tuple(int(d) for d in known[node.inputs[0]].ravel())
         dtype, name = fill.dtype.name, node.outputs[0]
         if math.prod(shape) > MOST_ELEMENTS:
-            raise ModelError(f"node {node.name!r} (ConstantOfShape): a shape of {shape} is absurd")
+            raise ModelError(
+                f"node {node.name!r} (ConstantOfShape): shape {shape} has more than {MOST_ELEMENTS} numbers"
+            )
         if fill.size != 1 or any(d < 0 for d in shape):
             raise ModelError(
-                f"node {node.name!r} (ConstantOfShape): a shape of {shape} filled with {fill.size} values"
+                f"node {node.name!r} (ConstantOfShape): shape {shape} with {fill.size} values; sizes must be 0 or "
+                f"more, with one value"
             )
         if (
             not shape

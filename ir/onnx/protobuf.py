@@ -66,7 +66,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
     except (
         Exception
     ) as error:  # the reader libraries raise many types on broken input; all mean the same to a user
-        raise ModelError(f"{path}: is no valid ONNX model: {_innermost(error)}") from None
+        raise ModelError(f"{path}: is not a valid ONNX model: {_innermost(error)}") from None
 
 
 def _parse(path: Path) -> onnx.ModelProto:
@@ -81,9 +81,9 @@ def _parse(path: Path) -> onnx.ModelProto:
     try:
         proto.ParseFromString(data)
     except Exception:  # google.protobuf's DecodeError, or what its back ends raise instead
-        raise ModelError(f"{path}: is no ONNX model, or is truncated") from None
+        raise ModelError(f"{path}: is not an ONNX model, or is truncated") from None
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
-        raise ModelError(f"{path}: is no ONNX model: it holds no graph")
+        raise ModelError(f"{path}: is not an ONNX model: it has no graph")
     return proto
 
 
@@ -318,22 +318,22 @@ def _external(name: str, tensor: Any, path: Path) -> Any:
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))
     if location.is_absolute() or ".." in location.parts or not location.parts:
-        raise ModelError(f"{what} lies outside the model's folder")
+        raise ModelError(f"{what} is outside of the model's folder")
     target = Path(os.path.realpath(path.parent / location))
     folders = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
     if not any(target.is_relative_to(folder) for folder in folders):
-        raise ModelError(f"{what} lies outside the model's folder")
+        raise ModelError(f"{what} is outside of the model's folder")
     try:
         size = target.stat().st_size
     except OSError as error:
         raise ModelError(f"{what} cannot be read: {error.strerror}") from None
     if not target.is_file():
-        raise ModelError(f"{what} is no file")
+        raise ModelError(f"{what} is not a file")
     start, length = tensor.offset or 0, tensor.length
     needed = (math.prod(tensor.shape) * tensor.dtype.bitwidth + 7) // 8
     if start < 0 or start + needed > size or (length is not None and length != needed):
         raise ModelError(
-            f"{what} holds {size} bytes; {needed} from byte {start} are needed (length stated: {length})"
+            f"{what} has {size} bytes; {needed} from byte {start} on are needed (length stated: {length})"
         )
     return onnx_ir.ExternalTensor(
         target.name,

@@ -122,7 +122,7 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
     chosen = tuple(recovery)
     after = set(range(fork, length))
     if not 0 <= fork <= length or not after.issuperset(chosen) or any(a >= b for a, b in pairwise(chosen)):
-        raise ProblemError("lanes: recovery's are not runs after the fork, each once, in order")
+        raise ProblemError("lanes: the recovery lane's runs must be after the fork, each once, in order")
     return Placed(fork, tuple(sorted(after.difference(chosen))), chosen)
 
 
@@ -209,7 +209,7 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
     for runs, own, least in zip(where.lanes, needs, data, strict=True):
         for at, had, wanted in zip(runs, own, least, strict=False):
             if had < wanted:
-                raise ProblemError(f"lanes: run {at} does not wait for what it reads")
+                raise ProblemError(f"lanes: run {at} does not wait for a tensor that it reads")
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:

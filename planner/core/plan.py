@@ -107,9 +107,9 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     fingerprint = str(data.get("fingerprint", ""))
     if fingerprint not in ("", graph.fingerprint):
         raise ProblemError(
-            f"made for another graph than {graph.name!r}, {str(data.get('problem', ''))[:99]!r} (fingerprint "
-            f"{fingerprint[:12]}, not {graph.fingerprint[:12]}): another model, mode, version of PyTorch or set of "
-            f"constraints"
+            f"the plan was made for another graph, {str(data.get('problem', ''))[:99]!r}, not for {graph.name!r} "
+            f"(fingerprint {fingerprint[:12]}, not {graph.fingerprint[:12]}): the model, its mode, the version of "
+            f"PyTorch or the constraints differ"
         )
     try:
         schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])
@@ -141,8 +141,8 @@ def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
         return over
     workspaces = sum(op.workspace > 0 for op in graph.ops)
     return (
-        f"{over}; where it was made its peak was {stated} bytes, of other sizes or workspaces ({workspaces} ops have "
-        f"one here; the costs of roofline know none): plan for these"
+        f"{over}; when it was made its peak was {stated} bytes, with other sizes or workspaces ({workspaces} ops "
+        f"have one here; with roofline costs none has): make a new plan for this problem"
     )
 
 

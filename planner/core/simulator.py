@@ -58,7 +58,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
             costs.append(op.cost)
             runs[step.op] = runs.get(step.op, 0) + 1
             if runs[step.op] > 1 and step.op in once:
-                raise ProblemError(f"step {at}: {step.op!r} runs again, which it never may")
+                raise ProblemError(f"step {at}: {step.op!r} runs again, but may run only once")
         else:
             t = step.tensor
             if t not in resident or t in inputs:

@@ -59,10 +59,12 @@ class PipelineSchedule:
     def __post_init__(self) -> None:
         if not len(self.actions) == len(self.stage_of_rank) == self.ranks:
             raise ProblemError(
-                f"schedule {self.name!r} has {self.ranks} ranks, but not as many lists of actions"
+                f"schedule {self.name!r} needs a list of actions for each of its {self.ranks} ranks"
             )
         if sorted(s for stages in self.stage_of_rank for s in stages) != list(range(self.stages)):
-            raise ProblemError(f"schedule {self.name!r}: not each of its {self.stages} stages has one rank")
+            raise ProblemError(
+                f"schedule {self.name!r}: each of its {self.stages} stages must have exactly one rank"
+            )
         for rank, (actions, stages) in enumerate(zip(self.actions, self.stage_of_rank, strict=True)):
             self._check(rank, actions, stages)
 
@@ -74,7 +76,7 @@ class PipelineSchedule:
         for key in sorted(wanted ^ kinds.keys()):
             raise ProblemError(
                 f"schedule {self.name!r}, rank {rank}: stage {key[0]}, micro-batch {key[1]} is "
-                f"{'missing' if key in wanted else 'not one of its own'}"
+                f"{'missing' if key in wanted else 'not one of this rank'}"
             )
         for (stage, m), order in sorted(kinds.items()):
             if order not in ("F", "FB", "FIW"):

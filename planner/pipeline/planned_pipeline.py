@@ -150,11 +150,11 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None
     if not len(plan.stages) == len(plan.times) == schedule.stages == len(plan.cuts) + 1:
-        raise ProblemError(f"{schedule.stages} stages, but not as many plans, times and cuts between them")
+        raise ProblemError(f"{schedule.stages} stages need as many plans and times, and one cut fewer")
     for rank, peak in enumerate(peaks):
         if peak > plan.budget:
             raise ProblemError(
-                f"rank {rank} has a peak of {show_bytes(peak)}, over its budget, {show_bytes(plan.budget)}"
+                f"rank {rank} has a peak of {show_bytes(peak)}, above its budget, {show_bytes(plan.budget)}"
             )
     return plan
 

@@ -101,8 +101,8 @@ class StageChain:
             for name, (first, last) in self.whole.items():
                 if first < at <= last:
                     raise UsageError(
-                        f"{self.graph.name}: {self.label(name)} is read by several stages; cut where all that read "
-                        f"it are in one, or untie it"
+                        f"{self.graph.name}: {self.label(name)} is read by several stages; choose cuts that keep "
+                        f"all its readers in one stage, or untie it"
                     )
 
     def label(self, name: str) -> str:
@@ -154,7 +154,7 @@ def stage_chain(
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
         raise ProblemError(
-            f"{graph.name}: stages are made of a forward and a backward half; there is only one"
+            f"{graph.name}: a pipeline needs a forward and a backward; the problem has only one of them"
         )
     groups = block_chain(graph, blocks).forward if isinstance(blocks, int) else blocks
     of = {o: b for b, ops in enumerate(groups) for o in ops}
@@ -205,7 +205,7 @@ class _Assignment:
             for p in (ix.producer[t] for t in ix.reads[o]):
                 if p >= 0 and of[p] > of[o]:
                     raise UsageError(
-                        f"{graph.name}: {ix.ops[o]} reads what {ix.ops[p]} makes, in a later stage"
+                        f"{graph.name}: {ix.ops[o]} reads a result of {ix.ops[p]}, which is in a later stage"
                     )
         self.span = dict(self._spans(of))
         last = {name: self.span[t][1] for name, t in self.tensor.items() if t in self.span}

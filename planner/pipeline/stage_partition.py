@@ -63,7 +63,9 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
     places = chain.allowed()
     if len(places) < stages - 1:
         tied = f"; {chain.label(next(iter(chain.whole)))} is read at several of them" if chain.whole else ""
-        raise UsageError(f"{chain.graph.name} has {len(places) + 1} places for stages, not {stages}{tied}")
+        raise UsageError(
+            f"{chain.graph.name} can be divided into at most {len(places) + 1} stages, not {stages}{tied}"
+        )
     begins = (0, *places)
     front = {0: [Partition((), 0.0, 0.0)]}
     for stage in range(stages):

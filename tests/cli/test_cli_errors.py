@@ -155,7 +155,7 @@ def test_broken_problem_files(text, call, refused, tmp_path) -> None:
         (("tensors", 0), {"bytes": -1}, "bytes is -1"),
         (("ops", 0), {"workspace": -1}, "workspace is -1"),
         (("ops", 0), {"cost": -1.0}, "cost is -1.0"),
-        (("ops", 0), {"cost": math.nan}, "NaN is no number"),
+        (("ops", 0), {"cost": math.nan}, "NaN is not a number"),
         (("tensors", 0), {"bytes": 2**63}, "bytes is 9223372036854775808"),
         ((), {"outputs": ["z"]}, "output 'z' is not among the tensors"),
     ],

@@ -77,9 +77,9 @@ def test_a_file_comes_back_as_it_was(file, tmp_path) -> None:
     ("field", "value", "text"),
     [
         ("format", "rematplan.plan/1", "not a rematplan.pipeline/1 file"),
-        ("budget", 1000, r"rank 0 has a peak of .* over its budget, 1000 B"),
+        ("budget", 1000, r"rank 0 has a peak of .* above its budget, 1000 B"),
         ("names", None, "a field is missing or of another type"),
-        ("cuts", [], "2 stages, but not as many plans"),
+        ("cuts", [], "2 stages need as many plans"),
         ("actions", [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]], "is missing"),
     ],
 )
@@ -140,7 +140,7 @@ def test_other_schedules(call, schedule) -> None:
         (("--link", "fast"), "link 'fast' is not understood"),
         (("--budget", "min"), "in bytes or as a percentage, not as 'min'"),
         (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
-        (("--stages", "99", "--microbatches", "99"), "places for stages, not 99"),
+        (("--stages", "99", "--microbatches", "99"), "stages, not 99"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
         (("--overhead", "-1"), "--overhead -1.0 is not a number"),
     ],

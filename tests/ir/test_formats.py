@@ -173,7 +173,7 @@ REFUSED = {
     "bytes a bool": (put("tensors", 0, "bytes", True), "bytes is 'True', not of type int"),
     "bytes a text": (put("tensors", 0, "bytes", "4"), "bytes is '4', not of type int"),
     "bytes null": (put("tensors", 0, "bytes", None), "bytes is 'None', not of type int"),
-    "bytes negative": (put("tensors", 0, "bytes", -1), "tensor 'x': bytes is -1; it must lie between 0"),
+    "bytes negative": (put("tensors", 0, "bytes", -1), "tensor 'x': bytes is -1; it must be between 0"),
     "bytes huge": (put("tensors", 0, "bytes", 2**63), "tensor 'x': bytes is 9223372036854775808"),
     "bytes huge together": (
         lambda d: [t.update(bytes=2**62) for t in d["tensors"]],
@@ -251,13 +251,13 @@ def test_what_is_no_problem_at_all(data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "is no JSON"),
-        (b"{", "is no JSON"),
-        (b"\xff\xfe\x00", "is no JSON"),
-        (b"[" * 200_000, "is no JSON"),
-        (b'{"format": NaN}', "NaN is no number"),
-        (b'{"cost": -Infinity}', "-Infinity is no number"),
-        (b"9" * 10_000, "is no JSON|is '9"),
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[" * 200_000, "is not JSON"),
+        (b'{"format": NaN}', "NaN is not a number"),
+        (b'{"cost": -Infinity}', "-Infinity is not a number"),
+        (b"9" * 10_000, "is not JSON|is '9"),
     ],
 )
 def test_broken_files_are_named(tmp_path, text, message):
@@ -295,7 +295,7 @@ def test_plan_files_are_priced_anew(tmp_path):
         (put("budget", 10), "its peak, 38 bytes, is over its budget, 10 bytes"),
         (
             lambda data: data.update(budget=37, peak=36),
-            "38 bytes, .*; where it was made its peak was 36 bytes",
+            "38 bytes, .*; when it was made its peak was 36 bytes",
         ),
         (put("steps", [["run", "g"]]), "'g' reads 'h', which is not resident"),
         (put("steps", [["run", "nothing"]]), "no op or inverse named 'nothing'"),

@@ -200,5 +200,5 @@ def test_loops_in_loops_do_not_explode(tmp_path, monkeypatch):
     )
     step = turns(helper.make_node("Loop", ["n", "", "h"], ["h2"], name="in", body=inner))
     loop = helper.make_node("Loop", ["n", "", "x"], ["y"], name="out", body=step)
-    with pytest.raises(ModelError, match="its loops make more than 20000 nodes"):
+    with pytest.raises(ModelError, match="its unrolled loops have more than 20000 nodes"):
         load(tmp_path, [loop], [constant("n", 900)])

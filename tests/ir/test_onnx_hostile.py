@@ -154,7 +154,7 @@ def test_external_data_through_a_link_outside_the_folder(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "w.bin").symlink_to(tmp_path / "secret.bin")
-    assert "outside the model's folder" in refused_model(folder, external(small_model(), "w.bin"))
+    assert "outside of the model's folder" in refused_model(folder, external(small_model(), "w.bin"))
 
 
 def test_external_data_of_a_constant_node_outside_the_folder(tmp_path):
@@ -162,7 +162,7 @@ def test_external_data_of_a_constant_node_outside_the_folder(tmp_path):
     value = helper.make_node("Constant", [], ["w"], name="hidden", value=model.graph.initializer[0])
     del model.graph.initializer[0]
     model.graph.node.insert(0, value)
-    assert "outside the model's folder" in refused_model(tmp_path, model)
+    assert "outside of the model's folder" in refused_model(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_functions_that_expand_without_end(tmp_path):
 def test_inputs_that_are_no_tensors(tmp_path):
     model = small_model()
     model.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, [1])))
-    assert "'x' is no tensor" in refused_model(tmp_path, model)
+    assert "'x' is not a tensor" in refused_model(tmp_path, model)
 
 
 def test_outputs_that_are_no_tensors(tmp_path):
@@ -230,7 +230,7 @@ def test_outputs_that_are_no_tensors(tmp_path):
     scores = helper.make_tensor_type_proto(F, [])
     mapped = helper.make_map_type_proto(TensorProto.INT64, scores)
     model.graph.output.append(helper.make_value_info("y", mapped))
-    assert "the graph output 'y' is no tensor but of type map" in refused_model(tmp_path, model)
+    assert "the graph output 'y' is not a tensor, but of type map" in refused_model(tmp_path, model)
 
 
 def test_inputs_without_a_shape(tmp_path):
@@ -242,7 +242,7 @@ def test_inputs_without_a_shape(tmp_path):
 def test_absurd_sizes(tmp_path):
     model = small_model()
     model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 1 << 60
-    assert "absurd" in refused_model(tmp_path, model)
+    assert "has more than" in refused_model(tmp_path, model)
     model = small_model()
     shape = numpy_helper.from_array(np.asarray([4, 3, 1 << 50, 3], np.int64), "ws")
     model.graph.initializer[0].CopyFrom(shape)
@@ -253,7 +253,7 @@ def test_absurd_sizes(tmp_path):
 def test_op_types_that_would_break_the_line(tmp_path):
     model = small_model()
     model.graph.node[0].op_type = "Co\nnv"
-    assert "is no name" in refused_model(tmp_path, model)
+    assert "is not a name" in refused_model(tmp_path, model)
 
 
 def test_nodes_that_their_op_does_not_allow(tmp_path):

@@ -61,8 +61,11 @@ def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flig
     [
         ([[("F", 0, 0), ("W", 0, 0)]], "does FW for micro-batch 0"),
         ([[("B", 0, 0), ("F", 0, 0)]], "does BF for micro-batch 0"),
-        ([[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]], "micro-batch 1 is not one of its own"),
-        ([[("F", 0, 0), ("B", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], "not each of its 1 stages has one rank"),
+        ([[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]], "micro-batch 1 is not one of this rank"),
+        (
+            [[("F", 0, 0), ("B", 0, 0)], [("F", 0, 0), ("B", 0, 0)]],
+            "each of its 1 stages must have exactly one rank",
+        ),
         ([[("X", 0, 0)]], "unknown kind of action 'X'; known: F, B, I, W"),
     ],
 )

@@ -137,7 +137,7 @@ def test_tied_weights_are_refused_by_name() -> None:
     assert chain.allowed() == (3,)  # before the loss
     chain.check_cuts([3])
     with pytest.raises(
-        UsageError, match="tied: w is read by several stages; cut where all that read it are in one"
+        UsageError, match="tied: w is read by several stages; choose cuts that keep all its readers in one"
     ):
         chain.check_cuts([2])
 
@@ -173,10 +173,10 @@ def test_blocks_begin_at_forward_ops() -> None:
 
 def test_a_problem_without_backward_and_blocks_out_of_order_are_refused() -> None:
     graph = problems.chain(2)
-    with pytest.raises(UsageError, match=r"conv_2 reads what conv_1 makes, in a later stage"):
+    with pytest.raises(UsageError, match=r"conv_2 reads a result of conv_1, which is in a later stage"):
         stage_chain(graph, [(1,), (0,), (2,)])
     forward = TrainingGraph(
         "f", graph.tensors[:3], (graph.tensors[0].name, graph.tensors[1].name), (), graph.ops[:1]
     )
-    with pytest.raises(ProblemError, match="f: stages are made of a forward and a backward half"):
+    with pytest.raises(ProblemError, match="f: a pipeline needs a forward and a backward"):
         stage_chain(forward, 2)

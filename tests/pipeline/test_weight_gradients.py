@@ -80,7 +80,7 @@ def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
     assert sooner
     for name in sooner:
         runs = [*order[: boundary + 1], name, *order[boundary + 1 :]]
-        with pytest.raises(ProblemError, match="runs again, which it never may"):
+        with pytest.raises(ProblemError, match="runs again, but may run only once"):
             simulate(graph, with_frees(graph, runs))
     assert Run(WEIGHTS) in no_recompute(graph).schedule
 

@@ -256,7 +256,7 @@ def test_what_was_stored_can_be_recovered_at_any_distance():
         ({"waits": [(99, 4)]}, "cannot wait"),
         ({"waits": [(4, 5)]}, "cannot wait"),
         ({"waits": [(7, 5)]}, "on one lane"),
-        ({"waits": []}, "does not wait for what it reads"),
+        ({"waits": []}, "does not wait for a tensor that it reads"),
     ],
 )
 def test_lanes_that_do_not_fit_are_refused(change, said):

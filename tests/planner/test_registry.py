@@ -24,7 +24,7 @@ def test_options_are_fields_and_read_from_text():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nonsense", {}, "no strategy is named 'nonsense'; there are auto, .*exact_dp"),
+        ("nonsense", {}, "unknown strategy 'nonsense'; known: auto, .*exact_dp"),
         (
             "exact_dp",
             {"colour": 1},

@@ -250,7 +250,7 @@ def test_an_interrupt_of_the_last_wait_ends_both_lanes(monkeypatch: pytest.Monke
 def test_lanes_that_do_not_wait_for_their_data_are_refused(cache: Path) -> None:
     _, _, step, graph, plan = made(3, cache)
     laned = on_two_lanes(graph, plan, 2**40)
-    with pytest.raises(ProblemError, match="does not wait for what it reads"):
+    with pytest.raises(ProblemError, match="does not wait for a tensor that it reads"):
         compile_step(step, laned.schedule, replace(laned.lanes, waits=()))
 
 
