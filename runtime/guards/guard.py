@@ -56,7 +56,7 @@ class Guard:
         self.decided = decided
 
     def mapped(self, change: Callable[[Any], Any]) -> Guard:
-        """The same with other sizes among the arguments of the calls that lead to decisions."""
+        """Return the same guard with other sizes among the arguments of the calls that lead to decisions."""
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         return other
@@ -79,10 +79,14 @@ class Guard:
             state: the module's present state.
             tensors: the tensors among the arguments.
         """
+        return self.holds_for(state) and self.decided.holds(state.named, tensors)
+
+    def holds_for(self, state: ModuleState) -> bool:
+        """Return whether everything but the values of inputs and buffers is as it was."""
         attributes = state.attributes
         try:
             places = [*attributes, *self.fixed, *[place.find(attributes) for place in self.others]]
-            same = (
+            return (
                 self.objects.holds(places)
                 and self.copies.holds(places)
                 and not any(map(contains, self.without(places), self.absent))
@@ -90,7 +94,6 @@ class Guard:
             )
         except _GONE:
             return False
-        return same and self.decided.holds(state.named, tensors)
 
 
 @dataclass(frozen=True, slots=True)

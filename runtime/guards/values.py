@@ -85,8 +85,13 @@ class ValueGuard:
             decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
             return all(_same(expected, value) for expected, value in decided)
 
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """The values by which the forward decided, as text."""
+        return tuple(repr(e.expected) for e in self.entries if e.decides)
+
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
-        """The same with other arguments of the calls: other sizes."""
+        """Return the same guard with changed arguments of the calls: with other sizes."""
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
 

@@ -3,7 +3,7 @@ others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,77 +106,122 @@ def _closed(constant: Any, sizes: Sequence[int]) -> Any:
 class OpenShapes:
     """The forwards with open sizes for one way of calling a module.
 
-    ``known``: batches of shapes that were captured by themselves, of fakes, and their steps. ``reason``: why further
-    shapes are captured one by one, if they are. ``fixed``, ``served``: how many shapes were captured by themselves, and
-    how many got their step from a forward with open sizes.
+    ``known``: batches (of fakes) of shapes that were captured on their own, and what was found. ``reason``: why no
+    further capture with open sizes is made, if that is so. ``fixed``: the number of captures of single shapes.
+    ``served``: how often a shape took its step from a forward with open sizes. ``exceptions``: why single shapes did
+    not.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
-    known: list[tuple[list[torch.Tensor], CapturedStep]] = field(default_factory=list)
+    known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
+    met: set[tuple[torch.Size, ...]] = field(default_factory=set)
     misses: int = 0
     reason: str = ""
     fixed: int = 0
     served: int = 0
-    newest: OpenForward | None = None
-    """The latest forward, until it has served the shape that it was traced with."""
+    exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
-        """One for a copy of the module."""
-        return replace(self, forwards=list(self.forwards), known=list(self.known))
+        """Return one for a copy of the module."""
+        return replace(
+            self,
+            forwards=list(self.forwards),
+            known=list(self.known),
+            met=set(self.met),
+            exceptions=dict(self.exceptions),
+        )
 
     @property
-    def tries(self) -> bool:
-        """Whether the next shape that no forward serves is to be captured with open sizes."""
-        return bool(self.known) and not self.reason
+    def reasons(self) -> tuple[str, ...]:
+        """Why shapes are captured on their own."""
+        return tuple(filter(None, (self.reason, *self.exceptions)))
 
-    def refuse(self, error: ModelError) -> None:
-        """No capture with open sizes is tried any more."""
-        self.reason = str(error)
+    def find(
+        self,
+        state: guards.ModuleState,
+        batch: Sequence[torch.Tensor],
+        opened: Callable[[], OpenForward],
+        fixed: Callable[[], Found],
+    ) -> Found:
+        """Return what the forward does for a batch: an instance of a forward with open sizes, or found by a capture.
 
-    def meet(self, step: CapturedStep) -> None:
-        """Note a shape that was captured by itself."""
-        self.fixed += 1
-        batch = {int(i.target): step.values[i.value].fake for i in step.inputs if i.kind == "batch"}
-        if sorted(batch) == list(range(len(batch))):
-            self.known = [*self.known, ([batch[at] for at in range(len(batch))], step)][-REMEMBERED:]
+        The first shape is captured on its own, so that training does not wait for the longer capture with open sizes.
 
-    def find(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:
-        """The forward for a batch, if one serves it."""
+        Args:
+            state: the module's state.
+            batch: the tensors among the arguments.
+            opened: captures with open sizes.
+            fixed: captures for these sizes.
+
+        Raises:
+            ModelError: the forward cannot be captured.
+        """
+        shapes = tuple(t.shape for t in batch)
+        try:
+            found = self._instance(state, batch)
+            if found is None and self.known and not self.reason and shapes not in self.met:
+                found = self._opened(state, batch, opened)
+        except NotSymbolic as error:
+            self.exceptions[str(error)] = None
+            found = None
+        if found is None:
+            found = fixed()
+            self.fixed += 1
+            self._remember(found)
+        self.met.add(shapes)
+        return found
+
+    def _instance(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:
         for forward in self.forwards:
-            try:
-                found = forward.found(state, batch)
-            except NotSymbolic as error:
-                self.reason = self.reason or str(error)
-                continue
+            found = forward.found(state, batch)
             if found is not None:
-                self.misses = self.misses if forward is self.newest else 0
-                self.newest = None
+                self.misses = 0
                 self.served += 1
                 return found
         return None
 
-    def add(self, forward: OpenForward) -> None:
-        """Take in a forward, under the names that a step has which was captured by itself; for the shapes of such it
-        must be the same step.
+    def _opened(
+        self, state: guards.ModuleState, batch: Sequence[torch.Tensor], opened: Callable[[], OpenForward]
+    ) -> Found | None:
+        try:
+            forward = opened()
+            served, forward = self._compared(forward, state)
+        except ModelError as error:
+            self.reason = str(error)
+            return None
+        found = forward.found(state, batch)
+        self.served += found is not None
+        self.forwards.insert(0, forward)
+        self.misses = 0 if served else self.misses + 1
+        if self.misses >= MISSES:
+            fixed = [f"dimension {dim} of argument {at} ({size})" for at, dim, size in forward.step.fixed]
+            self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(fixed)])))
+        return found
+
+    def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
+        """Compare a new forward with shapes that were captured on their own. Return whether it serves one, and the
+        forward with the names of calls and values of such a step.
 
         Raises:
-            NotSymbolic: it is not.
+            NotSymbolic: it makes other calls.
         """
         served = False
-        for batch, step in self.known:
+        for batch, known in self.known:
+            outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
+            if not (outcomes and known.guard.holds_for(state)):
+                continue
             found = forward.found(None, batch)
             if found is None:
                 continue
             served = True
-            names = names_of(found.step, step)
+            names = names_of(found.step, known.step)
             if names is None:
                 raise NotSymbolic("with open sizes it makes other calls than with fixed ones")
             forward = replace(forward, step=forward.step.renamed(names))
-        self.forwards.insert(0, forward)
-        self.newest = forward
-        self.misses = 0 if served else self.misses + 1
-        if self.misses >= MISSES:
-            fixed = ", ".join(
-                f"dimension {d} of argument {at} ({size})" for at, d, size in forward.step.fixed
-            )
-            self.reason = f"its graph depends on sizes: {fixed}" if fixed else "its graph depends on sizes"
+        return served, forward
+
+    def _remember(self, found: Found) -> None:
+        step = found.step
+        batch = {int(i.target): step.values[i.value].fake for i in step.inputs if i.kind == "batch"}
+        if sorted(batch) == list(range(len(batch))):
+            self.known = [*self.known, ([batch[at] for at in range(len(batch))], found)][-REMEMBERED:]

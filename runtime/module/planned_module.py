@@ -206,7 +206,7 @@ class Planning:
             captures=sum(one.fixed for one in shapes),
             open_captures=sum(len(one.forwards) for one in shapes),
             instances=sum(one.served for one in shapes),
-            reasons=tuple(dict.fromkeys(one.reason for one in shapes if one.reason)),
+            reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
         )
 
     def statistics(self) -> Statistics:

@@ -391,7 +391,7 @@ class Runner:
             warn(
                 f"{self.name} was captured {MANY} times for different calls; each new number, shape or value by which "
                 f"the forward decides costs another capture: pass numbers as tensors"
-                + "".join(f"; {one.reason}" for one in self.shapes.values() if one.reason)
+                + "".join(f"; {reason}" for one in self.shapes.values() for reason in one.reasons)
             )
         return way
 
@@ -401,16 +401,7 @@ class Runner:
         tracing = Tracing(self.name, planned, leaves, spec, state)
         tracing.check()
         shapes = self.shapes.setdefault((guards.open_key(leaves, spec), state.key), OpenShapes())
-        found = shapes.find(state, tracing.batch)
-        if found is None and shapes.tries:
-            try:
-                shapes.add(tracing.opened())
-                found = shapes.find(state, tracing.batch)
-            except ModelError as error:
-                shapes.refuse(error)
-        if found is None:
-            found = tracing.fixed()
-            shapes.meet(found.step)
+        found = shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
         return self._planned(found, state)
 
     def _planned(self, forward: Found, state: guards.ModuleState) -> CacheEntry:

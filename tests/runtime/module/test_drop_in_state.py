@@ -185,7 +185,7 @@ def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon()
             model.temperature = 1 + k / 10
             step(model)
 
-    with pytest.warns(UserWarning, match="has 8 plans for different calls") as said:
+    with pytest.warns(UserWarning, match="captured 8 times for different calls") as said:
         equal_after(use, planned, plain)
     assert said[0].filename == __file__
     assert len({id(plan.schedule) for plan in planned.plans}) == 1
