@@ -12,7 +12,7 @@ import torch
 from rematplan.ir import ModelError
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import Given, Own, Place
-from rematplan.runtime.capture.hidden_tensors import hides_tensors
+from rematplan.runtime.capture.hidden_tensors import Withheld, hides_tensors
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -90,7 +90,9 @@ def _open(constant: Any, table: ExpressionTable) -> Any:
         return _Shape(tuple(opened(list(constant), table.add)))
     if isinstance(constant, torch.SymInt):
         return table.add(constant)
-    seen = isinstance(constant, (Place, Given, Own, *PLAIN)) or hides_tensors(constant, called_later=True)
+    seen = isinstance(constant, (Place, Given, Own, Withheld, *PLAIN)) or hides_tensors(
+        constant, called_later=True
+    )
     if not seen:
         raise NotSymbolic(f"it gives a {type(constant).__name__}")
     return constant

@@ -189,12 +189,12 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(OPEN)), SIZES, st.booleans())
 def test_each_shape_follows_eager_mode(name: str, shapes: list[tuple[int, int]], training: bool) -> None:
     make, inputs = OPEN[name]
     try:
-        shapes = [s for s in shapes if make().train(training)(*inputs(*s)).numel()] or [(2, 6)]
+        shapes = [s for s in shapes if make().train(training)(*inputs(*s)).sum().isfinite()] or [(2, 6)]
     except (RuntimeError, ValueError, IndexError):  # sizes that the model refuses
         return
     planned, plain = planned_and_plain(make().train(training), *inputs(*shapes[0]))
