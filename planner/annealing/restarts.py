@@ -123,7 +123,7 @@ class SearchBudget:
     """What a search may spend: seconds, or moves if ``moves`` is not 0. With moves, the result is the same on every
     machine.
 
-    All amounts are in the one unit or the other.
+    All amounts are in the one unit or the other. ``interrupted``: whether Ctrl-C ended the search.
     """
 
     seconds: float
@@ -131,6 +131,7 @@ class SearchBudget:
     done: int = 0
     began: float = field(default_factory=lambda: _started())
     slice_: int = MOVES_IN_SLICE
+    interrupted: bool = False
 
     @property
     def total(self) -> float:

@@ -17,9 +17,11 @@ from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
-from rematplan.planner.auto.block_starts import VAST, leanest_plans, nested_plans, starting_plans
+from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.eviction import lower_by_eviction
+from rematplan.planner.auto.least_peak import least_peak
 from rematplan.planner.auto.plain_first import plain_first
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
@@ -30,17 +32,16 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import no_recompute
 
 CUT = 0.3  # the plan from the loss cut must be found within this share of the time
 MEMBERS = 0.4  # share of the time that the block strategies may take
 MEMBERS_LEAST = 1.0  # seconds that they may take at least, however short the time is; see `members_until`
 MARKED = 0.6  # share of the time for a problem with inferred phases; the rest is for it without them
 PLAIN = 0.4  # share of the search's time for the problem without its inverses
-REFUSAL = 0.15
-"""Share of the time for finding the smallest peak, once no plan is found for the budget.
-
-Making block plans to start from may take as much again.
-"""
+LEAST = 0.5
+"""Share of the time for finding the smallest peak, for the budget ``min`` and for refusals."""
+EVICTION = 0.1  # share of the time for eviction, if nothing fits
 CORES = 2  # with so many, a second annealing runs after the search for the bound
 PROVING = 0.75  # share of the time for the bound, if a second annealing uses the core afterwards
 FIRST = 0.3  # share of the time for a first annealing, which may make the block strategies needless
@@ -248,6 +249,8 @@ class _Session:
             return
         if self.best is None:  # the annealer works better from any plan that fits, even a costly one
             self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
+        if self.best is None:
+            self.take((self.evicted(),))
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, FIRST * self.left, alone=True)
             if self.finished:
@@ -255,6 +258,14 @@ class _Session:
         self.take(starting_plans(self.plain, self.budget, self.members_until, self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
+
+    def evicted(self) -> Plan:
+        """Return a plan that fits by eviction, or the one with the smallest peak that it finds."""
+        until = time.monotonic() + EVICTION * self.auto.time_limit
+        begun = self.smallest or no_recompute(self.graph)
+        enough = max(self.budget, min_peak_bound(self.graph).bytes)
+        go_on = partial(_is_before, until)
+        return lower_by_eviction(self.graph, begun, enough, go_on, seed=self.auto.seed)
 
     def take_cut_plan(self) -> bool:
         """Add the plan that the loss cut's solution gives for the budget, and return whether its overhead is near the
@@ -356,24 +367,15 @@ class _Session:
         return SecondSearch(other, self.proof, until, starts)
 
     def least(self) -> Plan:
-        """Return the plan with the smallest peak: a known one, or one that a short descent finds."""
-        if self.smallest is not None and not self.bound.best.unreachable:
-            return self.smallest  # the annealer has already tried to lower the peak
+        """Return the plan with the smallest peak found, for a refusal.
 
-        search = Search(
-            self.given,
-            min_peak_bound(self.graph).bytes,
-            self.auto.seed,
-            self.auto.keep_order,
-            report=partial(_looking, self.progress),
-        )
-        seconds = REFUSAL * self.auto.time_limit
-        known = [self.smallest] if self.smallest else []
-        blocks = leanest_plans(self.graph, time.monotonic() + seconds)
-        search.prepare([runs_of(p.schedule) for p in (*known, *blocks)])
-        effort = SearchBudget(seconds)
-        search.descend(effort, effort.total)
-        self.take((search.least,))
+        It is searched for as for the budget ``min``, in what is left of the time. If the budget was proven to be too
+        small before any search, that search has as much time as for ``min``.
+        """
+        seconds = max(self.left, LEAST * self.auto.time_limit if self.bound.best.unreachable else 0.0)
+        effort, report = SearchBudget(seconds), partial(_looking, self.progress)
+        order, seed = self.auto.keep_order, self.auto.seed
+        self.take((least_peak(self.graph, effort, self.known, report, keep_order=order, seed=seed),))
         assert self.smallest is not None
         return self.smallest
 
@@ -394,8 +396,12 @@ def _with_bound(plan: Plan, bound: Bound) -> Plan:
     )
 
 
-def _looking(progress: Progress, fraction: float, _overhead: float | None) -> None:
-    progress(fraction, "proven unreachable; looking for the smallest peak")
+def _is_before(until: float) -> bool:
+    return time.monotonic() < until
+
+
+def _looking(progress: Progress, fraction: float, _text: str) -> None:
+    progress(fraction, "nothing fits; looking for the smallest peak")
 
 
 def _text(overhead: float | None, bound: float) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.auto import least_peak
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.min_peak import smallest_peak
 from rematplan.planner.blocks.block_chain import block_chain, narrow_places
@@ -183,12 +184,15 @@ def test_the_places_of_many_nodes_are_found_in_little_memory():
 
 
 def test_an_interrupt_before_anything_is_known_is_one(monkeypatch):
-    def interrupted(self, starts):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
+    known = NestedDP().curve(equal_layers(20), ())[-1].estimate.peak
     monkeypatch.setattr(Search, "prepare", interrupted)
+    assert smallest_peak(equal_layers(20), moves=10).estimate.peak <= known
+    monkeypatch.setattr(least_peak, "leanest_plans", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        smallest_peak(equal_layers(5), moves=10)
+        smallest_peak(equal_layers(20), moves=10)
 
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])

@@ -1,0 +1,87 @@
+"""Plans with a small peak, and cheap plans for a tight budget, by many simulations of eviction with random policies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.auto.eviction_simulation import Policy, Simulation, random_policy, tables_of
+from rematplan.planner.core.plan import Plan, plan_from_runs
+
+NAME = "eviction"
+TRIES = 6
+"""Simulations at one target before a higher one is tried."""
+FIRST, LAST = 1.0, 1e-3
+"""The first and the last target: the smallest peak so far, less this share of its distance to the floor."""
+NEXT = 0.125
+"""The first target of later passes."""
+PASSES = 2
+"""Passes from the first to the last target without any gain, after which the search ends."""
+AGAIN = 0.5
+"""The probability of using the last successful policy again."""
+
+
+def lower_by_eviction(
+    graph: TrainingGraph,
+    best: Plan,
+    floor: int,
+    go_on: Callable[[], bool],
+    *,
+    seed: int = 0,
+    most_runs: float = math.inf,
+) -> Plan:
+    """Return a plan with a smaller peak than ``best``, or ``best`` if none is found.
+
+    The first target is the floor; after failures, targets are nearer to the smallest peak.
+
+    Args:
+        graph: the problem.
+        best: a plan of it.
+        floor: bytes below which no peak can be.
+        go_on: whether there is time left; asked often.
+        seed: of the policies.
+        most_runs: the search ends after so many runs in all simulations.
+    """
+    source, share, failures, passes = random.Random(seed), FIRST, 0, 0
+    policy: Policy | None = None
+    tables, made = tables_of(graph), 0
+    while best.estimate.peak > floor and passes < PASSES and made < most_runs and go_on():
+        peak = best.estimate.peak
+        target = peak - max(1, int(share * (peak - floor)))
+        tried = policy if policy and source.random() < AGAIN else random_policy(source)
+        simulation = Simulation(tables, target, tried, source, go_on)
+        fits = simulation.run()
+        made += len(simulation.runs)
+        if fits:
+            plan = plan_from_runs(graph, [tables.names[o] for o in simulation.runs], NAME)
+            if plan.estimate.peak < peak:
+                best, policy, failures, passes = plan, tried, 0, 0
+                continue
+        failures += 1
+        if failures >= TRIES:
+            share, failures = share / 2, 0
+        if share < LAST:
+            share, passes = NEXT, passes + 1
+    return best
+
+
+def plan_by_eviction(
+    graph: TrainingGraph, budget: int, go_on: Callable[[], bool], *, tries: int, seed: int = 0
+) -> Plan | None:
+    """Return the cheapest of the plans within the budget (bytes) that a number of simulations find, or None.
+
+    ``tries``: the number. The other arguments are those of `lower_by_eviction`.
+    """
+    source, tables = random.Random(seed), tables_of(graph)
+    best: Plan | None = None
+    for _ in range(tries):
+        simulation = Simulation(tables, budget, random_policy(source), source, go_on)
+        if not go_on():
+            break
+        if simulation.run():
+            plan = plan_from_runs(graph, [tables.names[o] for o in simulation.runs], NAME, budget=budget)
+            if plan.estimate.peak <= budget and (best is None or plan.estimate.cost < best.estimate.cost):
+                best = plan
+    return best

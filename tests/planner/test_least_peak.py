@@ -1,0 +1,144 @@
+"""The smallest peak: never above a plan that is known, and never above what another budget finds."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.annealing.restarts import SearchBudget
+from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
+from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
+from rematplan.planner.auto.least_peak import least_peak
+from rematplan.planner.auto.min_peak import SLACK, smallest_peak
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.strategies.nested_dp import NestedDP
+from rematplan.planner.strategies.store_all import no_recompute
+
+
+def always() -> bool:
+    return True
+
+
+def dense(layers: int, growth: int = 4096) -> TrainingGraph:
+    """Each layer reads all earlier ones, by way of two tensors that are several times as large as its result."""
+    tensors, ops, made = [Tensor("x", growth)], [], ["x"]
+    for k in range(layers):
+        sizes = (("cat", growth * len(made)), ("wide", 4 * growth), ("out", growth))
+        tensors += [Tensor(f"{name}{k}", size) for name, size in sizes]
+        ops.append(Op(f"cat{k}", tuple(made), (f"cat{k}",), 1.0, phase="forward"))
+        ops.append(Op(f"wide{k}", (f"cat{k}",), (f"wide{k}",), 5.0, phase="forward"))
+        ops.append(Op(f"out{k}", (f"wide{k}",), (f"out{k}",), 5.0, phase="forward"))
+        made.append(f"out{k}")
+    given = {name: [] for name in made}
+    last = made[-1]
+    for k in reversed(range(layers)):
+        grads = given[f"out{k}"] or [last]
+        tensors += [
+            Tensor(f"dwide{k}", 4 * growth),
+            Tensor(f"dcat{k}", growth * (k + 1)),
+            Tensor(f"dw{k}", 8),
+        ]
+        reads = (*grads, f"wide{k}")
+        ops.append(Op(f"back_out{k}", reads, (f"dwide{k}", f"dw{k}"), 9.0, phase="backward"))
+        ops.append(Op(f"back_cat{k}", (f"dwide{k}", f"cat{k}"), (f"dcat{k}",), 9.0, phase="backward"))
+        for name in made[: k + 1]:
+            given[name].append(f"dcat{k}")
+    outputs = tuple(f"dw{k}" for k in range(layers))
+    return TrainingGraph("dense", tuple(tensors), ("x",), outputs, tuple(ops))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_simulation_keeps_its_budget_and_its_order(problems, seed):
+    for graph in (dense(5), problems.unet(3), problems.residual((2, 2))):
+        source, base = random.Random(seed), no_recompute(graph).estimate.peak
+        found = 0
+        for share in (1.0, 0.8, 0.6, 0.5):
+            budget = int(share * base)
+            simulation = Simulation(tables_of(graph), budget, random_policy(source), source, always)
+            if not simulation.run():
+                continue
+            found += 1
+            runs = [tables_of(graph).names[o] for o in simulation.runs]
+            assert plan_from_runs(graph, runs, "eviction").estimate.peak <= budget
+            firsts = list(dict.fromkeys(runs))
+            assert firsts == [op.name for op in graph.ops if op.name in firsts]
+        assert found
+
+
+def test_without_pressure_nothing_is_recomputed(problems):
+    graph = problems.unet(3)
+    plan = plan_by_eviction(graph, no_recompute(graph).estimate.peak, always, tries=1)
+    assert plan is not None
+    assert plan.estimate.reruns == 0
+
+
+def test_what_must_not_run_again_does_not():
+    graph = dense(5)
+    once = tuple(f"out{k}" for k in range(4))
+    bound = replace(graph, never_rerun=once)
+    base = no_recompute(bound)
+    plan = lower_by_eviction(bound, base, min_peak_bound(bound).bytes, always)
+    free = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, always)
+    runs = runs_of(plan.schedule)
+    assert all(runs.count(name) == 1 for name in once)
+    assert free.estimate.peak <= plan.estimate.peak < base.estimate.peak
+
+
+def test_eviction_goes_as_low_as_any_block_plan():
+    graph = dense(6)
+    plan = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, always)
+    assert plan.estimate.peak <= NestedDP().curve(graph, ())[-1].estimate.peak
+
+
+def test_no_schedule_of_a_small_problem_has_a_smaller_peak_than_the_least():
+    graph = dense(2)
+    plan = smallest_peak(graph, moves=60_000)
+    assert exhaustive(graph, plan.estimate.peak - 1, 10**6).cost == math.inf
+
+
+def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problems):
+    for graph in (dense(4), problems.residual((2, 2)), problems.chain(12)):
+        least = smallest_peak(graph, moves=20_000)
+        lean = smallest_peak(graph, moves=20_000, slack=SLACK)
+        assert least.estimate.peak <= lean.estimate.peak <= lean.budget
+        assert least.budget == least.estimate.peak
+        assert lean.budget <= 1.02 * least.estimate.peak
+        assert min_peak_bound(graph).bytes <= least.estimate.peak
+
+
+def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():
+    graph = dense(2)
+    lean = smallest_peak(graph, moves=20_000, slack=SLACK)
+    assert lean.estimate.cost == pytest.approx(exhaustive(graph, lean.budget, 10**6).cost)
+
+
+def test_the_least_peak_is_never_above_a_known_plan(problems):
+    graph = problems.residual((2, 2))
+    known = NestedDP().curve(graph, ())[-1]
+    assert least_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
+
+
+def test_a_plan_that_is_small_enough_ends_the_search(problems):
+    graph = problems.residual((2, 2))
+    aim = no_recompute(graph).estimate.peak
+    effort = SearchBudget(1.0, 100_000)
+    assert least_peak(graph, effort, aim=aim).estimate.peak <= aim
+    assert effort.spent() < 1000
+
+
+def test_a_refusal_names_what_min_finds():
+    graph = dense(6)
+    least = smallest_peak(graph, 1.0).estimate.peak
+    auto = Auto(time_limit=1.0, reuse=False)
+    for budget in (min_peak_bound(graph).bytes - 1, least * 9 // 10):
+        with pytest.raises(InfeasibleBudget) as caught:
+            auto.plan(graph, budget)
+        assert caught.value.smallest <= least
