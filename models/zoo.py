@@ -226,7 +226,7 @@ def entry(name: str) -> ZooEntry:
         ZooError: the zoo has no network of that name. The message lists the names.
     """
     if name not in ZOO:
-        raise ZooError(f"no network is named {name!r}; known: {', '.join(ZOO)}")
+        raise ZooError(f"unknown network {name!r}; known: {', '.join(ZOO)}")
     return ZOO[name]
 
 

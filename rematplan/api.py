@@ -186,10 +186,10 @@ def load_step(
     forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
-            raise UsageError(f"{model}: --bn and --dropout are for ONNX files")
+            raise UsageError(f"{model}: --bn and --dropout can only be used with ONNX files")
         if dims:
             raise UsageError(
-                f"{model}: --dim is for ONNX files; a network of the zoo has sizes such as --batch"
+                f"{model}: --dim can only be used with ONNX files; for a network of the zoo state sizes such as --batch"
             )
         return _open(_load_zoo(model, sizes, loss, seed, weightless, place), inverses)
     path = Path(model)
@@ -197,7 +197,8 @@ def load_step(
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
     if sizes != Sizes():
         raise UsageError(
-            f"{path.name}: sizes such as --batch are for the zoo; bind a file's dimensions with --dim"
+            f"{path.name}: sizes such as --batch can only be used with networks of the zoo; "
+            f"state a file's dimensions with --dim"
         )
     graph = rebatched(load_onnx(path, dims or {}, forms))
     return _open(_load_file(graph, path.stem, loss, seed, weightless, place), inverses)
@@ -382,7 +383,7 @@ def run_step(
         UsageError: the step was loaded without weights.
     """
     if is_weightless(loaded.batch):
-        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned and not run")
+        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned, but not run")
     planned = PlannedStep(loaded.module, loaded.step, plan.schedule, plan.lanes)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
     losses: list[float] = []
@@ -441,7 +442,7 @@ def measure_plans(
         UsageError: the step was loaded without weights.
     """
     if is_weightless(loaded.batch):
-        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned and not run")
+        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned, but not run")
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
 
     def run_eager() -> None:

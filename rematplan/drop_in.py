@@ -159,10 +159,10 @@ def plan_module(
             unchanged (if capture fails, the model is run once, without gradients, to find out).
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"a {type(model).__name__} is no torch.nn.Module")
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(args, (tuple, list)):
         raise UsageError(
-            f"args is a {type(args).__name__}; write what the model is called with as a tuple, (x,)"
+            f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
     asked = PlanOptions(
         budget=budget,
@@ -189,7 +189,7 @@ def plan_module(
     if verbose:
         print_log()
     if statistics is not None and plan is not None:
-        raise UsageError("a saved plan is of a step without statistics; state a budget for one with them")
+        raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     planned = planned_module(model, StepPlanner(asked, named=named), dynamic, statistics)
     Planning(planned).prepare(*args, **(kwargs or {}))
@@ -219,9 +219,7 @@ def finish_weights(planned: nn.Module) -> int:
     """
     waiting = compiled_plan(planned).deferred
     if not waiting:
-        raise UsageError(
-            f"no backward of this {type(planned).__name__} has left gradients of weights to be made"
-        )
+        raise UsageError(f"no backward of this {type(planned).__name__} waits for its weight gradients")
     finish_backward(waiting.pop(0))
     return len(waiting)
 
@@ -246,13 +244,13 @@ def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, 
         UsageError: a string in place of a list, or a module that is not in the model.
     """
     if isinstance(wanted, str):
-        raise UsageError(f"keep and never_rerun are lists; write [{wanted!r}]")
+        raise UsageError(f"keep and never_rerun must be lists; write [{wanted!r}]")
     known = {id(m): name for name, m in model.named_modules()}
     named = []
     for one in wanted:
         if isinstance(one, nn.Module):
             if not known.get(id(one)):
-                raise UsageError(f"a {type(one).__name__} to be kept or run once is no part of the model")
+                raise UsageError(f"keep or never_rerun: a {type(one).__name__} is not a module of the model")
             named.append(known[id(one)])
         else:
             named.append(one)

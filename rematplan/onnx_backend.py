@@ -125,7 +125,7 @@ def _check_comparable(graph: Graph) -> None:
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
         if row_of(node).random and not (node.op == "Dropout" and _is_off(node, constants)):
-            raise ModelError(f"node {node.name!r} ({node.op}): its result is random or may be")
+            raise ModelError(f"node {node.name!r} ({node.op}): its result is random, or may be random")
         if node.op == "DFT" and node.attributes.get("inverse") and not node.attributes.get("onesided"):
             why = "the standard's own results hold noise of single precision beyond what they are compared by"
             raise ModelError(f"node {node.name!r} (DFT, inverse): {why}")

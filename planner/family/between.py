@@ -59,7 +59,7 @@ class Between:
             for row in set(self._rows)
         }
         if any(value.denominator > 1 or value < 0 for value in values.values()):
-            raise ProblemError(f"at size {size} a tensor would have a broken number of bytes")
+            raise ProblemError(f"at size {size} a tensor would not have a whole number of bytes")
         return [int(values[row]) for row in self._rows]
 
     def holds_at(self, size: int) -> bool:

@@ -98,7 +98,9 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
                 events.append(-1 - t)
                 steps.append(-1 - t)
     except KeyError as error:
-        raise ProblemError(f"{graph.name}: a schedule's step names {error}, which is not there") from None
+        raise ProblemError(
+            f"{graph.name}: the schedule names {error}, which the problem does not have"
+        ) from None
     events += [-1 - t for t in resident]
     return Member(_ints(steps), _ints(events), _ints(before), len(recipe), strategy)
 

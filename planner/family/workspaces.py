@@ -54,8 +54,8 @@ def workspaces_between(low: Workspaces, high: Workspaces, traffic: Ints) -> Ints
     if beyond.any():
         at = int(np.flatnonzero(beyond)[0])
         raise ProblemError(
-            f"op {at} reads and writes {traffic[at]} bytes, and its workspace was measured between {least[at]} and "
-            f"{most[at]} only"
+            f"op {at} reads and writes {traffic[at]} bytes, but its workspace was measured only between {least[at]} "
+            f"and {most[at]}"
         )
     larger = np.maximum(low.bytes, high.bytes)
     span = high.traffic - low.traffic

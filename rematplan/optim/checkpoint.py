@@ -43,6 +43,6 @@ def check_whole(state: Mapping[str, Any], owned: Collection[str]) -> None:
     missing = [n for n in owned if n in state["met"] and n in layers and not _has_factors(layers[n])]
     if missing:
         raise UsageError(
-            f"the state has no factors of {', '.join(missing[:5])}: it is that of one of several processes; load "
-            f"rematplan.optim.checkpoint.merged(states)"
+            f"the state has no factors of {', '.join(missing[:5])}: it is the state of one of several processes; "
+            f"load rematplan.optim.checkpoint.merged(states) instead"
         )

@@ -66,7 +66,7 @@ class Ranks:
     ) -> None:
         if not distributed.is_initialized():
             raise UsageError(
-                "no process group: call torch.distributed.init_process_group, or run under torchrun"
+                "there is no process group: call torch.distributed.init_process_group, or run under torchrun"
             )
         self._group = group
         self._rank, self._size = distributed.get_rank(group), distributed.get_world_size(group)

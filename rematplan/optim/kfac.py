@@ -133,7 +133,10 @@ class KFAC(Optimizer):
         """
         source = source_of(model)
         if left := sorted(self._layers.keys() - source.layers().keys()):
-            raise UsageError(f"the module gives no factors of {', '.join(left[:5])}: it has other layers")
+            raise UsageError(
+                f"the module has no factors of {', '.join(left[:5])}, which this optimizer updates: "
+                f"its layers must be the same"
+            )
         if self._met:
             source.load(self._source.state())
         self._source, self._seen = source, -1
@@ -193,7 +196,7 @@ class KFAC(Optimizer):
         if found is None or found.step == self._seen:
             if not self._met:
                 raise UsageError(
-                    "no statistics yet: KFAC.step comes after a forward and a backward in training mode"
+                    "there are no statistics yet: call KFAC.step after a forward and a backward in training mode"
                 )
             return
         self._seen = found.step
@@ -224,8 +227,11 @@ class KFAC(Optimizer):
             return
         reasons = "; ".join(f"{layer.name}: {found.skipped.get(layer.name, 'none came')}" for layer in late)
         if self._make_others is None:
-            raise UsageError(f"no factors for some weights ({reasons}): name an optimizer for them, others=…")
-        warn(f"KFAC leaves weights without factors to the other optimizer ({reasons})")
+            raise UsageError(
+                f"no factors for some weights ({reasons}): state an optimizer for them, such as "
+                f"others=torch.optim.AdamW"
+            )
+        warn(f"KFAC: weights without factors are updated by the other optimizer from now on ({reasons})")
         self._give_away([layer.name for layer in late])
 
     def _give_away(self, names: list[str]) -> None:
@@ -250,7 +256,7 @@ class KFAC(Optimizer):
         """
         if "_others" in self.__dict__:
             raise UsageError(
-                "KFAC takes no further param groups: make another one, and load the state of this one"
+                "KFAC cannot get further param groups: construct another one, and load the state of this one"
             )
         super().add_param_group(param_group)
 

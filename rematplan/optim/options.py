@@ -33,8 +33,8 @@ def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | Non
     left = {id(p) for group in theirs for p in group["params"]}
     names = [name for name, p in model.named_parameters() if id(p) in left]
     raise UsageError(
-        f"no factors for {', '.join(names[:5])}{' …' * (len(names) > 5)}: name an optimizer for them, "
-        f"others=torch.optim.AdamW"
+        f"no factors for {', '.join(names[:5])}{' …' * (len(names) > 5)}: state an optimizer for them, "
+        f"such as others=torch.optim.AdamW"
     )
 
 
@@ -65,4 +65,6 @@ def check_numbers(
     if numbers["damping"] == 0 or (kl_clip is not None and not kl_clip > 0):
         raise UsageError(f"damping is {numbers['damping']} and kl_clip {kl_clip}; both must be above 0")
     if not 0 <= decay < 1 or min(intervals) < 1:
-        raise UsageError(f"decay is {decay}, of 0 to 1, and intervals {intervals} are steps, 1 or more")
+        raise UsageError(
+            f"decay is {decay} and intervals are {intervals}; decay must be from 0 to below 1, intervals 1 or more"
+        )

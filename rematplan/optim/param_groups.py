@@ -55,5 +55,5 @@ def split_groups(
 
 def _group(group: Group) -> Group:
     if not isinstance(group, dict) or "params" not in group:
-        raise UsageError('params is a list of dictionaries; write [{"params": model.parameters()}]')
+        raise UsageError('params must be a list of dictionaries; write [{"params": model.parameters()}]')
     return group | {"params": list(group["params"])}

@@ -117,6 +117,7 @@ def source_of(model: nn.Module) -> Source:
             parts[name + "." if name else ""] = planning
     if not parts:
         raise UsageError(
-            f"a {type(model).__name__} gives no Kronecker statistics ({reasons[0]}): name what does, source=…"
+            f"a {type(model).__name__} has no Kronecker statistics ({reasons[0]}): plan it with statistics=, "
+            f"or state source="
         )
     return PlannedSource(parts)

@@ -80,7 +80,7 @@ def test_the_problem_is_that_of_the_file_with_its_weights(tmp_path):
     loaded = rematplan.load_step(path, dims={"batch": 2}, weightless=True)
     graph = rematplan.problem(loaded)
     assert graph == rematplan.problem(rematplan.load_step(path, dims={"batch": 2}))
-    with pytest.raises(UsageError, match="can be planned and not run"):
+    with pytest.raises(UsageError, match="can be planned, but not run"):
         rematplan.run_step(loaded, rematplan.no_recompute(graph))
 
 

@@ -376,7 +376,7 @@ def bytes_of(kfac: KFAC) -> int:
         ({"damping": 0.0}, "damping is 0.0"),
         ({"decay": 1.0}, "decay is 1.0"),
         ({"inverse_every": 0}, "intervals"),
-        ({"others": None}, r"no factors for 1.weight, 1.bias: name an optimizer"),
+        ({"others": None}, r"no factors for 1.weight, 1.bias: state an optimizer"),
         ({"params": [nn.Parameter(torch.ones(1))]}, "list of dictionaries"),
         ({"params": [{"params": [nn.Parameter(torch.ones(1))]}]}, "no weight has Kronecker factors"),
     ],

@@ -250,9 +250,9 @@ def test_what_was_stored_can_be_recovered_at_any_distance():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"fork": 99}, "not runs after the fork"),
-        ({"recovery": [1]}, "not runs after the fork"),
-        ({"recovery": [6, 4]}, "not runs after the fork"),
+        ({"fork": 99}, "must be after the fork"),
+        ({"recovery": [1]}, "must be after the fork"),
+        ({"recovery": [6, 4]}, "must be after the fork"),
         ({"waits": [(99, 4)]}, "cannot wait"),
         ({"waits": [(4, 5)]}, "cannot wait"),
         ({"waits": [(7, 5)]}, "on one lane"),

@@ -75,7 +75,7 @@ def test_a_step_without_weights_is_the_same_problem(name: str) -> None:
     loaded = load_step(name, sizes=sizes_of(name), weightless=True)
     graph = problem(loaded)
     assert graph == loaded_step(name)[1]
-    with pytest.raises(UsageError, match="it can be planned and not run"):
+    with pytest.raises(UsageError, match="it can be planned, but not run"):
         run_step(loaded, no_recompute(graph))
 
 

@@ -296,7 +296,7 @@ def test_sums_are_float32_under_bfloat16() -> None:
 def test_a_saved_plan_has_no_statistics(tmp_path: Any) -> None:
     own = rematplan.plan_module(network(), (batch(),), budget="1GiB", **SETTINGS)
     rematplan.save_plan(own.plan, tmp_path / "plan.json")
-    with pytest.raises(UsageError, match="a saved plan is of a step without statistics"):
+    with pytest.raises(UsageError, match="a saved plan cannot be used together with statistics"):
         rematplan.plan_module(
             network(), (batch(),), plan=tmp_path / "plan.json", statistics=rematplan.Kronecker()
         )
