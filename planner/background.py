@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner import worker
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.search_job import names_of, plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
 """Called in the background thread with each better plan, and whether the search has ended."""
@@ -68,7 +68,7 @@ class BackgroundSearch:
             gap: a plan within this of a proven floor of the overhead ends the search.
             heard: see `Heard`; its last call says that the search has ended, whatever happened.
         """
-        number = {name: k for k, name in enumerate(worker.names_of(problem))}
+        number = {name: k for k, name in enumerate(names_of(problem))}
         with self._lock:
             process = self._begun()
             if process is None or process.stdin is None:
@@ -155,7 +155,7 @@ class BackgroundSearch:
         plan = None
         if "runs" in answer:
             with suppress(ProblemError, ValueError, LookupError, TypeError):
-                plan = worker.plan_of(search.problem, answer, search.budget)
+                plan = plan_of(search.problem, answer, search.budget)
         if plan is not None and plan.peak > search.budget:
             plan = None
         search.heard(plan, bool(answer["done"]))

@@ -51,7 +51,7 @@ LAYERS = {
         "bounds",
         "strategies",
         "auto",
-        "registry peak_report worker background",
+        "registry peak_report search_job worker background",
         "pipeline",
     ),
     "runtime": (

@@ -1,0 +1,163 @@
+"""The search for one request of `worker`: short searches from plans of other sizes, then longer and longer ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir.problem_json import problem_from_json
+from rematplan.planner.annealing.polish import polished
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.registry import LIMIT, strategy
+
+SHARES = (0.1, 0.3, 1.0)
+"""Of the time that is left, what each of the successive searches gets: a plan that is much better is used soon."""
+
+Answer = dict[str, Any]
+
+
+def names_of(problem: TrainingGraph) -> list[str]:
+    """Return the names of ops and inverses, whose positions messages contain."""
+    return [op.name for op in (*problem.ops, *problem.inverses)]
+
+
+def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
+    """Return the plan that an answer states, simulated again.
+
+    Raises:
+        ProblemError, ValueError, LookupError: it states none.
+    """
+    names = names_of(problem)
+    plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
+    bound = answer["lower_bound"]
+    return replace(
+        plan,
+        budget=budget,
+        lower_bound=None if bound is None else float(bound),
+        status="optimal" if answer["status"] == "optimal" else "feasible",
+        fingerprint=problem.fingerprint,
+    )
+
+
+def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
+    """Return the fields of an answer that state a plan."""
+    number = {name: k for k, name in enumerate(names_of(problem))}
+    return {
+        "runs": [number[name] for name in runs_of(plan.schedule)],
+        "strategy": plan.strategy,
+        "lower_bound": plan.lower_bound,
+        "status": plan.status,
+    }
+
+
+class SearchJob:
+    """A request and what was found for it.
+
+    Args:
+        request: see `worker`.
+        store: has the plans on disk, and gets those that are found.
+
+    Raises:
+        ProblemError, UsageError, KeyError, TypeError, ValueError: the request is malformed.
+    """
+
+    def __init__(self, request: Mapping[str, Any], store: PlanStore) -> None:
+        self.began, self.store = time.monotonic(), store
+        self.problem, self.budget = problem_from_json(request["problem"]), int(request["budget"])
+        self.strategy = strategy(request["strategy"], **request["options"])
+        self.limit = float(getattr(self.strategy, LIMIT))
+        self.gap = float(getattr(self.strategy, "gap", 0.0))
+        names = names_of(self.problem)
+        self.starts = [
+            plan_from_runs(self.problem, [names[k] for k in runs], "start") for runs in request["starts"]
+        ]
+        self.found = list(self.starts)
+        self.best: Plan | None = min(
+            (p for p in self.starts if p.estimate.peak <= self.budget), key=_cost, default=None
+        )
+
+    def polish(self) -> Iterator[Answer]:
+        """Yield an answer for each better plan of short searches; nothing without plans of other sizes, or if a plan
+        that needs no search is on disk."""
+        if len(self.starts) < 2 or self._solved() is not None:
+            return
+        seed, keep_order = getattr(self.strategy, "seed", 0), getattr(self.strategy, "keep_order", False)
+        for plan in polished(self.problem, self.budget, self.starts, seed=seed, keep_order=keep_order):
+            yield from self._take(plan)
+
+    def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
+        """Yield an answer for each better plan of the longer searches.
+
+        Args:
+            urgent: called often; if it returns True, the search is interrupted, and goes on with the time that is left
+                when the iterator is asked again. An empty answer gives the caller a chance for something else.
+        """
+        known = self._solved()
+        if known is not None:
+            yield from self._take(known)
+            return
+        compile_kernels()  # before the clock starts
+        self.found += self.store.kept(self.problem)
+        spent, at = 0.0, 0
+        while at < len(SHARES) and spent < self.limit:
+            began = time.monotonic()
+            plan, interrupted = self._searched(SHARES[at] * (self.limit - spent), urgent)
+            spent += time.monotonic() - began
+            at += not interrupted
+            if plan is None:
+                yield {}
+                continue
+            done = plan.status == "optimal" or (plan.gap is not None and plan.gap <= self.gap)
+            seconds = self.limit if at == len(SHARES) or plan.status == "optimal" else 0.0
+            self.store.put(self.problem, self.budget, plan, lasting=self.strategy.lasting, seconds=seconds)
+            yield from self._take(plan)
+            if done:
+                return
+            yield {}
+
+    def done(self) -> Answer:
+        """Return the last answer."""
+        return {"done": True, "seconds": time.monotonic() - self.began}
+
+    def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:
+        """A plan, if the search finds one, and whether it was interrupted."""
+        interrupted = False
+
+        def report(_fraction: float, _text: str) -> None:
+            nonlocal interrupted
+            if urgent():
+                interrupted = True
+                raise KeyboardInterrupt  # after which searches return the best plan so far
+
+        search = replace(self.strategy, **{LIMIT: seconds})
+        try:
+            return search.plan(self.problem, self.budget, report, self.found), interrupted
+        except InfeasibleBudget:
+            return None, interrupted
+        except KeyboardInterrupt:
+            if not interrupted:
+                raise
+            return None, True
+
+    def _solved(self) -> Plan | None:
+        return self.store.solved(self.problem, self.budget, self.gap, self.limit)
+
+    def _take(self, plan: Plan) -> Iterator[Answer]:
+        """An answer, if the plan is better than all before it or has a lower bound."""
+        self.found.append(plan)
+        better = self.best is None or _cost(plan) < _cost(self.best) or plan.lower_bound is not None
+        self.best = min((p for p in (plan, self.best) if p is not None), key=_cost)
+        if better:
+            best = replace(self.best, lower_bound=plan.lower_bound, status=plan.status)
+            stated = message_of(self.problem, best)
+            yield {"done": False, "seconds": time.monotonic() - self.began, **stated}
+
+
+def _cost(plan: Plan) -> tuple[float, int]:
+    return plan.estimate.cost, plan.estimate.peak
