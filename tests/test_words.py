@@ -66,7 +66,16 @@ ABOLISHED = {
     r"(comes?|came) anew": "again",
 }
 """Word → what to say instead. Matched without regard to case, at word boundaries."""
-ABOLISHED_NAMES = ("presumption", "parting", "unscattered", "members_plans", "carried_over", "outside")
+ABOLISHED_NAMES = (
+    "brought",
+    "lies_",
+    "presumption",
+    "parting",
+    "unscattered",
+    "members_plans",
+    "carried_over",
+    "outside",
+)
 """Parts of names of modules, classes and functions."""
 
 

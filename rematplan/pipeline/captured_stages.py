@@ -40,7 +40,7 @@ class _Recorder:
         del first
         raise _Recorded(step)
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
+    def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
         """Is never called, since nothing runs."""
 
 
@@ -54,7 +54,7 @@ class _Given:
         del step, first
         return self.plan
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
+    def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
         """Return None: the plan is valid for these gradients, too."""
 
 

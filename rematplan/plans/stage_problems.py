@@ -74,7 +74,7 @@ def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
     """Return the new buffers that no op of the backward reads."""
     made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")
-    read = {t for op in graph.ops if op.name in step.after_turn for t in op.reads}
+    read = {t for op in graph.ops if op.name in step.after_loss for t in op.reads}
     return tuple(t for t in made if t in graph.producer and t not in read)
 
 

@@ -257,7 +257,9 @@ class StepPlanner:
 
         return mapped(found, with_spare)
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
+    def with_gradients(
+        self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
+    ) -> StepPlan | None:
         """Return the plan for a step that begins with gradients of earlier steps.
 
         None if ``plan``, made without them, still fits the budget; or if no plan fits, which a warning says.

@@ -338,5 +338,7 @@ def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
     if left is given:
         return
     if (left.shape, left.dtype) != (given.shape, given.dtype):
-        raise ModelError(f"the forward assigns {slot} a tensor of another shape or type")
+        raise ModelError(
+            f"the forward assigns {slot} a tensor of another shape or type; assign one of the same shape and type"
+        )
     given.copy_(left.detach())

@@ -30,20 +30,20 @@ from rematplan.runtime.graph.zero_tangents import zeros_without
 ZEROS = torch.ops.aten.zeros.default
 
 
-def with_expected_tangents(step: CapturedStep, brought: Set[str] = frozenset()) -> CapturedStep:
+def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
     """Return the step without the tangents of outputs from which a scalar output (a loss) is computed.
     Scalars and all other outputs keep theirs.
 
     The new step computes the same bits as the whole step with these tangents missing. A tangent stays where
     that is not possible: where a parameter would lose its gradient, or a value would have other strides.
 
-    ``brought``: positions of such outputs for which a gradient has arrived before, so that their tangents
+    ``arrived``: positions of such outputs for which a gradient has arrived before, so that their tangents
     stay.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
-    candidates = sorted((t for t in made_of - brought if shape[t] > 1), key=int)
-    step = replace(step, brought=made_of & brought)
+    candidates = sorted((t for t in made_of - arrived if shape[t] > 1), key=int)
+    step = replace(step, arrived=made_of & arrived)
     found = _without(step, frozenset(candidates))
     if found is not None:
         return found

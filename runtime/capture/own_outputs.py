@@ -60,7 +60,11 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
     for output in step.outputs:
         value = values[output.value]
         of = parameters.get(output.target) if output.kind == "gradient" else None
-        if value.storage in taken or not is_whole(value) or (of is not None and not _lies_as(value.fake, of)):
+        if (
+            value.storage in taken
+            or not is_whole(value)
+            or (of is not None and not _has_layout_of(value.fake, of))
+        ):
             name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
             while name in values:
                 name += "_"
@@ -76,7 +80,7 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
     return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
 
 
-def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether autograd stores a gradient without copying it (the layout contract of
     ``AccumulateGrad``)."""
     strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)

@@ -94,10 +94,10 @@ def _on_one_device(step: CapturedStep) -> CapturedStep:
     Raises:
         ModelError: it uses several accelerators.
     """
-    beside_cpu = [str(d) for d in step.devices if d.type != "cpu"]
-    if len(beside_cpu) > 1:
+    accelerators = [str(d) for d in step.devices if d.type != "cpu"]
+    if len(accelerators) > 1:
         raise ModelError(
-            f"{step.name} is spread over {' and '.join(beside_cpu)}; a budget is for one device: plan its submodules"
+            f"{step.name} is spread over {' and '.join(accelerators)}; a budget is for one device: plan its submodules"
         )
     return step
 
@@ -205,7 +205,7 @@ class _Reader:
             self.sizes[node.name] = fixed_size(node.meta["val"])
             return
         if not isinstance(node.meta["val"], torch.Tensor):
-            raise ModelError(f"input {node.name} is no tensor")
+            raise ModelError(f"the input {node.name} is not a tensor")
         kind, target = self.describe.input(node, at)
         self._value(node.name, node.meta["val"], None)
         self.inputs.append(StepInput(kind, target, node.name))
@@ -247,11 +247,11 @@ class _Reader:
             return
         if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
             raise ModelError(
-                f"{node.target} takes functions or only checks values, and so cannot be planned here"
+                f"{node.target} takes functions or only checks values, so it cannot be planned here"
             )
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            raise ModelError(f"{node.target} changes its arguments, and so cannot be planned")
+            raise ModelError(f"{node.target} changes its arguments in place, so it cannot be planned")
         args, kwargs = self._refs(node.args), self._refs(node.kwargs)
         tags = getattr(node.target, "tags", ())
         read = {self.values[r.value].storage for r in refs((args, kwargs))}

@@ -87,4 +87,4 @@ def read_profile(path: Path) -> Profile:
             raise ValueError("a cost is negative or infinite")
         return Profile(str(data["device"]), calls, str(path))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UsageError(f"{path}: a field is missing or of another kind: {error}") from None
+        raise UsageError(f"{path}: a field is missing or has a wrong type: {error}") from None

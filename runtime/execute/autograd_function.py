@@ -27,7 +27,7 @@ from rematplan.runtime.graph.compat import (
     keeps_graph,
 )
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
-from rematplan.runtime.graph.zero_tangents import lies_otherwise
+from rematplan.runtime.graph.zero_tangents import changes_strides
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 """A callback that receives statistics by their targets (None where no gradient arrived), and whether the
@@ -90,7 +90,7 @@ class CompiledPlan:
         """
         if variant in self.variants:
             return self.variants[variant]
-        as_captured = variant.strides is None and not lies_otherwise(self.step, variant.missing)
+        as_captured = variant.strides is None and not changes_strides(self.step, variant.missing)
         step = self.step if as_captured else for_any_layout(self.step)
         note = notes.note if variant.noted else None
         overwrite = as_captured and not variant.kept
@@ -105,7 +105,7 @@ class CompiledPlan:
         """Recompile this backward variant with the observed strides. Values may then be overwritten in
         place."""
         if variant.noted and variant not in self.variants:
-            step = notes.lying(for_any_layout(self.step))
+            step = notes.with_layouts(for_any_layout(self.step))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
             self.variants[variant] = halves.backward
 
@@ -266,14 +266,14 @@ class _Call:
         Returns:
             The tangents for the first segment; None if no gradient arrived.
         """
-        brought = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
+        arrived = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
-        if not brought and all(given is None for given in tangents):
+        if not arrived and all(given is None for given in tangents):
             return None
         self._check(gradients)
         assert self.start is not None
-        if brought:
-            self._run_again(gradients, brought)
+        if arrived:
+            self._run_again(gradients, arrived)
             tangents = []
         else:
             self.variant, self.notes = self.plan.variant(tangents, kept), Notes()
@@ -302,13 +302,13 @@ class _Call:
                 f"vectorize, torch.func) use the original model"
             )
 
-    def _run_again(self, gradients: Sequence[torch.Tensor | None], brought: frozenset[str]) -> None:
+    def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
         """Run the forward again, and then the whole backward, by a plan that also has the tangents
-        ``brought``, which this plan leaves out."""
+        ``arrived``, which this plan leaves out."""
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.step.name)
-        plan = self.with_tangents(brought)
+        plan = self.with_tangents(arrived)
         again = _Call(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
             again._forward_half()

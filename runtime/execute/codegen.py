@@ -36,9 +36,7 @@ class Writer:
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
         self.alive: dict[str, dict[str, None]] = {}  # storage → its values that are in variables
-        self.left: set[str] = (
-            set()
-        )  # storages that were returned for good; a schedule may still free them later
+        self.left: set[str] = set()  # storages that were returned; a schedule may still free them
         self.dead: list[str] = []  # values freed since the last call
         self.variable: dict[str, str] = {}  # value → its variable
         self.taken: set[str] = set()  # names of variables
@@ -46,9 +44,7 @@ class Writer:
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
         self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
-        self.ends: dict[
-            int, list[str]
-        ] = {}  # position → storages that are dropped after it without a step that frees
+        self.ends: dict[int, list[str]] = {}  # position → storages dropped after it without a Free
         self.noting = False
         """Whether the source calls ``note(name, tensor)`` for each value it makes. The scope must then define
         ``note``."""
@@ -104,12 +100,12 @@ class Writer:
         }
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
-    def _keep_old_buffers(self, turn: int) -> None:
+    def _keep_old_buffers(self, boundary: int) -> None:
         """Copy the buffers that get new content at the loss boundary and are read after it, unless the
         forward gets copies anyway."""
         if self.step.left_out:
             return
-        late = read_from(self.step, self.schedule, turn) & renewed_buffers(self.step)
+        late = read_from(self.step, self.schedule, boundary) & renewed_buffers(self.step)
         for i in self.step.inputs:
             storage = self.step.values[i.value].storage
             if storage in late:

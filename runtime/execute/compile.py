@@ -127,7 +127,7 @@ def compile_halves(
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
     left = [spare[at] for at in own.positions if spare]
-    segments = gradient_segments(step, schedule, own.turn, left, late=own.late)
+    segments = gradient_segments(step, schedule, own.boundary, left, late=own.late)
     writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)

@@ -52,19 +52,19 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     own = split_at_loss(step, schedule)
-    schedule, turn = own.schedule, own.turn
+    schedule, boundary = own.schedule, own.boundary
     rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
     replayed = {c.name for c in step.calls if c.seeded} & rerun
     forward = _Emitter(step, replayed)
     for i in step.inputs:
         if i.kind not in ("tangent", "constant"):
             forward.placeholder(i.value, step.values[i.value].fake)
-    forward.steps(schedule[:turn])
+    forward.steps(schedule[:boundary])
     backward = _Emitter(step, replayed, forward)
     for i in step.inputs:
         if i.kind == "tangent":
             backward.placeholder(i.value, step.values[i.value].fake)
-    backward.steps(schedule[turn:])
+    backward.steps(schedule[boundary:])
     gradients = [backward.use(o.value) for o in step.outputs if "gradient" in o.kind]
     saved = tuple(backward.taken)
     outputs = [forward.use(o.value) for o in step.outputs if o.kind in ("output", "renewed")]

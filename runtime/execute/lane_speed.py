@@ -43,13 +43,13 @@ def measured_sharing(
     device = step.device
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         lanes = [_busy(step, [runs[at] for at in lane], cost) for lane in where.lanes]
-        alone, beside, start, handover = [], [], [], []
+        alone, together, start, handover = [], [], [], []
         for _ in range(ROUNDS):
             alone.append(_seconds(device, lanes[0]) + _seconds(device, lanes[1]))
-            beside.append(_seconds(device, lambda: _both(device, *lanes)))
+            together.append(_seconds(device, lambda: _both(device, *lanes)))
             start.append(_seconds(device, lambda: _both(device, _nothing, _nothing)))
             handover.append(_seconds(device, lambda: _hand_over(device)))
-    speed = min(alone) / 2 / min(beside)
+    speed = min(alone) / 2 / min(together)
     waiting = max(0.0, min(handover) - min(start)) / (2 * HANDOVERS)
     return Sharing(min(1.0, max(0.5, speed)), waiting * 1e6, min(start) * 1e6)
 
@@ -79,9 +79,9 @@ def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -
     return run
 
 
-def _both(device: torch.device, on_main: Callable[[], None], beside: Callable[[], None]) -> None:
+def _both(device: torch.device, on_main: Callable[[], None], on_recovery: Callable[[], None]) -> None:
     _, recovery = two_lanes(device)
-    with recovery.running(beside):
+    with recovery.running(on_recovery):
         on_main()
 
 

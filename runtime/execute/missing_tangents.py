@@ -31,15 +31,15 @@ class Unused:
     same: tuple[tuple[str, str], ...] = ()
 
 
-def unused_by(step: CapturedStep, schedule: Schedule, turn: int, missing: Iterable[str]) -> Unused:
-    """Return what is superfluous in a schedule's steps from ``turn`` on. ``missing``: the missing tangents
+def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
+    """Return what is superfluous in a schedule's steps from ``start`` on. ``missing``: the missing tangents
     (value names)."""
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}
     wanted = {step.values[o.value].storage for o in step.outputs if o.kind in LATE and o.value not in zero}
     skipped = set()
-    for at in reversed(range(turn, len(schedule))):
+    for at in reversed(range(start, len(schedule))):
         one = schedule[at]
         if not isinstance(one, Run):
             continue

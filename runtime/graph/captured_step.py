@@ -180,7 +180,7 @@ class CapturedStep:
     left_out: frozenset[str] = frozenset()
     """Positions of outputs that require gradients but have no tangent among the inputs, because a scalar
     output (a loss) is computed from them."""
-    brought: frozenset[str] = frozenset()
+    arrived: frozenset[str] = frozenset()
     """Positions of outputs from which a scalar output (a loss) is computed, and that nevertheless have a
     tangent."""
 
@@ -222,7 +222,7 @@ class CapturedStep:
         return tuple(dict.fromkeys(self.drawing_device(c) for c in self.calls if c.seeded))
 
     @cached_property
-    def after_turn(self) -> frozenset[str]:
+    def after_loss(self) -> frozenset[str]:
         """The names of calls that run after the loss boundary: those that depend on a tangent, directly or
         not, those marked as late, and those that depend on a late call."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}

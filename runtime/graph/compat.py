@@ -125,7 +125,7 @@ LATER = {
         "aot_export_joint_with_descriptors",
     ),
     "boxed_nop": ("torch._dynamo.backends.debugging", "boxed_nop"),
-    "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # not in a build for CPUs
+    "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # missing in CPU builds
     "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
     "device_mode": ("torch.utils._device", ""),
     "dynamo_config": ("torch._dynamo.config", ""),

@@ -13,7 +13,7 @@ from rematplan.runtime.graph.captured_step import (
 def with_phases(step: CapturedStep) -> CapturedStep:
     """Mark as backward every call after the loss boundary, and every unordered call before it whose results
     no forward output needs."""
-    late = step.after_turn
+    late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()
     for call in reversed(step.calls):

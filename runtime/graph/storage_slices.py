@@ -56,7 +56,7 @@ def band(tensor: torch.Tensor) -> Band | None:
     return Band(period, start, length)
 
 
-def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     """Return whether the strides of a tensor equal ``strides``, ignoring those of dimensions of size 1."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 

@@ -17,7 +17,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
 from rematplan.runtime.graph.compat import FakeTensorMode
-from rematplan.runtime.graph.storage_slices import lies_so
+from rematplan.runtime.graph.storage_slices import has_strides
 
 ATEN = torch.ops.aten
 RESHAPE = ATEN.reshape.default
@@ -50,7 +50,7 @@ def for_any_layout(step: CapturedStep) -> CapturedStep:
     gradients were contiguous already. Calls of `CONTIGUOUS`, and calls of ops that are not PyTorch's,
     therefore get their arguments with the strides at capture (`AsCaptured`).
     """
-    late = step.after_turn
+    late = step.after_loss
     copies = _copies_to_reshape(step)
 
     def open_(call: Call) -> Call:
@@ -90,13 +90,13 @@ class AsCaptured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the op and return its result."""
-        return self.op(*map(_lie, args, self.strides), **kwargs)
+        return self.op(*map(_laid_out, args, self.strides), **kwargs)
 
 
-def _lie(arg: Any, strides: Any) -> Any:
+def _laid_out(arg: Any, strides: Any) -> Any:
     if isinstance(strides, list):
-        return type(arg)(map(_lie, arg, strides))
-    if strides is None or lies_so(arg, strides):  # no formula copies because of a dimension of size 1
+        return type(arg)(map(_laid_out, arg, strides))
+    if strides is None or has_strides(arg, strides):  # no formula copies because of a dimension of size 1
         return arg
     return torch.empty_strided(arg.shape, strides, dtype=arg.dtype, device=arg.device).copy_(arg)
 
@@ -145,7 +145,7 @@ class Notes:
             tensor.untyped_storage().nbytes(),
         )
 
-    def lying(self, step: CapturedStep) -> CapturedStep:
+    def with_layouts(self, step: CapturedStep) -> CapturedStep:
         """Return the step with fakes of the recorded layouts."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}

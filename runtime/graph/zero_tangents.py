@@ -44,12 +44,12 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
     return Zeros(frozenset(zero), sums)
 
 
-def lies_otherwise(step: CapturedStep, missing: Iterable[str]) -> bool:
+def changes_strides(step: CapturedStep, missing: Iterable[str]) -> bool:
     """Return whether, without the tangents ``missing``, some sum would be replaced by a summand with other
     strides."""
-    lies = {name: value.fake.stride() for name, value in step.values.items()}
+    strides = {name: value.fake.stride() for name, value in step.values.items()}
     sums = zeros_without(step, missing).sums
-    return any(lies[str(step.call[name].results[0])] != lies[value] for name, value in sums.items())
+    return any(strides[str(step.call[name].results[0])] != strides[value] for name, value in sums.items())
 
 
 def _is_plain_sum(call: Call) -> bool:

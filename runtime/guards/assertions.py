@@ -90,9 +90,7 @@ class SpeculatedAssertions:
         self.trial = outcome
         try:
             trace()
-        except (
-            Exception
-        ) as error:  # the forward or the tracer may raise anything; only the forward's errors count
+        except Exception as error:  # any error of the forward or of the tracer; only the former count
             return error if _is_raised_by_forward(error) else None
         finally:
             self.trial = None

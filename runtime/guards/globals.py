@@ -61,7 +61,7 @@ class GlobalReads:
         self.shelves: dict[int, _Shelf] = {}
         self.waiting: list[tuple[Any, Names]] = []
         self.met: set[tuple[int, Names]] = set()
-        self.names: Names = frozenset()  # of all code that was looked into
+        self.names: Names = frozenset()  # all names in the code that was examined
         self.generators: dict[int, Any] = {}
         """By id, the random number generators that the code refers to."""
         self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model

@@ -95,7 +95,9 @@ class ModuleTree:
         tensors = _values(self.holders)
         first: dict[int, int] = {}
         places = [first.setdefault(id(t), at) for at, t in enumerate(tensors)]
-        again = [(at, of) for at, of in enumerate(places) if at != of]  # of tied tensors, and of None
+        again = [
+            (at, of) for at, of in enumerate(places) if at != of
+        ]  # repeated tensors: tied ones, and None
         self.again, self.of = (picked(column) for column in (zip(*again, strict=True) if again else ((), ())))
         self.absent = picked([at for at in first.values() if tensors[at] is None])
         kept = [at for at in first.values() if tensors[at] is not None]

@@ -30,9 +30,8 @@ def _told(op: OpOverload) -> Any:
         return op(*args, **kwargs)
 
     def fake(*args: Any, sizes: list[int], **kwargs: Any) -> Any:
-        with (
-            disable_current_modes()
-        ):  # a run on one-element zeros shows the number of dimensions and the types
+        # A run on one-element zeros shows the number of dimensions and the types.
+        with disable_current_modes():
             small = op(*pytree.tree_map_only(torch.Tensor, _single_zero, args), **kwargs)
         left = iter(sizes)
         return pytree.tree_map(

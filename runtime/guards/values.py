@@ -206,10 +206,8 @@ class OpTape:
         self.drawn: dict[int, torch.Tensor] = {}  # by id, results of `rand`; cleared by any write
         self.written: set[int] = set()  # memories that a recorded call writes to
         self.lost: set[int] = set()  # memories that unknown values were written to
-        self.real: dict[
-            int, torch.Tensor
-        ] = {}  # by place, real sources and real results of entries made so far
-        self.made = 0  # entries
+        self.real: dict[int, torch.Tensor] = {}  # by place, real sources and results of entries
+        self.made = 0  # the number of entries whose results are in `real`
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
         """Add a tensor with which recorded calls may begin. ``source``: where its real tensor comes from, or

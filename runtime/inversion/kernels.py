@@ -160,9 +160,8 @@ def _reorder(out: Tensor, y: Tensor, order: Tensor, dim: int) -> None:
 
 
 def _log(out: Tensor, y: Tensor) -> None:
-    torch.log(
-        y.clamp_min(torch.finfo(y.dtype).tiny), out=out
-    )  # values that underflowed to 0 become the smallest normal number
+    # Values that underflowed to 0 become the smallest normal number.
+    torch.log(y.clamp_min(torch.finfo(y.dtype).tiny), out=out)
 
 
 def _elu(out: Tensor, y: Tensor, alpha: float, scale: float, input_scale: float) -> None:

@@ -120,7 +120,7 @@ class _Rewriter:
         source = self._original(source)
         if self.fake(source).shape != there.shape or self.fake(source).dtype != there.dtype:
             return False
-        if self._stands_there(base, source, there):
+        if self._is_there(base, source, there):
             return self.equate(result, base.value)
         if at.step == 1:
             others = [Slice(dim, 0, at.start, 1), Slice(dim, at.end, n, 1)]
@@ -178,7 +178,7 @@ class _Rewriter:
             source = original
         return source
 
-    def _stands_there(self, base: Ref, source: Ref, there: torch.Tensor) -> bool:
+    def _is_there(self, base: Ref, source: Ref, there: torch.Tensor) -> bool:
         fake = self.fake(source)
         return bool(
             self.values[source.value].storage == self.values[base.value].storage

@@ -24,7 +24,7 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
-from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, lies_so, within
+from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, has_strides, within
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ class _Parter:
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
-        plain = [base.name]  # views of all of it
+        plain = [base.name]  # views of the whole base
         while plain:
             for call in self.readers.get(plain.pop(), ()):
                 for result in call.results if call.is_view else ():
@@ -252,7 +252,9 @@ def _described(fake: torch.Tensor) -> tuple[object, ...]:
 
 def _same_strides(fake: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
     size, stride, offset = geometry
-    return bool(fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and lies_so(fake, stride))
+    return bool(
+        fake.storage_offset() == offset == 0 and tuple(fake.shape) == size and has_strides(fake, stride)
+    )
 
 
 def _without(results: tuple[str | None, ...], value: str) -> tuple[str | None, ...]:

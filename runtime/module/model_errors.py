@@ -58,9 +58,8 @@ def _raised(
         try:
             forward(*args, **kwargs)
         except Exception as error:
-            return (
-                None if isinstance(error, TorchDynamoException) else error
-            )  # a tracer's error, not the model's
+            # TorchDynamo's errors are a tracer's, not the model's.
+            return None if isinstance(error, TorchDynamoException) else error
     return None
 
 

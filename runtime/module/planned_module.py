@@ -68,15 +68,14 @@ def _class_of(kind: type[nn.Module]) -> Any:
 
 
 def _new_class(kind: type[nn.Module]) -> Any:
-    more = {
-        key: getattr(kind, key) for key in ("__module__", "__qualname__")
-    }  # some code looks classes up by name
+    # Some code looks classes up by name.
+    more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}
     try:
         ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}
         own = {"forward": _Forward(kind), "_rematplan_kind": kind}
         return type(kind.__name__, (_Planned, kind), {**more, **ours, **own})
     except TypeError as error:
-        raise ModelError(f"{kind.__name__} leaves no room for a planned subclass: {error}") from error
+        raise ModelError(f"{kind.__name__} allows no planned subclass: {error}") from error
 
 
 def _blank(kind: Any) -> nn.Module:
@@ -227,8 +226,8 @@ class Planning:
             UsageError: the module was planned without statistics.
         """
         assert self._recorder
-        plain = (way for ways in self._planned._rematplan.ways.values() for way in ways)
-        found = (shapes(other.statistics) for way in plain for other in way.measured if other.statistics)
+        plain = (entry for entries in self._planned._rematplan.cache.values() for entry in entries)
+        found = (shapes(other.statistics) for entry in plain for other in entry.measured if other.statistics)
         return {name: factors for one in found for name, factors in one.items()}
 
     def take_statistics(self, wanted: bool | None = True) -> None:

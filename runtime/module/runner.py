@@ -62,7 +62,9 @@ class Planner(Protocol):
             InfeasibleBudget: no plan fits the budget, and the options allow no other.
         """
 
-    def beside(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> StepPlan | None:
+    def with_gradients(
+        self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
+    ) -> StepPlan | None:
         """Return a plan for a step during which gradients of earlier steps exist; None if ``plan`` fits, or
         is to be used anyway.
 
@@ -98,7 +100,7 @@ class CacheEntry:
     """The step with statistics; None if this entry computes none."""
     measured: list[CacheEntry] = field(default_factory=list, compare=False)
     """The entry for the same forward that computes statistics: empty or one element."""
-    beside: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
+    with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
     """Entries for steps with gradients of earlier steps, by the names of the parameters that had them, and
     their bytes."""
 
@@ -127,7 +129,7 @@ class CacheEntry:
             names: the parameters that may have them.
         """
         if gradients:
-            self.beside[names, gradients] = self
+            self.with_gradients[names, gradients] = self
         return self
 
 
@@ -155,27 +157,27 @@ class Runner:
     ) -> None:
         self.name, self.planner, self.dynamic = name, planner, dynamic
         self.recorder = Recorder(statistics) if statistics else None
-        self.ways: dict[Any, list[CacheEntry]] = {}
+        self.cache: dict[Any, list[CacheEntry]] = {}
         self.shapes: dict[Any, OpenShapes] = {}
-        """What was captured with open sizes, by the key of the call without sizes."""
+        """Captures with open sizes, by everything in a call that selects a plan except sizes."""
         self.last: CacheEntry
         self.said_many = False
-        self.brought: frozenset[str] = frozenset()
+        self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
-        self.walk: guards.ModuleTree | None = None
+        self.tree: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
         version."""
 
-    def twin(self, ways: dict[Any, list[CacheEntry]] | None = None) -> Runner:
+    def twin(self, cache: dict[Any, list[CacheEntry]] | None = None) -> Runner:
         """Return a runner for a copy of the planned module, with the same plans, or with those of
-        ``ways``."""
+        ``cache``."""
         twin = copy.copy(self)
-        twin.walk = None
+        twin.tree = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
-        twin.ways = {key: list(found) for key, found in self.ways.items()} if ways is None else ways
-        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if ways is None else {}
-        if not twin.ways:
+        twin.cache = {key: list(found) for key, found in self.cache.items()} if cache is None else cache
+        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if cache is None else {}
+        if not twin.cache:
             twin.__dict__.pop("last", None)
         return twin
 
@@ -194,90 +196,92 @@ class Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return planned._rematplan_plain(args, kwargs)
         self._check_first_order()
-        way = self._way(planned, leaves, spec, state)
-        if self.recorder and self._takes_statistics(self.recorder, way, state):
-            way = self._measured(way, self.recorder)
-        way = self._beside_gradients(way, state, tensors)
-        if way.running.refinement is not None:
-            self._exchange(way, state)
-        sink = self.recorder.sink(way.statistics) if self.recorder else None
-        flat = way.compiled(
-            state.named, tensors, lambda brought: self._with_tangents(way, brought).compiled, sink
+        entry = self._entry(planned, leaves, spec, state)
+        if self.recorder and self._takes_statistics(self.recorder, entry, state):
+            entry = self._measured(entry, self.recorder)
+        entry = self._with_gradients(entry, state, tensors)
+        if entry.running.refinement is not None:
+            self._exchange(entry, state)
+        sink = self.recorder.sink(entry.statistics) if self.recorder else None
+        flat = entry.compiled(
+            state.named, tensors, lambda arrived: self._with_tangents(entry, arrived).compiled, sink
         )
         places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
-        found = [places[type(c)][c.at] if type(c) in places else c for c in way.constants]
-        results, given, left = pytree.tree_unflatten(found, way.outputs)
+        found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
+        results, given, left = pytree.tree_unflatten(found, entry.outputs)
         for at, attributes in given.items():
             state.attributes[at].update(attributes)
         if left is not None:
             refill((args, kwargs), left)
         return results
 
-    def _exchange(self, way: CacheEntry, state: guards.ModuleState) -> None:
+    def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
         """Replace the plan by a better one that was found, if a new training step begins: no backward of this
         module is pending or may be repeated, and the optimizer has stepped or the gradients are None."""
-        name = next(iter(way.targets), "")
+        name = next(iter(entry.targets), "")
         trained, (known, version) = state.named.get(name), self.version
         new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
         self.version = name, None if trained is None else trained._version
-        if not (new_step and way.running.improved) or any(w.compiled.pending for w in self.entries()):
+        if not (new_step and entry.running.improved) or any(w.compiled.pending for w in self.entries()):
             return
         with LOCK.alone():
-            if way.running.improved:
-                found = way.running.swap()
+            if entry.running.improved:
+                found = entry.running.swap()
                 # The old plan also fitted with earlier gradients; the new one may not.
-                alone = [key for key, w in way.beside.items() if w is way and key[1] > found.gradients]
+                alone = [
+                    key for key, w in entry.with_gradients.items() if w is entry and key[1] > found.gradients
+                ]
                 for key in alone:
-                    del way.beside[key]
+                    del entry.with_gradients[key]
 
     def entries(self) -> list[CacheEntry]:
         """Return all entries, each once."""
-        plain = [way for ways in self.ways.values() for way in ways]
-        every = [w for way in plain for w in (way, *way.measured)]
-        return list({id(w): w for way in every for w in (way, *way.beside.values())}.values())
+        plain = [entry for entries in self.cache.values() for entry in entries]
+        every = [w for entry in plain for w in (entry, *entry.measured)]
+        return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments without running the model."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            way = self.find(planned, args, kwargs)
+            entry = self.find(planned, args, kwargs)
             if self.recorder:
-                self._measured(way, self.recorder)
+                self._measured(entry, self.recorder)
 
-    def _takes_statistics(self, recorder: Recorder, way: CacheEntry, state: guards.ModuleState) -> bool:
+    def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
-        accumulating = any(_gradient(state.named.get(name)) is not None for name in way.targets)
+        accumulating = any(_gradient(state.named.get(name)) is not None for name in entry.targets)
         return recorder.forward(parameters, accumulating)
 
-    def _measured(self, way: CacheEntry, recorder: Recorder) -> CacheEntry:
+    def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
         """Return the entry of the same forward that computes statistics."""
-        if not way.measured:
+        if not entry.measured:
             with LOCK.alone():
-                if not way.measured:
-                    found = with_statistics(way.whole, recorder.options, recorder.draws)
-                    captured = with_expected_tangents(found.step, self.brought)
-                    first = not any(w.measured for ways in self.ways.values() for w in ways)
+                if not entry.measured:
+                    found = with_statistics(entry.whole, recorder.options, recorder.draws)
+                    captured = with_expected_tangents(found.step, self.arrived)
+                    first = not any(w.measured for entries in self.cache.values() for w in entries)
                     draws = recorder.draws.count
                     made = self.planner(captured, first=first)
                     recorder.draws.count = draws  # the measurement of costs draws labels, too
-                    entry = replace(way, running=Running.of(made), captured=captured)
-                    entry = replace(entry, statistics=found, beside={}, measured=[])
-                    names = next((names for names, _ in way.beside), frozenset[str]())
-                    way.measured.append(entry.counting(made.gradients, names))
-        self.last = way.measured[0]
+                    measured = replace(entry, running=Running.of(made), captured=captured)
+                    measured = replace(measured, statistics=found, with_gradients={}, measured=[])
+                    names = next((names for names, _ in entry.with_gradients), frozenset[str]())
+                    entry.measured.append(measured.counting(made.gradients, names))
+        self.last = entry.measured[0]
         return self.last
 
     def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
         """Return the entry for these arguments whose guard holds, or a new one."""
         leaves, spec = flattened_call(args, kwargs)
-        return self._way(planned, leaves, spec, self._state(planned))
+        return self._entry(planned, leaves, spec, self._state(planned))
 
     def _state(self, planned: Planned) -> guards.ModuleState:
         module = cast(nn.Module, planned)
         with LOCK.shared():
-            state = self.walk.state(module) if self.walk else None
+            state = self.tree.state(module) if self.tree else None
             if state is None:
-                self.walk = guards.ModuleTree(module)
-                state = self.walk.state(module)
+                self.tree = guards.ModuleTree(module)
+                state = self.tree.state(module)
         assert state is not None
         return state
 
@@ -288,7 +292,7 @@ class Runner:
                 f"transforms and forward-mode derivatives"
             )
 
-    def _way(
+    def _entry(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
         if parametrizations_are_cached() and any(
@@ -304,69 +308,74 @@ class Runner:
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
                 found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
-        if found.captured.left_out & self.brought:
+        if found.captured.left_out & self.arrived:
             found = self._with_tangents(found)
         self.last = found
         return found
 
-    def _beside_gradients(
-        self, way: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
+    def _with_gradients(
+        self, entry: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry:
         """Return the entry whose plan leaves room in the budget for gradients of earlier steps; the entry
         itself if there are none.
 
         Gradients of parameters, to which new ones are added, of inputs, and earlier statistics count.
         """
-        own = state.named.get(next(iter(way.targets), ""))
+        own = state.named.get(next(iter(entry.targets), ""))
         of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
         summed = self.recorder.held if self.recorder else {}
         if _gradient(own) is None and not of_inputs and not summed:
-            return way
+            return entry
         gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
         every = (*gradients.values(), *of_inputs)
         held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values()) + sum(summed.values())
         with LOCK.shared():
             found = next(
-                (w for (n, size), w in way.beside.items() if held <= size and gradients.keys() <= n), None
+                (
+                    w
+                    for (n, size), w in entry.with_gradients.items()
+                    if held <= size and gradients.keys() <= n
+                ),
+                None,
             )
         if found is None:
             with LOCK.alone():
-                found = self._planned_beside(way, held, frozenset(gradients))
-                way.beside[frozenset(gradients), held] = found
+                found = self._planned_with_gradients(entry, held, frozenset(gradients))
+                entry.with_gradients[frozenset(gradients), held] = found
         self.last = found
         return found
 
-    def _planned_beside(self, way: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
-        targets = {target for name, target in way.targets.items() if name in names}
-        found = self.planner.beside(way.captured, way.plan, held, targets)
-        return way if found is None else replace(way, running=Running.of(found), beside={})
+    def _planned_with_gradients(self, entry: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
+        targets = {target for name, target in entry.targets.items() if name in names}
+        found = self.planner.with_gradients(entry.captured, entry.plan, held, targets)
+        return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
 
-    def _with_tangents(self, way: CacheEntry, brought: frozenset[str] = frozenset()) -> CacheEntry:
-        """Return the entry planned again with the tangents ``brought`` (positions of outputs) and those that
+    def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
+        """Return the entry planned again with the tangents ``arrived`` (positions of outputs) and those that
         arrived before. Calls of the same kind use that plan from now on."""
-        if way.statistics and self.recorder:
-            plain = replace(way, statistics=None, measured=[])
-            return self._measured(self._with_tangents(plain, brought), self.recorder)
+        if entry.statistics and self.recorder:
+            plain = replace(entry, statistics=None, measured=[])
+            return self._measured(self._with_tangents(plain, arrived), self.recorder)
         with LOCK.alone():
-            self._say_brought(brought - self.brought)
-            self.brought |= brought
-            alike = (w for ways in self.ways.values() for w in ways if w.whole is way.whole)
+            self._warn_of_arrived(arrived - self.arrived)
+            self.arrived |= arrived
+            alike = (w for entries in self.cache.values() for w in entries if w.whole is entry.whole)
             for known in alike:
-                if not known.captured.left_out & self.brought:
+                if not known.captured.left_out & self.arrived:
                     return known
-            captured = with_expected_tangents(way.whole, self.brought)
+            captured = with_expected_tangents(entry.whole, self.arrived)
             made = self.planner(captured)
-            found = replace(way, running=Running.of(made), captured=captured)
-            found = replace(found, beside={}, measured=[])
-            found.counting(made.gradients, next((names for names, _ in way.beside), frozenset()))
-            for ways in self.ways.values():
-                ways[:] = [found if w.whole is way.whole else w for w in ways]
+            found = replace(entry, running=Running.of(made), captured=captured)
+            found = replace(found, with_gradients={}, measured=[])
+            found.counting(made.gradients, next((names for names, _ in entry.with_gradients), frozenset()))
+            for entries in self.cache.values():
+                entries[:] = [found if w.whole is entry.whole else w for w in entries]
         return found
 
-    def _say_brought(self, brought: frozenset[str]) -> None:
-        if brought:
+    def _warn_of_arrived(self, arrived: frozenset[str]) -> None:
+        if arrived:
             warn(
-                f"{self.name}: a gradient arrived for output {', '.join(sorted(brought, key=int))}, from which its "
+                f"{self.name}: a gradient arrived for output {', '.join(sorted(arrived, key=int))}, from which its "
                 f"loss is computed, and the plan did not expect that: this backward runs the forward again and may "
                 f"exceed the budget; later plans expect the gradient"
             )
@@ -374,18 +383,18 @@ class Runner:
     def _known(
         self, key: Any, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry | None:
-        return next((way for way in self.ways.get(key, ()) if way.guard.holds(state, tensors)), None)
+        return next((entry for entry in self.cache.get(key, ()) if entry.guard.holds(state, tensors)), None)
 
     def _new(
         self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
-        if self.ways and not self.dynamic:
+        if self.cache and not self.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
-        way = self._compile(planned, leaves, spec, state)
-        self.ways.setdefault(key, []).append(way)
+        entry = self._compile(planned, leaves, spec, state)
+        self.cache.setdefault(key, []).append(entry)
         if sum(one.fixed for one in self.shapes.values()) == MANY and not self.said_many:
             self.said_many = True
             warn(
@@ -393,7 +402,7 @@ class Runner:
                 f"the forward decides costs another capture: pass numbers as tensors"
                 + "".join(f"; {reason}" for one in self.shapes.values() for reason in one.reasons)
             )
-        return way
+        return entry
 
     def _compile(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
@@ -405,7 +414,7 @@ class Runner:
         return self._planned(found, state)
 
     def _planned(self, forward: Found, state: guards.ModuleState) -> CacheEntry:
-        whole, captured = forward.step, with_expected_tangents(forward.step, self.brought)
+        whole, captured = forward.step, with_expected_tangents(forward.step, self.arrived)
         found = self.planner(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(forward.count)):

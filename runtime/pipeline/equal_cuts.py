@@ -29,9 +29,8 @@ def equal_cuts(graph: fx.Graph, stages: int) -> tuple[str, ...]:
         UsageError: the model has too few places to cut at.
     """
     places = cut_places(graph)
-    names = {
-        places[name]: name for name in reversed(cut_names(graph))
-    }  # the outermost module of those that begin at the same op
+    # Of modules that begin at the same op, the outermost.
+    names = {places[name]: name for name in reversed(cut_names(graph))}
     ops = [node for node in graph.nodes if node.op == "call_function"]
     if len(names) < stages - 1:
         raise UsageError(f"the model has {len(names) + 1} places for stages, not {stages}")

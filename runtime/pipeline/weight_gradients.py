@@ -87,7 +87,7 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
-    after = step.after_turn
+    after = step.after_loss
     given = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
     reading = (op for op in graph.ops if op.name in after and not given.isdisjoint(op.reads))
     wanted = given.union(*(op.writes for op in reading))

@@ -189,7 +189,7 @@ def waiting_bytes(
     left = [spare[at] for at in own.positions]
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
     waiting = [0] * len(schedule)
-    for segment in gradient_segments(step, own.schedule, own.turn, left, late=own.late):
+    for segment in gradient_segments(step, own.schedule, own.boundary, left, late=own.late):
         for storage in {step.values[o.value].storage for o in segment.outputs} & added & freed.keys():
             for at in own.positions[bisect(own.positions, freed[storage]) : segment.end]:
                 waiting[at] += step.storage_bytes[storage]

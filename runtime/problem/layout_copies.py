@@ -18,7 +18,7 @@ from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
 from rematplan.runtime.graph.quiet_logs import quiet
-from rematplan.runtime.graph.storage_slices import lies_so
+from rematplan.runtime.graph.storage_slices import has_strides
 from rematplan.runtime.graph.tangent_layouts import AsCaptured, for_any_layout
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -93,8 +93,8 @@ def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
             values = {
                 name: replace(step.values[name], fake=fake) for name, fake in followed.otherwise.items()
             }
-            lying = replace(opened, values={**step.values, **values})
-            yield OtherLayout(lying, followed.read, followed.kept, followed.spare)
+            changed = replace(opened, values={**step.values, **values})
+            yield OtherLayout(changed, followed.read, followed.kept, followed.spare)
 
 
 def most_copied(
@@ -116,8 +116,8 @@ def most_copied(
     for other in other_layouts(step):
         sizes = {name: own[name] + size for name, size in other.read.items()}
         if measured:
-            as_they_lie = [n for n in other.read if not isinstance(other.step.call[n].target, AsCaptured)]
-            sizes |= measured(other.step, as_they_lie)
+            plain = [n for n in other.read if not isinstance(other.step.call[n].target, AsCaptured)]
+            sizes |= measured(other.step, plain)
         spare = 0 if other.kept else other.spare
         for name, size in sizes.items():
             workspace[name] = max(workspace[name], size - spare - own[name])
@@ -154,7 +154,7 @@ class _Followed:
                 if name in self.otherwise
             )
         here = {
-            name: self.otherwise[name] if name in self.otherwise else _anew(fake)
+            name: self.otherwise[name] if name in self.otherwise else _again(fake)
             for name, fake in fakes.items()
         }
         args, kwargs = substitute((call.args, dict(call.kwargs)), here.__getitem__)
@@ -173,7 +173,7 @@ class _Followed:
             self._made(name, result)
 
     def _made(self, name: str, tensor: torch.Tensor) -> None:
-        if not lies_so(tensor, self.step.values[name].fake.stride()):
+        if not has_strides(tensor, self.step.values[name].fake.stride()):
             self.otherwise[name] = tensor
 
 
@@ -181,7 +181,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return allocated(tensor.untyped_storage().nbytes(), tensor.device)
 
 
-def _anew(fake: torch.Tensor) -> torch.Tensor:
+def _again(fake: torch.Tensor) -> torch.Tensor:
     """Return the same fake tensor in the current fake mode."""
     storage = torch.empty(
         fake.untyped_storage().nbytes() // fake.itemsize, dtype=fake.dtype, device=fake.device

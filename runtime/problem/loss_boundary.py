@@ -81,12 +81,12 @@ class LossMemory:
 
         A scalar output is assumed to be a loss that the model computes. That output, and the outputs it is
         computed from, need no bytes here, except those for which a gradient has arrived before
-        (`CapturedStep.brought`). Other outputs, from which no scalar output is computed, are assumed to have
+        (`CapturedStep.arrived`). Other outputs, from which no scalar output is computed, are assumed to have
         a loss outside the model.
 
         ``peak``: bytes, of the step without recomputation and without a loss.
         """
-        used = in_own_losses(step) - step.brought
+        used = in_own_losses(step) - step.arrived
         if not _read(step, used):
             return cls.of_peak(step, 0)
         ample = cls.of_copies(step, COPIES, used)
@@ -142,11 +142,11 @@ def with_loss_boundary(
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     given = sum(size for storage, size in copies.kept.items() if storage in tangents)
-    late, marked = step.after_turn, {c.name for c in step.calls if c.late}
+    late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     workspace = max(0, loss.peak - loss.kept - given)
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
-    def turned(op: Op) -> Op:
+    def after_loss(op: Op) -> Op:
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
         return (
             op
@@ -157,12 +157,12 @@ def with_loss_boundary(
     held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
     old = sum(step.storage_bytes[s] for s in early if s not in held)
-    beside = {OLD_BUFFERS: old} if old else {}
+    old_buffers = {OLD_BUFFERS: old} if old else {}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     ops = (
         *(op for op in graph.ops if op.name not in late),
         between,
-        *(turned(op) for op in graph.ops if op.name in late),
+        *(after_loss(op) for op in graph.ops if op.name in late),
     )
     # The caller may communicate between the halves, too.
     ordered = {*graph.ordered, *([LOSS] if any(c.collective for c in step.calls) else [])}
@@ -172,11 +172,11 @@ def with_loss_boundary(
             *(replace(t, bytes=t.bytes + kept.get(t.name, 0)) for t in graph.tensors),
             Tensor(LOSS, given),
             Tensor(LOSS_VALUE, loss.kept),
-            *(Tensor(name, size) for name, size in beside.items()),
+            *(Tensor(name, size) for name, size in old_buffers.items()),
         ),
-        inputs=(*graph.inputs, *beside),
+        inputs=(*graph.inputs, *old_buffers),
         outputs=(*graph.outputs, LOSS_VALUE, *([LOSS] if tangents & set(graph.outputs) else [])),
-        fixed_split={**graph.fixed_split, **beside},
+        fixed_split={**graph.fixed_split, **old_buffers},
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
         inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
@@ -206,7 +206,7 @@ class SplitSchedule:
 
     ``schedule``, ``lanes``: without the ops in `OUTSIDE`, which the caller runs, and without the last free of
     each gradient, since the caller takes it. ``positions``: the position of each of these steps in the
-    original schedule. ``turn``: the index in ``schedule`` of the first step after the loss. ``late``: the
+    original schedule. ``boundary``: the index in ``schedule`` of the first step after the loss. ``late``: the
     index of the first step of the second part of a split backward, after `WEIGHTS`; None if the backward is
     not split.
     """
@@ -214,7 +214,7 @@ class SplitSchedule:
     schedule: Schedule
     lanes: Lanes | None
     positions: tuple[int, ...]
-    turn: int
+    boundary: int
     late: int | None = None
 
 
@@ -233,9 +233,9 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     for name in reversed(OUTSIDE):  # the last run first, so that positions of the others stay valid
         if shorter and name in runs:
             shorter = _without(shorter, runs.index(name))
-    turn = bisect(own, schedule.index(Run(LOSS)))
+    boundary = bisect(own, schedule.index(Run(LOSS)))
     late = bisect(own, schedule.index(Run(WEIGHTS))) if WEIGHTS in runs else None
-    return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, turn, late)
+    return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:

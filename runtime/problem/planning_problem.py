@@ -54,12 +54,12 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     ops = tuple(_op(step, c, costs[c.name]) for c in step.calls if not c.is_view)
     inverses = tuple(replace(_op(step, c, costs[c.name]), phase=None) for c in step.inverses)
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
-    beside = tuple(name for name in (RNG_STATES, LIBRARIES) if name in split)
-    used |= dict.fromkeys(beside)
+    reserved = tuple(name for name in (RNG_STATES, LIBRARIES) if name in split)
+    used |= dict.fromkeys(reserved)
     return TrainingGraph(
         name=step.name,
         tensors=tuple(Tensor(name, sizes[name]) for name in used),
-        inputs=(*inputs, *beside),
+        inputs=(*inputs, *reserved),
         outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
         ops=ops,
         inverses=inverses,

@@ -60,14 +60,13 @@ def gradient_segments(
     sizes = {o: step.storage_bytes[step.values[o.value].storage] for o in gradients}
     enough = max(least, -(-sum(sizes.values()) // most))
 
-    communicates = any(c.collective and c.name in step.after_turn for c in step.calls)
+    communicates = any(c.collective and c.name in step.after_loss for c in step.calls)
 
     def parts(start: int, end: int, gradients: Sequence[StepOutput]) -> Iterator[Segment]:
         given: list[StepOutput] = []
         waiting = 0
-        for gradient, later in zip(
-            gradients, [*gradients[1:], None], strict=False
-        ):  # empty if there are no gradients
+        # Not strict: there may be no gradients.
+        for gradient, later in zip(gradients, [*gradients[1:], None], strict=False):
             given.append(gradient)
             waiting += sizes[gradient]
             at = ready[gradient]

@@ -91,7 +91,7 @@ def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
     if (needed or fake.dim() > 1) and not classes:
         raise ModelError(
             f"output {target} of {step.name} has the shape {list(fake.shape)}, without a dimension of classes "
-            f"(class_dim={options.class_dim}); fisher={options.fisher!r} needs what a loss outside of the model is "
-            f"taken of: state output=, or use fisher='empirical'"
+            f"(class_dim={options.class_dim}); fisher={options.fisher!r} needs the output from which a loss "
+            f"outside the model is computed: state output=, or use fisher='empirical'"
         )
     return found

@@ -120,7 +120,7 @@ class _Pass:
         """Return the additional backwards. Their first calls, which compute the outputs' gradients, are
         placed before the backward half."""
         found = further_backwards(self.step, self.options, self.draws)
-        first = next(c for c in self.step.calls if c.name in self.step.after_turn)
+        first = next(c for c in self.step.calls if c.name in self.step.after_loss)
         for one in found:
             self.before[first.name].append(one.begin)
             self.values |= one.values

@@ -147,7 +147,7 @@ def _each(given: Any, n: int) -> tuple[int, ...]:
 
 
 def _is_late(step: CapturedStep, ref: Ref) -> bool:
-    return step.values[ref.value].call in step.after_turn or any(
+    return step.values[ref.value].call in step.after_loss or any(
         i.value == ref.value and i.kind == "tangent" for i in step.inputs
     )
 

@@ -118,7 +118,7 @@ class Weights:
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
         for call in self.step.calls:
             positions = LAYERS.get(getattr(call.target, "overloadpacket", None))
-            if positions is None or call.name in self.step.after_turn:
+            if positions is None or call.name in self.step.after_loss:
                 continue
             one, other = (call.args[at].value for at in positions)
             for inputs, weight in ((one, other), (other, one)):
@@ -129,7 +129,7 @@ class Weights:
     def _product(self, call: Call, index: int) -> Product | None:
         """Return a call's result as a product, if a layer of the forward half has its inputs and a matching
         weight; else None."""
-        late = call.name in self.step.after_turn
+        late = call.name in self.step.after_loss
         product = product_of(call, self.step) if late else None
         if product is None or index != (1 if product.weight else 0):
             return None
@@ -200,7 +200,7 @@ class Weights:
             call = self.step.call.get(self.step.values[open_.pop()].call or "")
             for ref in refs((call.args, call.kwargs)) if call else ():
                 maker = self.step.values[ref.value].call
-                if ref.value in seen or maker not in self.step.after_turn:
+                if ref.value in seen or maker not in self.step.after_loss:
                     continue
                 seen.add(ref.value)
                 try:

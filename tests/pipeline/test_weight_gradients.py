@@ -76,7 +76,7 @@ def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
     graph = part.problem.graph
     order = [op.name for op in graph.ops]
     boundary = order.index(WEIGHTS)
-    sooner = [n for n in order[:boundary] if n in part.step.after_turn]
+    sooner = [n for n in order[:boundary] if n in part.step.after_loss]
     assert sooner
     for name in sooner:
         runs = [*order[: boundary + 1], name, *order[boundary + 1 :]]

@@ -75,9 +75,7 @@ class Checks(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if (
-            func is ATEN._is_all_true.default
-        ):  # called by torch.distributions, which raises if the result is false
+        if func is ATEN._is_all_true.default:  # called by torch.distributions, which raises if false
             return torch.tensor(self._assert(ATEN.all.default(*args), _VALID))
         if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition(*args)

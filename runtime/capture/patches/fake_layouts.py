@@ -126,7 +126,7 @@ class TrueLayouts(FakeTensorMode):
         fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
             return pytree.tree_unflatten(
-                [_lying(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
+                [_with_strides(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
 
 
@@ -153,7 +153,7 @@ def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Te
     return torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
 
 
-def _lying(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
+def _with_strides(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
     if not isinstance(real, torch.Tensor) or (fake is not None and now(fake.stride()) == real.stride()):
         return fake
     shape, stride = real.shape, real.stride()
@@ -265,9 +265,9 @@ class InPlaceLayouts(TorchDispatchMode):
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not written.is_contiguous()):
                 return _draw(func, written, args[1:])
             if written.device.type == "cpu":
-                _lay_anew(written)
+                _restore_strides(written)
         result = func(*args, **(kwargs or {}))
-        if _makes_anew(func):
+        if _makes_new_memory(func):
             result = pytree.tree_map_only(torch.Tensor, _writable, result)
         if _leaves_out(func, args) or (args and _is_view(func) and args[0] in self.windows):
             for view in pytree.tree_leaves(result):
@@ -289,7 +289,7 @@ def _writable(made: torch.Tensor) -> torch.Tensor:
     return FunctionalTensor.to_functional(made) if _is_constant(made) else made
 
 
-def _makes_anew(func: Any) -> bool:
+def _makes_new_memory(func: Any) -> bool:
     """Return whether no result of an op shares an argument's memory."""
     return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
 
@@ -320,7 +320,7 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
     return written
 
 
-def _lay_anew(written: FunctionalTensor) -> None:
+def _restore_strides(written: FunctionalTensor) -> None:
     """Give the tensor that now represents ``written`` the strides of ``written``, where these can change a
     result."""
     functionalize_sync(written.elem)

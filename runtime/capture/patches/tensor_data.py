@@ -28,12 +28,12 @@ def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
             or input; or it is assigned to a tensor that the forward computes.
     """
     thread = get_ident()  # all threads see the replaced attribute
-    places, memories = {id(t) for t in given}, {_lies(t)[0] for t in given}
+    places, memories = {id(t) for t in given}, {_location(t)[0] for t in given}
 
     def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
         if get_ident() != thread or not (id(tensor) in places or isinstance(tensor, FunctionalTensor)):
             DATA.__set__(tensor, data)
-        elif _lies(data) == _lies(tensor):
+        elif _location(data) == _location(tensor):
             return  # its present data, as `Module.to` assigns it if nothing changes
         elif id(tensor) not in places:
             raise ModelError(
@@ -41,9 +41,9 @@ def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
             )
         elif (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
             raise ModelError(
-                "the forward gives the data of a parameter, buffer or input another shape or type"
+                "the forward assigns the data of a parameter, buffer or input a tensor of another shape or type"
             )
-        elif _lies(data)[0] in memories:
+        elif _location(data)[0] in memories:
             raise ModelError("the forward assigns as data the memory of another parameter, buffer or input")
         else:
             with torch.no_grad():
@@ -53,5 +53,5 @@ def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _location(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()

@@ -47,7 +47,7 @@ def window_pads(
             raise refuse(node, f"pads has {len(pads)} numbers for {rank} spatial axes")
         return pads[:rank], pads[rank:]
     if mode not in ("SAME_UPPER", "SAME_LOWER"):
-        raise refuse(node, f"auto_pad is {mode!r}")
+        raise refuse(node, f"auto_pad {mode!r} is not supported")
     before, after = [], []
     for size, k, s, d in zip(sizes, kernel, strides, dilations, strict=True):
         total = max((math.ceil(size / s) - 1) * s + (k - 1) * d + 1 - size, 0)

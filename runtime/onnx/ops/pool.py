@@ -49,7 +49,7 @@ def window(node: Node, x: Tensor) -> Window:
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
-        raise refuse(node, f"kernel_shape {kernel} on an input with {rank} spatial axes")
+        raise refuse(node, f"kernel_shape {kernel} does not fit an input with {rank} spatial axes")
     strides, dilations = spread(node, "strides", rank), spread(node, "dilations", rank)
     before, after = window_pads(node, x.shape[2:], kernel, strides, dilations)
     ceil = bool(integer(node, "ceil_mode", 0)) and text(node, "auto_pad", "NOTSET") == "NOTSET"
@@ -68,9 +68,8 @@ def max_pool(node: Node, x: Tensor) -> Any:
     """Return the maximum of each window. The second output is its index in the flattened input."""
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
-    exact = (
-        x if x.is_floating_point() else x.to(torch.float32)
-    )  # torch pools floats only; eight bits are exact
+    # torch pools only floats, in which eight-bit integers are exact.
+    exact = x if x.is_floating_point() else x.to(torch.float32)
     if w.native:
         pads, padded = w.before, exact
     else:

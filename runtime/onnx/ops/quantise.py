@@ -27,7 +27,7 @@ def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
         return values.reshape(-1, *[1] * (x.dim() - 1 - axis % x.dim()))
     block = integer(node, "block_size", 0)
     if block < 1:
-        raise refuse(node, f"a scale of shape {tuple(values.shape)} without a block size")
+        raise refuse(node, f"a scale of shape {tuple(values.shape)} needs a block_size")
     return values.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
 
 
@@ -38,7 +38,7 @@ def _wide(x: Tensor) -> Tensor:
 def _quantisable(node: Node) -> None:
     stated = integer(node, "output_dtype", 0)
     if stated and ONNX_DTYPES.get(stated) not in QUANTISED:
-        raise refuse(node, f"the element type {stated} cannot be computed with")
+        raise refuse(node, f"the element type {stated} is not supported")
 
 
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
@@ -49,7 +49,7 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
     stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
     dtype = stated if zero is None else zero.dtype
     if dtype not in QUANTISED:
-        raise refuse(node, f"{str(dtype).removeprefix('torch.')} is no type to quantise to")
+        raise refuse(node, f"quantisation to {str(dtype).removeprefix('torch.')} is not supported")
     steps = _along(node, scale, x, axis)
     if precision := ONNX_DTYPES.get(integer(node, "precision", 0)):
         x, steps = x.to(precision), steps.to(precision)
@@ -65,7 +65,7 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
     """Return ``(x − zero) · scale``, in the scale's type unless the node states another."""
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
-        raise refuse(node, f"{str(x.dtype).removeprefix('torch.')} is no type to quantise to")
+        raise refuse(node, f"quantisation to {str(x.dtype).removeprefix('torch.')} is not supported")
     whole = _wide(x) if zero is None else _wide(x) - _along(node, _wide(zero), x, axis)
     wide = torch.promote_types(scale.dtype, torch.float32)
     y = whole.to(wide) * _along(node, scale, x, axis).to(wide)
@@ -101,6 +101,5 @@ def matmul_integer(
         right = right - _wide(b_zero)
     if left.device.type == "cpu":
         return torch.matmul(left, right)
-    return torch.matmul(left.double(), right.double()).to(
-        left.dtype
-    )  # exact; other devices multiply no integers
+    # Other devices do not multiply integer matrices; in double precision the product is exact.
+    return torch.matmul(left.double(), right.double()).to(left.dtype)

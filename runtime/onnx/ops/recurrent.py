@@ -66,7 +66,7 @@ def _check(kind: Kind) -> Callable[[Node], None]:
     def check(node: Node) -> None:
         direction = text(node, "direction", "forward")
         if direction not in DIRECTIONS:
-            raise refuse(node, f"direction is {direction!r}")
+            raise refuse(node, f"the direction {direction!r} is not supported")
         for name in _names(node, kind):
             if name.lower() not in ACTIVATIONS:
                 raise refuse(node, f"the activation {name!r} is not supported")
@@ -173,9 +173,9 @@ def _run(node: Node, kind: Kind, inputs: Sequence[Tensor | None]) -> tuple[Tenso
         parts = () if peepholes is None else tuple(peepholes[d].chunk(3))
         zero = x.new_zeros((x.shape[1], r.shape[2]))
         state = tuple(zero if s is None else s[d] for s in begin)
-        projected = F.linear(_turned(x, lengths) if backward else x, w[d], bias[0])
+        projected = F.linear(_reversed(x, lengths) if backward else x, w[d], bias[0])
         outputs, end = _unrolled(node, kind, act, projected, state, Weights(r[d], bias[1], parts), lengths)
-        sequences.append(_turned(outputs, lengths) if backward else outputs)
+        sequences.append(_reversed(outputs, lengths) if backward else outputs)
         ends.append(end)
     y = torch.stack(sequences, 1)
     last = [torch.stack(parts) for parts in zip(*ends, strict=True)]
@@ -210,7 +210,7 @@ def _unrolled(
     return torch.stack(outputs), state
 
 
-def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Reverse the steps, each sequence within its length."""
     if lengths is None:
         return x.flip(0)

@@ -151,9 +151,11 @@ def _beyond(axis: Axis, rule: Rule) -> np.ndarray:
 
 def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
     if rule.coordinates not in COORDINATES or rule.rounding not in ROUNDINGS:
-        raise refuse(node, f"coordinates {rule.coordinates!r} rounded by {rule.rounding!r}")
+        raise refuse(
+            node, f"coordinates {rule.coordinates!r} with rounding {rule.rounding!r} are not supported"
+        )
     if rule.mode not in ("nearest", *KERNELS):
-        raise refuse(node, f"mode is {rule.mode!r}")
+        raise refuse(node, f"the mode {rule.mode!r} is not supported")
     native = _native(x, axes, rule)
     if native is not None:
         return native

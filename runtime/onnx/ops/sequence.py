@@ -89,7 +89,7 @@ def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Val
     else:
         size = int(wanted)
         if size < 1:
-            raise refuse(node, f"parts of size {size}")
+            raise refuse(node, f"parts cannot have size {size}")
         each = [min(size, length - start) for start in range(0, length, size)]
     return _cut(value, each, axis)
 
@@ -105,5 +105,5 @@ def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
     valid, too."""
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
-        raise refuse(node, f"place {place} of {count}")
+        raise refuse(node, f"there is no place {place} of {count}")
     return place + count if place < 0 else place

@@ -218,7 +218,7 @@ def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @ROWS.add("Split", 1, known=(1,))
-def split_either_way(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+def split_by_either(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
     """Split along an axis; the sizes are an attribute or an input."""
     return _split(node, x, ints(node, "split") or known_ints(sizes))
 
@@ -267,7 +267,7 @@ def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequenc
     along = [a % rank for a in (axes if axes is not None else range(rank))]
     before, after = dict(zip(along, pads, strict=False)), dict(zip(along, pads[len(along) :], strict=True))
     if mode not in PAD_MODES:
-        raise refuse(node, f"mode is {mode!r}")
+        raise refuse(node, f"the mode {mode!r} is not supported")
     if mode == "constant":
         pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
         return F.pad(x, pairs, value=value) if any(pairs) else x
@@ -360,7 +360,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _castable(node: Node) -> None:
     if integer(node, "to", 0) not in ONNX_DTYPES:
-        raise refuse(node, f"the element type {integer(node, 'to', 0)} cannot be computed with")
+        raise refuse(node, f"the element type {integer(node, 'to', 0)} is not supported")
 
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)

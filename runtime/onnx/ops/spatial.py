@@ -31,7 +31,7 @@ def _samples(node: Node) -> None:
         ("padding_mode", "zeros", SAMPLE_PADS),
     ):
         if text(node, name, default) not in known:
-            raise refuse(node, f"{name} is {text(node, name, default)!r}")
+            raise refuse(node, f"{name} {text(node, name, default)!r} is not supported")
 
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)

@@ -13,9 +13,8 @@ from rematplan.runtime.onnx.ops.rows import Rows, integer, number, refuse, text
 
 ROWS = Rows()
 
-RULES: dict[
-    str, tuple[bool, bool]
-] = {  # whether the state decays, whether what it holds already is taken off
+# For each update rule: whether the state decays; whether the value that it predicts is subtracted from the new one.
+RULES: dict[str, tuple[bool, bool]] = {
     "linear": (False, False),
     "gated": (True, False),
     "delta": (False, True),
@@ -81,9 +80,9 @@ def causal_conv(
     the next block."""
     activation, back = text(node, "activation", "none"), weight.shape[2] - 1
     if activation not in ("none", "silu", "swish"):
-        raise refuse(node, f"activation is {activation!r}")
+        raise refuse(node, f"the activation {activation!r} is not supported")
     padded = F.pad(x, (back, 0)) if past is None else torch.cat([past, x], 2)
     y = F.conv1d(padded, weight, bias, groups=x.shape[1])
-    # a copy, for an output must not be a view of an input
+    # Copied, because an output must not be a view of an input.
     state = padded.narrow(2, padded.shape[2] - back, back).clone()
     return (y if activation == "none" else F.silu(y)), state

@@ -39,7 +39,7 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
     """
     if name not in BY_NAME:
         kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
-        raise ModelError(f"{what} is of type {kind}, which cannot be computed with")
+        raise ModelError(f"{what} is of type {kind}, which is not supported")
     return BY_NAME[name]
 
 

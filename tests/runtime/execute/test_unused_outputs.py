@@ -77,7 +77,7 @@ def test_what_only_an_unused_output_needs_is_skipped() -> None:
     step, own = compiled.step, split_at_loss(compiled.step, compiled.schedule)
     schedule = own.schedule
     (second,) = [i.value for i in step.inputs if i.kind == "tangent" and i.target == "1"]
-    unused = unused_by(step, schedule, own.turn, {second})
+    unused = unused_by(step, schedule, own.boundary, {second})
     skipped = {schedule[at].op for at in unused.skipped}
     assert {c.name for c in step.calls if c.module == "second" and c.backward and not c.is_view} <= skipped
     assert (

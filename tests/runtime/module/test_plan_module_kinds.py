@@ -106,7 +106,7 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
         (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
         (nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), torch.ones(2, 2), "is compiled"),
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), torch.ones(2, 2), "is scripted"),
-        (Slotted(2, 2), torch.ones(2, 2), "no room for a planned subclass"),
+        (Slotted(2, 2), torch.ones(2, 2), "allows no planned subclass"),
     ):
         with pytest.raises(ModelError, match=why):
             rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
