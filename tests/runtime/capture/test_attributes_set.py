@@ -119,7 +119,7 @@ def test_what_is_in_containers_is_as_before_planning() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_weights_that_a_forward_lists_are_the_models_own(kind: type[nn.RNNBase]) -> None:
+def test_weights_that_a_forward_lists_are_the_model_s_parameters(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     planned, plain = planned_and_plain(kind(16, 16, batch_first=True))
     x = torch.randn(2, 5, 16)

@@ -207,7 +207,7 @@ def test_steps_that_were_begun_before_a_gradient_came_are_right_too() -> None:
     assert len(planned.plans) == 1
 
 
-def test_a_way_that_is_planned_later_expects_what_came() -> None:
+def test_a_later_plan_expects_the_gradient_that_arrived() -> None:
     torch.manual_seed(0)
     planned, plain = pair(Classifier())
     with said() as messages:

@@ -37,7 +37,7 @@ def planned_and_plain(model: nn.Module, *args: Tensor) -> tuple[nn.Module, nn.Mo
     return rematplan.plan_module(model, args, budget="100%", strategy="store_all"), plain
 
 
-def test_a_view_of_a_whole_result_is_given_without_a_copy() -> None:
+def test_a_view_of_a_whole_result_is_returned_without_a_copy() -> None:
     ours, plain = planned_and_plain(Seen(squashed=False), X)
     forward = ours.source.partition("def backward")[0]
     assert "transpose" in forward
@@ -58,7 +58,7 @@ def test_a_view_of_what_the_backward_reads_must_not_be_changed() -> None:
             y.sum().backward()
 
 
-def test_views_that_share_memory_are_given_apart() -> None:
+def test_views_that_share_memory_are_returned_as_copies() -> None:
     ours, plain = planned_and_plain(Halves(8, 8), X)
     found, expected = ours(X), plain(X)
     assert all(map(torch.equal, found, expected))
@@ -82,7 +82,7 @@ class Placed(nn.Module):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
-def test_the_copy_of_a_gradient_that_lies_otherwise_is_charged(order: tuple[int, ...]) -> None:
+def test_the_copy_of_a_gradient_with_other_strides_is_charged(order: tuple[int, ...]) -> None:
     x = torch.randn(16, 32, 48)
     ours, plain = planned_and_plain(Placed(order), x)
     tangent = torch.randn(48, 32, 16)

@@ -105,7 +105,7 @@ def test_a_busy_spell_is_measured_again(
     assert not said
 
 
-def test_a_machine_that_stays_busy_is_remarked_upon_and_nothing_is_kept(
+def test_a_busy_machine_causes_a_warning_and_nothing_is_cached(
     step: CapturedStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def busier() -> Iterator[float]:

@@ -131,7 +131,7 @@ def test_parameters_elsewhere_and_frozen_ones_do_not_count() -> None:
     assert optimizer_memory(optimizer, CPU).to_come == wanted
 
 
-def test_a_group_with_options_of_its_own() -> None:
+def test_a_group_may_have_other_options_than_the_optimizer() -> None:
     first, second = parameters()[0], parameters()[1]
     optimizer = optim.SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
     assert optimizer_memory(optimizer, CPU).to_come == first.nbytes
@@ -148,7 +148,7 @@ class Overriding(optim.AdamW):
         return super().step(closure)
 
 
-def test_a_step_of_its_own_is_unknown_until_the_state_is_there() -> None:
+def test_the_memory_of_an_overridden_step_is_unknown_until_its_state_exists() -> None:
     params = parameters()
     known, unknown = Inheriting(params), Overriding(params)
     assert optimizer_memory(known, CPU).to_come

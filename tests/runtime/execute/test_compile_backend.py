@@ -118,7 +118,7 @@ class Sized(Net):
         return {**out, "view": out["view"].reshape(x.shape[0] * 2), "n": x.shape[0]}
 
 
-def test_batches_of_other_sizes_are_compiled_anew() -> None:
+def test_batches_of_other_sizes_are_compiled_again() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Sized()

@@ -60,7 +60,7 @@ def test_least_peak_plan_is_bit_equal(network: str, name: str) -> None:
         assert outcome.compared > len(list(loaded.module.parameters()))
 
 
-def test_a_file_draws_anew_which_samples_leave_a_branch_out(tmp_path: Path) -> None:
+def test_each_step_of_a_file_draws_which_samples_skip_a_branch(tmp_path: Path) -> None:
     branch = nn.Sequential(nn.Linear(4, 4), DropPath(0.5))  # a dropout of a constant
     export_onnx(branch, (torch.randn(32, 4),), tmp_path / "m.onnx")
     loaded = load_step(tmp_path / "m.onnx", dims={"batch": 32}, loss="mse")

@@ -255,7 +255,7 @@ def test_optimizer_steps_end_in_equal_weights(case: Loaded) -> None:
         assert torch.equal(a, b)
 
 
-def test_gradients_accumulate_and_are_memories_of_their_own() -> None:
+def test_gradients_accumulate_and_share_no_memory() -> None:
     module, batch = CASES["shared_gradients"]()
     step = capture(module, batch, "shared")
     graph = training_graph(step, profile_costs(step))

@@ -90,7 +90,7 @@ def test_a_coupling_is_inverted_through_a_scale_that_keeps_away_from_zero(name: 
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_no_value_lies_outside_its_range(name: str) -> None:
+def test_no_value_is_outside_its_range(name: str) -> None:
     model, x, step = shared(name, False)
     ranges = Ranges(step, KnownValues(step, named_tensors(model)))
     seen = 0
@@ -119,7 +119,7 @@ def _filled(args: object, known: dict[str, Tensor]) -> object:
     return {k: _filled(a, known) for k, a in args.items()} if hasattr(args, "items") else args
 
 
-def test_a_scale_that_training_has_brought_near_zero_is_refused_when_it_runs() -> None:
+def test_a_scale_that_training_moved_near_zero_is_refused_at_run_time() -> None:
     model, x, step = made("times a parameter", divide=False)
     graph = training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
     planned = PlannedStep(model, step, Reversible().curve(graph, ())[-1].schedule)

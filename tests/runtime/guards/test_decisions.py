@@ -214,7 +214,7 @@ def test_a_plan_is_for_all_inputs_that_are_decided_alike() -> None:
         planned(X, MASKS[1])
 
 
-def test_a_check_that_fails_later_raises_its_own() -> None:
+def test_a_check_that_fails_later_raises_its_error() -> None:
     planned, _ = planned_and_plain(checked)
     with pytest.raises(ValueError, match="two"):
         planned(X, torch.tensor([1, 1, 0, 0, 0, 0]))

@@ -438,7 +438,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_modules_of_all_kinds_may_stand_beside_a_model() -> None:
+def test_modules_of_all_kinds_may_be_used_with_a_model() -> None:
     ours = planned(Beside(), dynamic=False)
     with torch.no_grad():
         now = ours(X)

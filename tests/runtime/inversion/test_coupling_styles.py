@@ -157,7 +157,7 @@ def network(name: str, n: int = 2, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_every_way_of_writing_a_coupling_is_found_and_gives_the_gradients(name: str) -> None:
+def test_every_style_of_coupling_is_found_and_has_the_eager_gradients(name: str) -> None:
     held = []
     for n in (2, 3):
         model, x = network(name, n)

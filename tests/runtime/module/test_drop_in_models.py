@@ -122,7 +122,7 @@ class Named(nn.Module):
         return self._model(self.plan(self.prepare(x))) * self.source
 
 
-def test_what_the_model_calls_by_our_names_is_still_its_own() -> None:
+def test_attributes_of_the_model_with_our_names_are_the_model_s() -> None:
     planned, plain = planned_and_plain(Named())
     assert isinstance(planned.plan, nn.Linear)
     assert isinstance(planned._model, nn.Tanh)

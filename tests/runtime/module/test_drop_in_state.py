@@ -117,7 +117,7 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize(
     "setting", [lambda: default_type(torch.float64), lambda: sdpa_kernel(SDPBackend.MATH)]
 )
-def test_settings_have_plans_of_their_own(setting: Callable[[], Any]) -> None:
+def test_each_combination_of_settings_has_a_separate_plan(setting: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     planned, plain = planned_and_plain(Attending())
 
@@ -131,7 +131,7 @@ def test_settings_have_plans_of_their_own(setting: Callable[[], Any]) -> None:
     assert len(planned.plans) == 2
 
 
-def test_a_tensor_still_to_be_conjugated_has_a_plan_of_its_own() -> None:
+def test_a_lazily_conjugated_tensor_has_a_separate_plan() -> None:
     class Imaginary(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(torch.view_as_real(x.resolve_conj())[..., 1])
@@ -177,7 +177,7 @@ def test_what_the_forward_does_not_read_makes_no_new_plan() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon() -> None:
+def test_numbers_that_change_at_every_step_share_a_schedule_and_cause_a_warning() -> None:
     planned, plain = planned_and_plain(net())
 
     def use(model: nn.Module) -> None:
@@ -191,7 +191,7 @@ def test_a_number_that_changes_at_every_step_is_planned_once_and_remarked_upon()
     assert len({id(plan.schedule) for plan in planned.plans}) == 1
 
 
-def test_hooks_of_parts_are_remarked_upon() -> None:
+def test_hooks_of_submodules_cause_a_warning() -> None:
     model = net()
     model.norm.register_forward_pre_hook(lambda _m, _a: None)
     with pytest.warns(UserWarning, match="hooks on norm") as said:
@@ -296,7 +296,7 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
     equal_after(step, planned, plain)
 
 
-def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
+def test_a_replaced_forward_that_bypasses_the_plan_causes_a_warning() -> None:
     planned, _ = planned_and_plain(net())
     planned.forward = lambda x: planned.body(x)
     with pytest.warns(UserWarning, match="no plan and may exceed the budget") as said:
@@ -309,7 +309,7 @@ def test_a_forward_that_goes_past_the_plan_is_remarked_upon() -> None:
         step(rematplan.plan_module(planned, (X,), **SETTINGS))
 
 
-def test_a_planned_forward_in_another_thread_does_not_hide_one_that_goes_past_the_plan() -> None:
+def test_a_planned_forward_in_another_thread_does_not_hide_one_that_bypasses_the_plan() -> None:
     planned, _ = planned_and_plain(net())
     other, _ = planned_and_plain(net())
     step(other)

@@ -83,7 +83,7 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
     assert planned.plan is alone
 
 
-def test_a_plan_that_fits_beside_them_stays() -> None:
+def test_a_plan_that_fits_with_earlier_gradients_is_kept() -> None:
     planned = planned_within("1GiB", network(), dynamic=False)
     peaks_of_accumulation(planned)
     assert len(planned.plans) == 1
@@ -106,7 +106,7 @@ def test_gradients_that_go_before_the_backward_are_counted_while_they_are_there(
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_where_no_plan_is_left_beside_them_a_warning_says_so_once(saved: bool, tmp_path: Path) -> None:
+def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool, tmp_path: Path) -> None:
     model = network()
     plain = copy.deepcopy(model)
     budget = tight(model, 0.001)
@@ -206,7 +206,7 @@ def test_gradients_that_some_lack_or_that_go_early_fit_the_same_plan() -> None:
         assert torch.equal(ours.grad, eager.grad)
 
 
-def test_a_plan_beside_them_says_so_and_is_for_no_other_step(tmp_path: Path) -> None:
+def test_a_plan_with_earlier_gradients_says_so_and_fits_no_other_step(tmp_path: Path) -> None:
     planned, _ = narrow(0.7)
     beside_alone(planned, 2)
     assert "with earlier gradients" in str(planned.plan)

@@ -82,7 +82,7 @@ def test_copies_and_pickles_have_the_same_bytes(copied) -> None:
     assert twin.plan.estimate.reruns == 0
 
 
-def test_a_module_that_is_planned_once_more_has_bytes_of_its_own() -> None:
+def test_a_module_that_is_planned_again_has_a_new_budget_in_bytes() -> None:
     planned = planned_for(1024)
     again = planned_for(512, model=planned)
     assert again.plan.budget < planned.plan.budget
@@ -96,7 +96,7 @@ def test_the_least_is_of_each_shape_by_itself() -> None:
     assert planned.plan.estimate.reruns
 
 
-def test_each_graph_of_a_compiler_has_a_percentage_of_its_own() -> None:
+def test_a_percentage_applies_to_each_graph_of_a_compiler() -> None:
     torch._dynamo.reset()
     backend = rematplan.backend(budget="80%", strategy="approx_dp", costs="roofline")
     for n in (512, 1024):

@@ -150,7 +150,7 @@ def gradients(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None]) -
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_have_eager_mode_s_bits_however_tensors_lie(name: str, form: torch.memory_format) -> None:
+def test_gradients_have_eager_mode_s_bits_for_any_strides(name: str, form: torch.memory_format) -> None:
     x = torch.randn(3, 3, 52, 44, generator=torch.Generator().manual_seed(0)).to(memory_format=form)
     last = form is torch.channels_last
     planned, plain = planned_and_plain(name, x, last, "min" if last else "100%")
@@ -173,7 +173,7 @@ class Regression(nn.Module):
         return functional.mse_loss(found, y), found
 
 
-def test_a_gradient_that_nobody_adds_to_may_lie_otherwise() -> None:
+def test_a_gradient_that_is_not_accumulated_may_have_other_strides() -> None:
     torch.manual_seed(0)
     plain, given = Regression(), (torch.randn(4, 3, 2, 3), torch.randn(4, 5, 3))
     planned = rematplan.plan_module(
@@ -236,7 +236,7 @@ class Divided(nn.Module):
         return self.linear(x) * shares.t()
 
 
-def test_whole_numbers_are_divided_however_they_lie() -> None:
+def test_integers_are_divided_for_any_strides() -> None:
     model, x, n = Divided(), torch.randn(6, 8), torch.arange(48).view(6, 8)
     plain = copy.deepcopy(model)
     planned = rematplan.plan_module(model, (x, n), budget="min", strategy="approx_dp", costs="roofline")
@@ -309,7 +309,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_come_in_the_order_in_which_a_tensor_lies(name: str) -> None:
+def test_random_numbers_are_drawn_in_memory_order(name: str) -> None:
     torch.manual_seed(0)
     plain, x = Noisy(DRAWS[name]), torch.randn(12, 16)
     planned = rematplan.plan_module(

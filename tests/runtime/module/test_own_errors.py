@@ -54,7 +54,7 @@ def raised_by(call: Any) -> Exception:
 
 
 @pytest.mark.parametrize("fault", ["data", "assert", "attribute", "loss"])
-def test_what_the_model_raises_is_raised_when_it_is_planned(fault: str) -> None:
+def test_an_error_of_the_model_is_raised_when_it_is_planned(fault: str) -> None:
     model, x = Careful(fault), torch.full((5, 4), 9.0)
     expected = raised_by(lambda: copy.deepcopy(model)(x))
     found = raised_by(lambda: planned(model, x))
@@ -73,7 +73,7 @@ def test_what_the_model_raises_is_raised_when_it_is_planned(fault: str) -> None:
         ((torch.ones(5, 4, dtype=torch.int64),), {}),
     ],
 )
-def test_what_the_model_raises_is_raised_when_it_is_called(arguments: tuple[Any, Any]) -> None:
+def test_an_error_of_the_model_is_raised_when_it_is_called(arguments: tuple[Any, Any]) -> None:
     args, kwargs = arguments
     model = Careful()
     expected = raised_by(lambda: copy.deepcopy(model)(*args, **kwargs))
@@ -83,18 +83,18 @@ def test_what_the_model_raises_is_raised_when_it_is_called(arguments: tuple[Any,
     one(torch.ones(5, 4)).sum().backward()
 
 
-def test_an_op_that_fails_while_a_step_runs_raises_its_own() -> None:
+def test_an_op_that_fails_while_a_step_runs_raises_its_error() -> None:
     one = planned(nn.Embedding(4, 4), torch.tensor([1]))
     with pytest.raises(IndexError, match="out of range"):
         one(torch.tensor([7]))
 
 
-def test_what_only_the_tracer_meets_is_the_planner_s() -> None:
+def test_an_error_of_the_tracer_alone_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="cannot be traced: RuntimeError: only plain tensors"):
         planned(Careful("tracing"), torch.ones(5, 4))
 
 
-def test_looking_for_the_model_s_error_leaves_everything_as_it_was() -> None:
+def test_searching_for_the_model_s_error_changes_nothing() -> None:
     model = Careful("loss")
     before, state, python = copy.deepcopy(model.state_dict()), torch.get_rng_state(), random.getstate()
     x = torch.ones(5, 4)

@@ -162,7 +162,7 @@ def test_every_loop_ends_in_equal_bits(name: str) -> None:
     assert torch.equal(*states)
 
 
-def test_autocast_has_a_plan_of_its_own_and_autocast_s_accuracy() -> None:
+def test_autocast_has_a_separate_plan_and_autocast_s_accuracy() -> None:
     planned, plain = planned_and_plain()
     for model in (planned, plain):
         torch.manual_seed(5)
@@ -303,7 +303,7 @@ def test_tensors_that_are_swapped_and_assigned_after_planning() -> None:
     assert len(planned.plans) == 2  # the weights that were tied are two now
 
 
-def test_a_copy_has_its_own_weights_and_the_same_plans() -> None:
+def test_a_copy_has_separate_weights_and_the_same_plans() -> None:
     planned, plain = planned_and_plain()
     twin = copy.deepcopy(planned)
     with torch.no_grad():

@@ -146,7 +146,7 @@ class Shared(nn.Module):
         return x
 
 
-def test_modules_that_stand_under_several_names_are_left_as_they_are() -> None:
+def test_modules_with_several_names_are_unchanged() -> None:
     torch.manual_seed(0)
     model = Shared()
     plain = copy.deepcopy(model)

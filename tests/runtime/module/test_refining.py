@@ -190,7 +190,7 @@ def test_a_plan_waits_for_the_last_micro_batch(elsewhere: Elsewhere, set_to_none
     assert swaps(model) == 1
 
 
-def test_a_plan_that_served_beside_gradients_is_looked_at_anew_after_an_exchange(
+def test_after_an_exchange_a_plan_is_checked_again_for_earlier_gradients(
     elsewhere: Elsewhere,
 ) -> None:
     """The first plan leaves room for gradients of earlier steps, the better one does not."""

@@ -97,7 +97,7 @@ def test_a_file_with_a_fixed_batch_of_one(tmp_path, name, how):
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_a_symbolic_batch_beside_constants_for_one(tmp_path, name):
+def test_a_symbolic_batch_with_constants_for_one(tmp_path, name):
     make, shape = NETS[name]
     net = make().eval()
     export(tmp_path / "net.onnx", net, shape, **SYMBOLIC)

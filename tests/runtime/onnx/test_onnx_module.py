@@ -180,7 +180,7 @@ def test_weights_may_stay_unread():
 @pytest.mark.parametrize(
     "name", ["w", "layer1.0.conv.weight", "a:b", "a%3Ab", "", "train", "graph", "x y/z", "é.ü", "%"]
 )
-def test_names_turn_back(name):
+def test_torch_names_are_converted_back_to_onnx_names(name):
     module = nn.Module()
     module.register_parameter(torch_name(name), nn.Parameter(torch.zeros(1)))
     assert onnx_name(torch_name(name)) == name

@@ -81,7 +81,7 @@ def check(name) -> bool:
 
 
 @pytest.mark.parametrize("op", sorted(op for domain, op in TABLE if not domain))
-def test_the_standards_own_cases(op):
+def test_the_cases_of_the_onnx_standard(op):
     ran = [check(case.name) for case in cases().get(op, [])]
     assert sum(ran) > 0 or WITHOUT_CASES.match(op)
 

@@ -139,7 +139,7 @@ class Largest(nn.Module):
         return (value * x.index_select(0, at)).sum()
 
 
-def test_small_numbers_beside_a_result_are_what_its_kernel_gives() -> None:
+def test_small_further_results_are_those_of_the_kernel() -> None:
     """They may be in another memory than the trace says, as the seeds of attention are."""
     step = capture(Largest(), (torch.randn(40),), "largest")
     maker = next(c for c in step.calls if c.target is torch.ops.aten.max.dim)

@@ -45,7 +45,7 @@ def least(model: nn.Module, x: Tensor, **options: object) -> nn.Module:
     "form", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels last"]
 )
 @pytest.mark.parametrize("last", LAST)
-def test_a_backward_is_within_the_budget_however_its_gradients_lie(
+def test_a_backward_is_within_the_budget_for_any_strides_of_its_gradients(
     last: str, form: torch.memory_format
 ) -> None:
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_copies_of_a_gradient_go_with_its_last_reader(overlap: str) -> None:
     assert sum(t.untyped_storage().nbytes() for t in held) + above <= planned.plan.budget
 
 
-def test_a_loss_of_the_model_s_own_needs_no_such_room() -> None:
+def test_a_loss_inside_the_model_needs_no_reserved_memory() -> None:
     class WithLoss(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).square().mean()

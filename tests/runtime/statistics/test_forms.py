@@ -115,7 +115,7 @@ def test_experts_that_share_samples() -> None:
     assert found.rows == N * T
 
 
-def test_uses_of_a_weight_add_up_each_with_its_own_rows() -> None:
+def test_uses_of_a_weight_are_summed_over_the_rows_of_each() -> None:
     model = Written(
         lambda m, x: functional.linear(functional.linear(x, m.w, m.b).tanh(), m.w, m.b), (D, D), (D,)
     )
@@ -193,7 +193,7 @@ class LoRA(nn.Module):
         return self.base(x) + 0.5 * functional.linear(functional.linear(x, self.down), self.up)
 
 
-def test_low_rank_updates_beside_a_frozen_weight() -> None:
+def test_low_rank_updates_of_a_frozen_weight() -> None:
     model = LoRA(False)
     found = statistics(model, X.clone())
     assert set(found.factors) == {"down", "up"}

@@ -133,7 +133,7 @@ def test_evaluation_and_forwards_without_backward_count_for_nothing() -> None:
     assert planning.statistics().step == 0
 
 
-def test_two_modules_have_statistics_of_their_own() -> None:
+def test_two_modules_have_separate_statistics() -> None:
     first, one = planned(network(), batch(), every=1)
     second, other = planned(network(), batch(), every=1)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (first, second)]
@@ -302,7 +302,7 @@ def test_a_saved_plan_has_no_statistics(tmp_path: Any) -> None:
         )
 
 
-def test_copies_and_pickles_take_statistics_of_their_own() -> None:
+def test_copies_and_pickles_have_separate_statistics() -> None:
     own, planning = planned(network(), batch(), every=1)
     twin = copy.deepcopy(own)
     step(twin, batch())
