@@ -102,8 +102,12 @@ class CompiledPlan:
         return halves.backward
 
     def learn(self, variant: _BackwardVariant, notes: Notes) -> None:
-        """Recompile this backward variant with the observed strides. Values may then be overwritten in
-        place."""
+        """Compile a variant again with the strides that its first backward recorded, so that later ones may
+        overwrite values in place.
+
+        Nothing happens if the variant records none (`_BackwardVariant.noted`), or was compiled in this way
+        before.
+        """
         if variant.noted and variant not in self.variants:
             step = notes.with_layouts(for_any_layout(self.step))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)

@@ -23,7 +23,8 @@ class Zeros:
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return the values that are zero if the tangents ``missing`` (value names) are missing.
+    """Return which values are zero, and which sums equal one of their summands, if the tangents ``missing``
+    (value names) are missing.
 
     A gradient is linear in its tangents, so a call whose tangents are all zero returns zero.
     """

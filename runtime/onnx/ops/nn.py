@@ -149,7 +149,8 @@ def _trained_batch_norm(
 
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form if ``training_mode`` is set."""
+    """Apply batch norm; in training form if ``training_mode`` is set. Then the second and third outputs are
+    the new running statistics."""
     return (
         _trained_batch_norm(node, *inputs)
         if integer(node, "training_mode", 0)
@@ -159,8 +160,8 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form if the node has more than one output. The last two outputs are the
-    batch's statistics."""
+    """Apply batch norm; in training form if the node has more than one output. The second and third outputs
+    are the new running statistics, further ones the batch's."""
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
     return _with_saved(node, *inputs)
@@ -168,7 +169,8 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form unless ``is_test`` is set."""
+    """Apply batch norm; in training form, with the outputs of `batch_norm_by_outputs`, unless ``is_test`` is
+    set."""
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
 

@@ -114,7 +114,10 @@ def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool
     if saved:
         rematplan.save_plan(planned.plan, tmp_path / "plan.json")
         planned = rematplan.plan_module(copy.deepcopy(plain), (batch()[0],), plan=tmp_path / "plan.json")
-    with pytest.warns(UserWarning, match="Sequential has gradients of .* no plan keeps the budget") as said:
+    with pytest.warns(
+        UserWarning,
+        match="Sequential: parameters have .* of gradients of earlier steps, and no plan fits the budget",
+    ) as said:
         first, *_ = peaks_of_accumulation(planned)
     assert len(said) == 1
     assert said[0].filename == __file__
