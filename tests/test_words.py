@@ -49,6 +49,7 @@ ROOMS = (
     "runtime/pipeline",
     "runtime/problem",
     "runtime/statistics",
+    "runtime/symbols",
 )
 ABOLISHED = {
     r"(the|a|each|next|last) turns?": "loss boundary, iteration, round",

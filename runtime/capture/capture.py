@@ -107,11 +107,13 @@ def capture_open(
     decisions: ValueGuardRecorder,
     symbols: BatchSymbols,
 ) -> Traced:
-    """As `capture`, with open sizes of the batch, and as it was read: `OpenStep.of` makes a step of it. ``symbols``:
-    new ones.
+    """Trace as `capture` does, with open sizes of the batch. Return the step as it was read, from which
+    `OpenStep.of` makes an open step.
+
+    ``symbols``: new symbols for the batch's sizes.
 
     Raises:
-        NotSymbolic: some size has to be known.
+        NotSymbolic: some size must be fixed.
         ModelError: as `capture`.
     """
     decisions.now = symbols.now
@@ -120,7 +122,7 @@ def capture_open(
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as it was read. ``table``: of its open sizes, if there are any."""
+    """A step as it was read from a trace. ``table``: its open sizes; None if all sizes are fixed."""
 
     step: CapturedStep
     table: ExpressionTable | None

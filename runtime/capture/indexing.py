@@ -1,5 +1,5 @@
-"""Notes which slices come from an index of several dimensions: of those eager mode leaves out the ones that are all of
-a dimension, which it cannot know while sizes are open."""
+"""Marking of slices in an index of several dimensions. Eager mode skips those that cover a whole dimension,
+which is unknown while sizes are open."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 INDEXED = "rematplan.indexed"
-"""The key under which a node's annotations say that its op is of an index of several dimensions."""
+"""The key under which a node's annotations say that its op belongs to an index of several dimensions."""
 GET_ITEM = torch.Tensor.__getitem__
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """A block in which the ops of ``x[a, b, ...]`` are marked. ``x[a]`` is a slice also where it is all of ``x``."""
+    """Marks the ops of ``x[a, b, ...]`` in the block. ``x[a]`` stays a slice even if it covers all of
+    ``x``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -71,7 +71,8 @@ def read_joint_graph(
 
 
 def finished(step: CapturedStep) -> CapturedStep:
-    """A step as it was read, with outputs of their own, phases, and without dead calls."""
+    """Return a step, as it was read, with separate storages for its outputs, with phases, and without dead
+    calls."""
     step = with_losses_in_place(with_own_outputs(without_copies(step)))
     return without_dead_calls(with_phases(step))
 

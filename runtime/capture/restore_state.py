@@ -53,15 +53,15 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def check_no_sizes_kept(module: nn.Module) -> None:
-    """Refuse a module that a trace with open sizes has left such a size in.
+    """Refuse a module that has a symbolic size in an attribute after a trace.
 
     Raises:
-        NotSymbolic: names the attribute.
+        NotSymbolic: it has one. The message names the attribute.
     """
     for path, holder in _holders(module):
         for key, value in holder.__dict__.items():
             if any(isinstance(leaf, SYMBOLIC) for leaf in pytree.tree_leaves(value)):
-                raise NotSymbolic(f"its forward keeps a size in {f'{path}.{key}'.lstrip('.')}")
+                raise NotSymbolic(f"its forward stores a size in {f'{path}.{key}'.lstrip('.')}")
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key like that of `like`, without sizes and strides."""
+    """Return all properties of a tensor, as `like` does, without sizes and strides."""
     return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad
 
 

@@ -56,7 +56,8 @@ class Guard:
         self.decided = decided
 
     def mapped(self, change: Callable[[Any], Any]) -> Guard:
-        """Return the same guard with other sizes among the arguments of the calls that lead to decisions."""
+        """Return the same guard for other sizes. ``change``: replaces sizes in the arguments of the calls
+        that lead to decisions."""
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         return other

@@ -91,7 +91,7 @@ class ValueGuard:
         return tuple(repr(e.expected) for e in self.entries if e.decides)
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
-        """Return the same guard with changed arguments of the calls: with other sizes."""
+        """Return the same guard for other sizes. ``change``: replaces sizes in the arguments of the calls."""
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
 

@@ -130,9 +130,9 @@ class PlanningStats:
     ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus the proven lower bound,
     as a share of the step's time; None without a bound. ``searching``: the number of plans for which a better
     one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how often
-    a better plan has replaced another. ``captures``: the number of shapes that were captured on their own.
-    ``open_captures``: the number of captures with open sizes. ``instances``: how often a shape took its step
-    from such a capture. ``reasons``: why shapes are captured on their own, where they are.
+    a better plan has replaced another. ``captures``: the number of shapes that were captured separately.
+    ``open_captures``: the number of captures with open sizes. ``instances``: how often a shape got its step
+    from a capture with open sizes. ``reasons``: why shapes are captured separately, if they are.
     """
 
     plans: int

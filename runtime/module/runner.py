@@ -159,7 +159,7 @@ class Runner:
         self.recorder = Recorder(statistics) if statistics else None
         self.cache: dict[Any, list[CacheEntry]] = {}
         self.shapes: dict[Any, OpenShapes] = {}
-        """Captures with open sizes, by everything in a call that selects a plan except sizes."""
+        """The captures with open sizes, by everything that selects a plan except sizes."""
         self.last: CacheEntry
         self.said_many = False
         self.arrived: frozenset[str] = frozenset()

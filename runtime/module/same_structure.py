@@ -1,4 +1,4 @@
-"""Compare two captured steps: whether only the names of their calls and values differ."""
+"""Comparison of captured steps, ignoring the names of calls and values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
-    """The names of ``other`` by those of ``step``, by position; None if they differ in calls, arguments, sizes, layouts
-    or storages."""
+    """Return the names in ``other`` by the names in ``step``, matched by position; None if the steps differ
+    in calls, arguments, sizes, strides or storages."""
     return _Comparison(step, other).names
 
 
@@ -79,7 +79,7 @@ def _both(a: str | None, b: str | None) -> bool:
 
 
 def _exactly(call: Call) -> Any:
-    """What is equal for equal calls; 1, 1.0 and True are told apart."""
+    """Return a key that is equal for equal calls; it distinguishes 1, 1.0 and True."""
     return call, repr((call.args, call.kwargs))
 
 

@@ -1,4 +1,4 @@
-"""What a planned module's forward does for given arguments, found by tracing it: for their sizes, or for open ones."""
+"""Tracing of a planned module's forward for given arguments, with fixed or with open sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rematplan.runtime.symbols.open_step import OpenStep
 
 
 class Planned(Protocol):
-    """A planned module, as its runner sees it."""
+    """A planned module, as `Runner` and `Tracing` see it."""
 
     def _rematplan_model(self) -> nn.Module: ...
 
@@ -46,7 +46,11 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces a forward. ``leaves``, ``spec``: its arguments. ``state``: of the module."""
+    """A trace of a forward for given arguments.
+
+    ``name``: the model's name. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and the
+    structure of the arguments. ``state``: the module's state.
+    """
 
     name: str
     planned: Planned
@@ -56,19 +60,20 @@ class Tracing:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model that was planned."""
+        """The original model."""
         return self.planned._rematplan_model()
 
     @cached_property
     def batch(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
+        """The tensors among the arguments, detached."""
         return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
 
     def check(self) -> None:
-        """Refuse what cannot be planned; warn of hooks that would run only when a step is traced.
+        """Refuse models and arguments that cannot be planned. Warn about hooks, which run only when a step is
+        traced.
 
         Raises:
-            ModelError: it says why not.
+            ModelError: they cannot be planned. The message has the reason.
         """
         check_traceable(self.model)
         check_dense(
@@ -83,7 +88,7 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """What the forward does for these sizes.
+        """Trace the forward for these sizes.
 
         Raises:
             ModelError: it cannot be captured.
@@ -105,10 +110,10 @@ class Tracing:
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
     def opened(self) -> OpenForward:
-        """What the forward does for any sizes of tensors that its graph does not depend on.
+        """Trace the forward for all sizes on which its graph does not depend.
 
         Raises:
-            NotSymbolic: some size has to be known.
+            NotSymbolic: some size must be fixed.
             ModelError: it cannot be captured.
         """
         symbols = BatchSymbols()

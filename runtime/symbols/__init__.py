@@ -1,1 +1,2 @@
-"""Steps whose batch has open sizes: expressions of the sizes, guards, and the plain step for given sizes."""
+"""Steps with open sizes: their sizes are expressions of the batch's sizes, and a guard says for which they
+hold."""

@@ -1,4 +1,4 @@
-"""A batch whose sizes are symbols, as a tracer takes it, and the guard of what the trace assumes of them."""
+"""A batch whose sizes are symbols, for a tracer, and the guard of what the trace assumes about them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, 
 
 
 class BatchSymbols:
-    """The symbols for the sizes of a batch, each dimension one of its own, also where two are equal now.
+    """The symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes are equal
+    now.
 
-    ``shapes``: the environment of a tracer that knows no symbols but these: neither numbers that tensors hold nor
-    shapes that depend on them.
+    ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and
+    none for shapes that depend on values. ``fakes``: the traced batch.
     """
 
     def __init__(self) -> None:
         self.shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes: list[torch.Tensor] = []
         self.places: dict[str, tuple[int, int]] = {}
-        """By the name of a symbol, the tensor and its dimension."""
+        """By the name of a symbol, the position of its tensor in the batch, and the dimension."""
         self._now: dict[Any, int] = {}
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The batch with symbols for its sizes. A size of 0 or 1 stays: other ops run for it.
+        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because
+        other ops run for them.
 
         Raises:
-            NotSymbolic: a tensor is not dense.
+            NotSymbolic: a tensor is not plain and dense.
         """
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
@@ -48,7 +50,7 @@ class BatchSymbols:
                 or tensor.is_neg()
             ):
                 raise NotSymbolic(f"argument {at} is not a plain dense tensor")
-            # In a storage of its own: that of the given one may be larger, and other another time.
+            # With a new storage: that of the given tensor may be larger, and may differ in another call.
             compact = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
@@ -63,12 +65,12 @@ class BatchSymbols:
         return self.fakes
 
     def table(self) -> ExpressionTable:
-        """An empty table of expressions of the batch's sizes."""
+        """Return an empty table for expressions of the batch's sizes."""
         return ExpressionTable(tuple(self.places))
 
     def now(self, given: Any) -> Any:
-        """Nested arguments with the sizes of the traced batch in the places of symbolic ones. Nothing is assumed by
-        it."""
+        """Return nested arguments with the present sizes in place of symbolic ones. This adds no assumption
+        to the guard."""
         return pytree.tree_map_only(torch.SymInt, self._value, given)
 
     def _value(self, size: torch.SymInt) -> int:
@@ -76,7 +78,7 @@ class BatchSymbols:
 
     @property
     def fixed(self) -> tuple[tuple[int, int, int], ...]:
-        """The sizes of which the trace holds for one only: tensor, dimension, size."""
+        """The sizes for which the trace holds only as they are: tensor, dimension, size."""
         return tuple(
             (at, dim, int(size.node.expr if isinstance(size, torch.SymInt) else size))
             for at, fake in enumerate(self.fakes)
@@ -85,21 +87,23 @@ class BatchSymbols:
         )
 
     def guard(self) -> SizeGuard:
-        """What the trace assumes of the batch's sizes and strides.
+        """Return the guard of everything that the trace assumes about the batch's sizes and strides.
 
         Raises:
-            NotSymbolic: it depends on arithmetic that may round.
+            NotSymbolic: an assumption depends on arithmetic that may round.
         """
         for assumed in self.shapes.guards:
             check_whole(assumed.expr)
-        # With `ignore_static`, other sizes pass than those that a trace silently became specialised for.
+        # `ignore_static=True` would drop the conditions for sizes that the trace was silently specialised for.
         code = self.shapes.produce_guards_expression(self.fakes, ignore_static=False)  # type: ignore[arg-type]
         return SizeGuard(code or "True")
 
 
 class SizeGuard:
-    """A condition on the sizes and strides of a batch, compiled once. ``code``: in Python, with the tensors in a
-    dictionary ``L``."""
+    """A compiled condition on the sizes and strides of a batch.
+
+    ``code``: the condition in Python, with the tensors in a dictionary ``L``.
+    """
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -113,13 +117,14 @@ class SizeGuard:
         self.__init__(code)  # type: ignore[misc]
 
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Whether what was traced is the step of a batch of these sizes."""
+        """Return whether the traced step is the step of a batch of these sizes."""
         given = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
         return bool(eval(self._compiled, self._names, {"L": given}))
 
 
 class _Sizes:
-    """What a guard asks of a tensor. Where it begins in its storage does not matter; see `OpenStep.at`."""
+    """The properties of a tensor that a guard reads. The offset in the storage does not matter; see
+    `OpenStep.at`."""
 
     __slots__ = ("size", "stride")
 
@@ -131,7 +136,7 @@ class _Sizes:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether nothing lies between a tensor's numbers, and none stands for two."""
+    """Return whether a tensor's elements fill a contiguous range of memory, each element once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,7 +1,7 @@
-"""Sizes that are expressions of a batch's sizes, compiled into one function.
+"""Sizes as expressions of a batch's sizes, compiled into one function.
 
-Only integers: PyTorch rearranges an expression over floating-point numbers, which may then round to another size than
-the model's own arithmetic does.
+Only integer arithmetic is allowed: PyTorch rearranges expressions over floating-point numbers, so that they
+may round to another size than the model's arithmetic does.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ WHOLE = frozenset(
         *("And", "Or", "Not", "BooleanTrue", "BooleanFalse", "IsNonOverlappingAndDenseIndicator"),
     }
 )
-"""The names of the classes that an expression may be made of: they give whole numbers or truth values, exactly."""
+"""The names of the classes of which an expression may consist: they are exact on integers and truth
+values."""
 PRINTER = PythonPrinter()
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotSymbolic(ModelError):
-    """A step cannot be captured with open sizes; the message says why."""
+    """Raised if a step cannot be captured with open sizes. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSize:
-    """A size that differs from shape to shape: its position in an `ExpressionTable`."""
+    """A size that depends on the batch's sizes: its position in an `ExpressionTable`."""
 
     at: int
 
 
 @dataclass
 class ExpressionTable:
-    """The expressions of a step, each once. ``symbols``: the sizes that they depend on, by name, in order."""
+    """The expressions of a step, each once. ``symbols``: the names of the batch's sizes on which they depend,
+    in order."""
 
     symbols: tuple[str, ...]
     expressions: dict[Any, int] = field(default_factory=dict)
 
     def add(self, size: Any) -> int | OpenSize:
-        """A size as an integer or as a position in the table.
+        """Return a size as an integer, or as its position in the table.
 
         Raises:
-            NotSymbolic: it is no integer, or depends on something else than the batch's sizes.
+            NotSymbolic: it is not an integer, or depends on something other than the batch's sizes.
         """
         if isinstance(size, (torch.SymFloat, torch.SymBool)):
-            raise NotSymbolic("it computes a number that is no integer from a size")
+            raise NotSymbolic("it computes a number that is not an integer from a size")
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = size.node.expr
@@ -63,11 +65,12 @@ class ExpressionTable:
         check_whole(expression)
         unknown = {str(s) for s in expression.free_symbols} - set(self.symbols)
         if unknown:
-            raise NotSymbolic("a size depends on what tensors hold")
+            raise NotSymbolic("a size depends on values of tensors")
         return OpenSize(self.expressions.setdefault(expression, len(self.expressions)))
 
     def compiled(self) -> Callable[..., tuple[int, ...]]:
-        """A function from the batch's sizes, by position, to the values of all expressions."""
+        """Return a function from the batch's sizes, in the order of ``symbols``, to the values of all
+        expressions."""
         body = "".join(f"{PRINTER.doprint(e)}, " for e in self.expressions)
         source = f"lambda {', '.join(self.symbols)}: ({body})"
         return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
@@ -77,7 +80,7 @@ def check_whole(expression: Any) -> None:
     """Refuse an expression that may round.
 
     Raises:
-        NotSymbolic: it has a part that is not among `WHOLE`.
+        NotSymbolic: a part of it is not in `WHOLE`.
     """
     todo = [expression]
     while todo:
@@ -88,12 +91,13 @@ def check_whole(expression: Any) -> None:
 
 
 def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
-    """Nested arguments with open sizes in the places of symbolic ones."""
+    """Return nested arguments with open sizes in place of symbolic ones."""
     return pytree.tree_map_only(SYMBOLIC, add, given)
 
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
-    """Nested arguments with integers in the places of open sizes. ``sizes``: the values of a table's expressions."""
+    """Return nested arguments with integers in place of open sizes. ``sizes``: the values of a table's
+    expressions."""
     if isinstance(given, OpenSize):
         return sizes[given.at]
     if isinstance(given, (tuple, list)):
@@ -104,5 +108,5 @@ def resolved(given: Any, sizes: Sequence[int]) -> Any:
 
 
 def has_open(given: Iterable[Any]) -> bool:
-    """Whether there is an open size in nested arguments."""
+    """Return whether nested arguments contain an open size."""
     return any(isinstance(leaf, OpenSize) for leaf in pytree.tree_leaves(given))

@@ -1,4 +1,5 @@
-"""Slices of all of a dimension, which eager mode leaves out where an index has several dimensions."""
+"""Removal of slices that cover a whole dimension, which eager mode skips in an index of several
+dimensions."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 
 
 def without_full_slices(step: CapturedStep) -> CapturedStep:
-    """The step, as it was read, without what eager mode leaves out: the slices of an index of several dimensions that
-    are all of a dimension, and their backwards.
+    """Return the step, as it was read from the trace, without calls that eager mode skips: slices in an index
+    of several dimensions that cover a whole dimension, and their backwards.
 
     Raises:
-        NotSymbolic: the gradient of such a slice does not lie as the copy does that its backward makes, or shares its
-            storage: the calls that read it may be others.
+        NotSymbolic: the gradient of such a slice has other strides than the copy that its backward makes, or
+            shares its storage, so that eager mode may make other calls.
     """
     names: dict[str, str] = {}
     storages: dict[str, str] = {}
@@ -52,16 +53,17 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
 
 
 def _same(step: CapturedStep, call: Call) -> Value | None:
-    """The argument that stands for a call's result, if it is such a slice, or the backward of one."""
+    """Return the argument that equals a call's result, if the call is such a slice or the backward of one;
+    else None."""
     if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
         return None
     result, argument = step.values[str(call.results[0])], step.values[call.args[0].value]
     a, b = result.fake, argument.fake
-    lies_so = a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    same_place = a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
     if call.target is SLICE:
-        return argument if a.shape == b.shape and lies_so else None
+        return argument if a.shape == b.shape and same_place else None
     if a.shape != b.shape or call.args[5] != 1:
         return None
-    if not lies_so or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
-        raise NotSymbolic("the gradient of a slice is laid out otherwise where it is all of a dimension")
+    if not same_place or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
+        raise NotSymbolic("the gradient of a slice has other strides if the slice is a whole dimension")
     return argument

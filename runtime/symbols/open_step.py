@@ -1,4 +1,4 @@
-"""A captured step whose sizes are expressions of its batch's sizes, and the plain step that it is for given sizes."""
+"""A captured step whose sizes are expressions of its batch's sizes, and the plain step for given sizes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ AS_STRIDED = torch.ops.aten.as_strided
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """A value with open sizes. ``memory``: which of the step's memories it is in; several storages of a step are one
-    memory where a call gives an argument beside what it makes."""
+    """A value with open sizes.
+
+    ``memory``: the number of the memory that contains it. Several storages of a step are one memory if a call
+    returns an argument together with new results.
+    """
 
     storage: str
     call: str | None
@@ -42,11 +45,12 @@ class OpenValue:
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step of any sizes for which ``guard`` holds.
+    """A step for all batches for which ``guard`` holds.
 
-    ``calls``: with `OpenSize` in their arguments. ``memories``: bytes. ``expressions``: gives the values of all open
-    sizes for those of the batch. ``places``: of the latter: tensor and dimension. ``fixed``: the sizes of the batch
-    that are not open: tensor, dimension, size.
+    ``calls``: with `OpenSize` in their arguments. ``memories``: bytes of each memory. ``expressions``: a
+    function of the batch's open sizes that returns the values of all expressions. ``places``: for each of its
+    arguments the tensor and the dimension. ``fixed``: the sizes of the batch that are not open: tensor,
+    dimension, size.
     """
 
     name: str
@@ -63,17 +67,22 @@ class OpenStep:
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
-        """The open step of what was read from a trace with symbols. ``table``: of what was read already.
+        """Return the open step of what was read from a trace with symbols.
+
+        Args:
+            step: the step as it was read.
+            symbols: the symbols of the trace.
+            table: the expressions that were read already.
 
         Raises:
-            NotSymbolic: a size may round, or a tensor's numbers are still to be conjugated or negated.
+            NotSymbolic: a size may round, or a tensor is lazily conjugated or negated.
         """
         memories: dict[int, tuple[int, Size]] = {}
         values = {}
         for value in step.values.values():
             fake, storage = value.fake, value.fake.untyped_storage()
             if fake.is_conj() or fake.is_neg():
-                raise NotSymbolic("it has tensors whose numbers are still to be conjugated or negated")
+                raise NotSymbolic("it has lazily conjugated or negated tensors")
             memory = memories.setdefault(storage._cdata, (len(memories), table.add(storage.nbytes())))
             values[value.name] = OpenValue(
                 value.storage,
@@ -100,24 +109,28 @@ class OpenStep:
         )
 
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The values of all open sizes for a batch that the guard holds for.
+        """Return the values of all expressions for a batch for which the guard holds.
 
         Raises:
-            NotSymbolic: one is no integer.
+            NotSymbolic: one is not an integer.
         """
         found = self.expressions(*[batch[at].shape[dim] for at, dim in self.places])
         if any(type(size) is not int for size in found):
-            raise NotSymbolic("a size is no integer")
+            raise NotSymbolic("a size is not an integer")
         return found
 
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
-        """The plain step for a batch, as it was read. ``sizes``: see `sizes`.
+        """Return the plain step for a batch, as if it had been read from a trace.
 
-        The inputs' storages are those of the given tensors, which may be parts of larger ones.
+        The inputs have the storages of the given tensors, which may be parts of larger ones.
+
+        Args:
+            batch: the tensors.
+            sizes: the values that `sizes` returns.
 
         Raises:
-            NotSymbolic: two tensors of the batch share their memory, or one is not at the beginning of its storage
-                where a call names places in storages.
+            NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a
+                call refers to positions in storages.
         """
         base = self._bases(batch)
         nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
@@ -138,23 +151,24 @@ class OpenStep:
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
     def _bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors of a batch by the memory that stands for theirs."""
+        """Return the tensors of a batch by the memory that represents theirs."""
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
         moved = any(tensor.storage_offset() for _, tensor in given)
         if len(storages) < len(given):
-            raise NotSymbolic("two of its arguments share their memory")
+            raise NotSymbolic("two of its arguments share memory")
         if moved and any(getattr(c.target, "overloadpacket", None) is AS_STRIDED for c in self.calls):
-            raise NotSymbolic("it reads a part of a storage by its place in it (as_strided)")
+            raise NotSymbolic("it refers to positions in a storage (as_strided)")
         return {self.values[i.value].memory: tensor for i, tensor in given}
 
     @cached_property
     def _open(self) -> frozenset[str]:
-        """The calls with open sizes among their arguments."""
+        """The names of the calls with open sizes among their arguments."""
         return frozenset(c.name for c in self.calls if has_open((c.args, dict(c.kwargs))))
 
     def renamed(self, names: Mapping[str, str]) -> OpenStep:
-        """The same step with other names for calls and values (and so for storages), where ``names`` has some."""
+        """Return the same step with other names for calls, values and storages. ``names``: new names by old
+        ones; others are kept if they are free."""
         taken = set(names.values())
         every = {*self.values, *(c.name for c in self.calls)}
         new = {name: names.get(name) or _free(name, taken) for name in every}
@@ -184,8 +198,11 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 class _Fakes:
-    """Makes fakes of plain sizes in shared memories. ``nbytes``: of each memory. ``offsets``: where a memory's own
-    tensors begin, in numbers, if that is not its beginning."""
+    """Makes fakes with plain sizes in shared memories.
+
+    ``nbytes``: bytes of each memory. ``offsets``: the offset, in elements, at which the tensors of a memory
+    begin, if it is not 0.
+    """
 
     def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
         self.nbytes, self.offsets = nbytes, offsets
@@ -193,7 +210,7 @@ class _Fakes:
         self.made: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: OpenValue, sizes: Sequence[int]) -> torch.Tensor:
-        """The fake of a value."""
+        """Return the fake of a value."""
         storage = self.made.get(value.memory)
         if storage is None:
             storage = torch.UntypedStorage(self.nbytes[value.memory], device="meta")

@@ -117,7 +117,7 @@ class TrueLayouts(FakeTensorMode):
             if func not in REFUSED:
                 raise
             if self.symbols:
-                raise NotSymbolic(f"PyTorch does not know the shapes that {func} gives") from None
+                raise NotSymbolic(f"PyTorch does not know the shapes of the results of {func}") from None
             result = None
         now = self.symbols.now if self.symbols else _as_given
         args, kwargs = now((args, kwargs))
@@ -135,7 +135,8 @@ def _as_given(given: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
-    """What an op gives for numbers that mean nothing. ``now``: plain sizes in the places of open ones."""
+    """Run an op on arbitrary numbers and return its result. ``now``: replaces open sizes in nested arguments
+    by integers."""
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
         args, kwargs = pytree.tree_map_only(
@@ -159,13 +160,14 @@ def _with_strides(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
     shape, stride = real.shape, real.stride()
     if now is not _as_given:
         if not is_dense(real):
-            raise NotSymbolic("an op gives a tensor with room between its numbers")
+            raise NotSymbolic("an op returns a tensor that is not dense")
         shape, stride = fake.shape, _dense_as(real, fake.shape)
     return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
 
 
 def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a dense tensor of another shape, in the order of those of a real one."""
+    """Return the strides of a dense tensor of another shape, with the dimensions in the memory order of
+    ``real``."""
     strides, expected = [1] * real.ndim, 1
     for _, _, dim in sorted(zip(real.stride(), real.shape, range(real.ndim), strict=True)):
         strides[dim], expected = expected, expected * shape[dim]
@@ -173,10 +175,11 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check_layouts(step: CapturedStep) -> None:
-    """Compare the layouts of a step that was captured for other sizes with those of the kernels, for such ops.
+    """Compare the strides of a step that was captured for other sizes with those of the kernels, for ops of
+    `UNSURE`.
 
     Raises:
-        NotSymbolic: an op returns tensors of another layout.
+        NotSymbolic: an op's results have other strides.
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
@@ -186,7 +189,7 @@ def check_layouts(step: CapturedStep) -> None:
         real = pytree.tree_leaves(_run(call.target, args, kwargs))
         for name, made in zip(call.results, real, strict=False):
             if name and not _same_places(step.values[name].fake, made):
-                raise NotSymbolic(f"{call.target} lays its results out otherwise for other sizes")
+                raise NotSymbolic(f"the results of {call.target} have other strides for other sizes")
 
 
 def _same_places(fake: torch.Tensor, real: torch.Tensor) -> bool:

@@ -117,7 +117,7 @@ FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "1 of argument 0",
     ),
     "a tensor of a size": (lambda: Of(lambda m, x: (x * m.w) * torch.tensor(x.shape[1])), "1 of argument 0"),
-    "a number that rounds": (lambda: Of(lambda m, x: (x * m.w) * x.shape[1] ** -0.5), "no integer"),
+    "a number that rounds": (lambda: Of(lambda m, x: (x * m.w) * x.shape[1] ** -0.5), "not an integer"),
     "a size that may round": (
         lambda: Of(lambda m, x: (x * m.w)[:, : int(x.shape[1] * 0.3 + 1)]),
         "may round|1 of argument 0",
