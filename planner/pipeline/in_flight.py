@@ -97,7 +97,8 @@ class RankSearch:
 
     ``stages``: their problems. ``actions``: the rank's actions in order. ``budget``: bytes that the rank may hold,
     states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after this time, and once a
-    combination fits, the planner is not called again.
+    combination fits, the planner is not called again. ``starts``: for each stage, further plans to start from.
+    ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch; one of the starts must satisfy it.
     """
 
     def __init__(
@@ -107,12 +108,16 @@ class RankSearch:
         budget: int,
         planner: StagePlanner,
         seconds: float = math.inf,
+        starts: Sequence[Sequence[Plan]] = (),
+        kept: Sequence[int] = (),
     ) -> None:
         self.until = time.monotonic() + seconds
         self.stages, self.actions, self.budget, self.planner = tuple(stages), actions, budget, planner
         self.found: list[list[_Candidate]] = [[] for _ in self.stages]
+        self.kept = tuple(kept) or (math.inf,) * len(self.stages)
         for at, stage in enumerate(self.stages):
-            self._take(at, no_recompute(stage.graph))
+            for plan in (no_recompute(stage.graph), *(starts[at] if starts else ())):
+                self._take(at, plan)
         self.rank = RankRoom(self.stages, actions, tuple(found[0].figures for found in self.found))
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
@@ -233,9 +238,9 @@ class RankSearch:
         """Add a plan of some variant of a stage's problem to the candidates."""
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
-        figures = stage.measured(own)
-        if all(figures != c.figures for c in self.found[at]):
-            self.found[at].append(_Candidate(own, figures))
+        figures, found = stage.measured(own), self.found[at]
+        if figures.kept_bytes <= self.kept[at] and all(figures != c.figures for c in found):
+            found.append(_Candidate(own, figures))
 
     def _starts(self, at: int, graph: TrainingGraph) -> list[Plan]:
         return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]

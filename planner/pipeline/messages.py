@@ -2,23 +2,33 @@
 
 It was read off `torch.distributed.pipelining` (2.13). Receive buffers for all micro-batches are allocated before the
 first one. A sent tensor stays in memory until its sending is waited for: with GPipe and the schedules with several
-stages per rank at the end of the step, with 1F1B at the next message. Neighbouring stages on one rank pass tensors to
-each other without messages; these tensors take the place of the buffers. A channel of the dataflow schedule holds one
-message that is being read and one that arrives.
+stages per rank at the end of the step, with 1F1B at the next message. The last stage's outputs are kept, and joined
+at the end. Neighbouring stages on one rank pass tensors to each other without messages; these tensors take the place
+of the buffers.
+
+A channel of the dataflow schedule has as many places as credits at each end: for messages that are being sent, and for
+receives that are posted ahead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from rematplan.ir import ProblemError
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.rank_memory import in_flight
+from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
 ONE_MESSAGE = ("1f1b",)
 """Schedules that keep each sent message until the next one is sent."""
 CHANNELS = ("dataflow",)
-"""Schedules whose messages use channels with a fixed number of places."""
-PLACES = 2
-"""The number of places in a channel."""
+"""Schedules whose messages use channels with a fixed number of places. A stage's outputs are sent back to it."""
+FORWARD, BACKWARD = 1.0, 2.0
+"""Time units of a stage's actions, for the choice of credits."""
+SLOWER = 1.02
+"""By how much a pipeline may take longer with few credits than with any number."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +36,14 @@ class MessageBytes:
     """The bytes of a stage's messages for one micro-batch.
 
     ``received``: from the stage before it, in the forward. ``answered``: from the next stage, in the backward.
-    ``sent``: to the next stage. ``returned``: to the stage before it.
+    ``sent``: to the next stage. ``returned``: to the stage before it. ``given``: the outputs of the last stage.
     """
 
     received: int
     answered: int
     sent: int
     returned: int
+    given: int = 0
 
 
 def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
@@ -45,13 +56,51 @@ def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
-    incoming = size.received + size.answered
+    incoming, plan = size.received + size.answered, StagePlan(stage, 0, 0, 0)
     if schedule.name in CHANNELS:
-        return StagePlan(stage, 0, 0, 0, torch_bytes=PLACES * (incoming + size.sent + size.returned))
+        places = least_credits(schedule)
+        ends = (stage > 0) + (stage < schedule.stages - 1)
+        acknowledgements = ends * (places + 1)  # of a byte each
+        return replace(plan, torch_bytes=places * (incoming + size.sent + size.returned) + acknowledgements)
     # A tensor that is passed on within the rank exists before the buffer is freed whose place it takes.
     handed = max(size.sent if after else 0, size.received if before else 0)
-    plan = StagePlan(stage, 0, 0, 0, torch_bytes=schedule.microbatches * incoming + handed)
-    sent, returned = 0 if after else size.sent, 0 if before else size.returned
-    if schedule.name in ONE_MESSAGE:
-        return replace(plan, pending=returned)
-    return replace(plan, left=sent + returned)
+    plan = replace(
+        plan,
+        torch_bytes=schedule.microbatches * incoming + handed,
+        left=size.given,
+        closing=schedule.microbatches * size.given,
+    )
+    leaving = (0 if after else size.sent) + (0 if before else size.returned)
+    if (
+        schedule.name in ONE_MESSAGE
+    ):  # the message of the last forward before the first backward waits for all others
+        return replace(plan, pending=leaving)
+    return replace(plan, left=plan.left + leaving)
+
+
+@lru_cache(maxsize=256)
+def least_credits(schedule: PipelineSchedule) -> int:
+    """Return the smallest number of credits with which the schedule does not deadlock, as its replay proves, and is at
+    most 2 % slower than without a limit.
+
+    Stages take equal time. Each hop takes the time that the schedule has micro-batches for in flight.
+
+    Raises:
+        ProblemError: it deadlocks with any number.
+    """
+    times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
+    link = Link((FORWARD + BACKWARD) * max((*_more(schedule), 0)) / 2)
+    wanted = SLOWER * replay(schedule, times, link).makespan
+    for credits in range(1, schedule.microbatches):
+        try:
+            if replay(schedule, times, link, credits=credits).makespan <= wanted:
+                return credits
+        except ProblemError:  # too few
+            continue
+    return schedule.microbatches
+
+
+def _more(schedule: PipelineSchedule) -> Iterator[int]:
+    """Yield for each hop how many more micro-batches are in flight than one."""
+    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
+    return (most[stage] - most[stage + 1] - 1 for stage in range(schedule.stages - 1))

@@ -14,6 +14,7 @@ from rematplan.ir import ProblemError, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, schedule_of_rows
 from rematplan.planner.pipeline.formulas import FORMULAS
+from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
 from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
 
@@ -47,8 +48,9 @@ class PlannedPipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The replay of the schedule."""
-        return replay(self.schedule, self.times, self.link, self.overhead)
+        """The replay of the schedule, with the credits of its channels if it has any."""
+        credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
+        return replay(self.schedule, self.times, self.link, self.overhead, credits)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def captured_stage(
     Raises:
         ModelError: the stage cannot be captured.
     """
-    step = planner.opened(_step_of(stage))
+    step = planner.opened(captured_step(stage))
     if split:
         step = with_separate_weights(step)
     costs = planner.options.costs
@@ -105,7 +105,12 @@ def captured_stage(
     return CapturedStage(stage, step, problem)
 
 
-def _step_of(stage: StageModule) -> CapturedStep:
+def captured_step(stage: StageModule) -> CapturedStep:
+    """The step of a stage, as captured.
+
+    Raises:
+        ModelError: it cannot be captured.
+    """
     try:
         _prepared(stage, _Recorder())
     except _Recorded as recorded:

@@ -12,24 +12,23 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
-from rematplan.ir import InfeasibleBudget, UsageError, show_bytes
-from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
-from rematplan.pipeline.schedules import SPLIT, schedule_named
-from rematplan.pipeline.torch_memory import handed_on, held_by_torch
-from rematplan.planner.core.plan import plan_from_json
+from rematplan.ir import UsageError, show_bytes
+from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
+from rematplan.pipeline.rank_plans import Part, budget_bytes, captured_part, given_rank_plan, rank_plan
+from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, SPLIT, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
-from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
-from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.planner.pipeline.in_flight import RankPlan
+from rematplan.planner.pipeline.messages import CHANNELS, least_credits
+from rematplan.planner.pipeline.rank_memory import in_flight
 from rematplan.plans.budgets import Budget, parse_budget
-from rematplan.plans.in_flight import stage_planner
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
+from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.equal_cuts import equal_cuts
-from rematplan.runtime.pipeline.stage_modules import StageModule, exported, stage_modules
+from rematplan.runtime.pipeline.stage_modules import exported, stage_modules
 from rematplan.runtime.pipeline.torch_stages import torch_stage
 
 TORCH_CLASSES: Mapping[str, str] = {
@@ -55,7 +54,7 @@ class Pipeline:
     order: PipelineSchedule
     cuts: tuple[str, ...]
     budget: int
-    parts: Mapping[int, CapturedStage]
+    parts: Mapping[int, Part]
     ranks: Mapping[int, RankPlan]
 
     @cached_property
@@ -73,14 +72,15 @@ class Pipeline:
         """Return the planned modules of a rank's stages. They share the model's parameters and buffers."""
         mine = self.order.stage_of_rank[rank]
         plans = self.ranks[rank].plans
-        return tuple(self.parts[s].planned(plan) for s, plan in zip(mine, plans, strict=True))
+        parts = zip((self.parts[s] for s in mine), plans, strict=True)
+        return tuple(part.planned(plan) for part, plan in parts if isinstance(part, CapturedStage))
 
     def stages(
         self,
         mesh: DeviceMesh | ProcessGroup | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> list[PipelineStage]:
-        """Return this process's stages, for `torch.distributed.pipelining`.
+    ) -> list[Any]:
+        """Return this process's stages, for `torch.distributed.pipelining`; for ``dataflow`` its `DataflowStage`.
 
         Args:
             mesh: a process group or a device mesh of one dimension, with the ranks of the pipeline; by default all
@@ -90,12 +90,16 @@ class Pipeline:
 
         Raises:
             UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the
-                schedule splits backwards, which PyTorch does differently in wrapped modules.
+                schedule splits backwards, which PyTorch does differently in wrapped modules, or is ``dataflow``, which
+                needs processes that communicate over gloo.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
         if size != self.order.ranks:
             raise UsageError(f"the pipeline has {self.order.ranks} ranks, but there are {size} processes")
+        mine = self.parts[self.order.stage_of_rank[rank][0]]
+        if isinstance(mine, DataflowPart):
+            return dataflow_stages(mine, self.ranks[rank].plans[0], group, wrap is not None)
         split = self.order.name in SPLIT
         if split and wrap is not None:
             raise UsageError(
@@ -110,20 +114,23 @@ class Pipeline:
             made.append(torch_stage(stage, run, number, self.order.stages, device, group, split))
         return made
 
-    def schedule(
-        self, stages: Sequence[PipelineStage], loss_fn: Callable[..., torch.Tensor], **more: Any
-    ) -> Any:
-        """Return PyTorch's schedule object for these stages. Its method ``step`` runs the pipeline.
+    def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:
+        """Return PyTorch's schedule object for these stages, or a `DataflowSchedule`. Its method ``step`` runs the
+        pipeline.
 
         Args:
             stages: this process's stages, from `stages`.
             loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
-            more: further arguments of the class, such as ``scale_grads``.
+            more: further arguments of the class, such as ``scale_grads``, or ``updates`` of a dataflow.
 
         Raises:
             UsageError: the schedule has neighbouring stages on one rank, and PyTorch before 2.13 cannot run that over
                 gloo.
         """
+        if self.order.name in CHANNELS:
+            actions = [(a.kind, a.microbatch) for a in self.order.actions[stages[0].number]]
+            credits = least_credits(self.order)  # its replay proves that nothing deadlocks
+            return DataflowSchedule(stages[0], actions, self.order.microbatches, credits, loss_fn, **more)
         neighbours = any(b - a == 1 for own in self.order.stage_of_rank for a, b in pairwise(sorted(own)))
         if PIPELINES_SEND_TO_THEMSELVES and neighbours and get_backend() == "gloo":
             raise UsageError(
@@ -167,6 +174,8 @@ def plan_pipeline(
     loss_memory: str | int | None = None,
     ranks: Iterable[int] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
+    hop: float = 0.0,
+    max_inversion_error: float | None = None,
 ) -> Pipeline:
     """Divide a model into stages and plan the recomputation of each rank within a budget.
 
@@ -176,9 +185,11 @@ def plan_pipeline(
             dimension into micro-batches; other values are passed unchanged.
         kwargs: keyword arguments, in the same way.
         stages: the number of stages. The ranks of ``zbv``, ``dualpipev`` and the interleaved schedules have two each,
-            the ranks of ``gpipe`` and ``1f1b`` one.
+            the ranks of other schedules one.
         microbatches: the number of micro-batches in a batch.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zbv``, ``interleaved-zb`` or ``dualpipev``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zbv``, ``interleaved-zb``, ``dualpipev`` or ``dataflow``. In a
+            dataflow each stage sends its input, which inverses recover, back with its gradient, so that invertible
+            stages keep nothing between forward and backward; a stage that is not invertible keeps its input.
         budget: bytes of each rank, or text such as ``8GiB``, or ``60%`` of the largest peak of a rank without
             recomputation. It bounds everything that a rank holds during a step that begins without gradients:
             parameters, buffers, gradients, activations of the micro-batches in flight, and PyTorch's buffers for
@@ -192,17 +203,41 @@ def plan_pipeline(
         ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
         plans: plans that were made before, by the stage's number, in the form of `StagePlan.plan`. They are used
             instead of planning.
+        hop: for ``dataflow``, the time of a message divided by the time of a stage's forward and backward. If it is
+            above 0, more micro-batches are in flight for each hop to the last stage.
+        max_inversion_error: for ``dataflow``, the largest relative error of a recovered tensor; by default it depends
+            on the tensor's type.
 
     Raises:
         InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
         UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget.
         ModelError: the model cannot be divided into stages.
     """
-    stated = parse_budget(str(budget))
     asked = PlanOptions(
-        budget="min", strategy=strategy, time_limit=time_limit, costs=costs, loss_memory=loss_memory
+        budget="min",
+        strategy=strategy,
+        time_limit=time_limit,
+        costs=costs,
+        loss_memory=loss_memory,
+        max_inversion_error=max_inversion_error,
     )
-    order = _order(schedule, stages, microbatches)
+    order = _order(schedule, stages, microbatches, hop)
+    return planned_in_order(model, args, kwargs, order, parse_budget(str(budget)), cuts, asked, ranks, plans)
+
+
+def planned_in_order(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    order: PipelineSchedule,
+    stated: Budget,
+    cuts: str | Sequence[str],
+    asked: PlanOptions,
+    ranks: Iterable[int] | None = None,
+    plans: Mapping[int, Mapping[str, Any]] | None = None,
+) -> Pipeline:
+    """Plan a pipeline with given lists of actions. The other arguments and the errors are those of `plan_pipeline`."""
+    stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if isinstance(cuts, str):
         cuts = (
@@ -215,22 +250,20 @@ def plan_pipeline(
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)
-    parts = {number: _captured(order, planner, number, modules[number]) for number in every}
-    most = _bytes_of(stated, order, parts)
+    parts = {number: captured_part(order, planner, number, modules[number]) for number in every}
+    most = budget_bytes(stated, order, parts)
     made = {
-        rank: _rank_plan(order, rank, parts, most, asked)
+        rank: rank_plan(order, rank, parts, most, asked)
         if plans is None
-        else _rank_plan_of(order, rank, parts, most, plans)
+        else given_rank_plan(order, rank, parts, most, plans)
         for rank in wanted
     }
     return Pipeline(order, tuple(cuts), most, parts, made)
 
 
-def _order(schedule: str, stages: int, microbatches: int) -> PipelineSchedule:
-    if schedule in ("gpipe", "1f1b"):
-        return schedule_named(schedule, stages, microbatches)
-    if schedule not in TORCH_CLASSES:
-        raise UsageError(f"unknown schedule {schedule!r}; known: {', '.join(TORCH_CLASSES)}")
+def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:
+    if schedule in ONE_STAGE or schedule not in SCHEDULES:
+        return schedule_named(schedule, stages, microbatches, hop=hop)
     if stages % 2:
         raise UsageError(f"{schedule} has two stages on each rank, so stages must be even, not {stages}")
     return schedule_named(schedule, stages // 2, microbatches, each=2)
@@ -257,59 +290,3 @@ def _first_microbatch(
         return one.tensor_split(microbatches)[0]
 
     return tuple(map(part, args)), {name: part(one) for name, one in kwargs.items()}
-
-
-def _captured(
-    order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule
-) -> CapturedStage:
-    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
-    template = held_by_torch(order, number, stage, device)
-    last = number == order.stages - 1
-    handed = handed_on(order, number, stage, device)
-    return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, handed=handed)
-
-
-def _bytes_of(stated: Budget, order: PipelineSchedule, parts: Mapping[int, CapturedStage]) -> int:
-    if stated.kind == "bytes":
-        return int(stated.amount)
-    if stated.kind != "share":
-        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
-    problems = {number: part.problem for number, part in parts.items()}
-    all_kept = {number: one.measured(no_recompute(one.graph)) for number, one in problems.items()}
-    peaks = (
-        rank_peak(order.actions[rank], [all_kept[s] for s in order.stage_of_rank[rank]])
-        for rank in range(order.ranks)
-    )
-    return int(stated.amount * max(peaks))
-
-
-def _rank_plan(
-    order: PipelineSchedule, rank: int, parts: Mapping[int, CapturedStage], budget: int, asked: PlanOptions
-) -> RankPlan:
-    problems = [parts[s].problem for s in order.stage_of_rank[rank]]
-    planner = stage_planner(asked.chosen(), asked.time_limit / len(problems))
-    try:
-        return RankSearch(problems, order.actions[rank], budget, planner, asked.time_limit).run()
-    except InfeasibleBudget as error:
-        raise InfeasibleBudget(f"rank {rank}", budget, error.smallest, error.known) from None
-
-
-def _rank_plan_of(
-    order: PipelineSchedule,
-    rank: int,
-    parts: Mapping[int, CapturedStage],
-    budget: int,
-    plans: Mapping[int, Mapping[str, Any]],
-) -> RankPlan:
-    """Return a rank's plans from plans that were made before.
-
-    Raises:
-        InfeasibleBudget: they exceed the budget.
-    """
-    mine = order.stage_of_rank[rank]
-    own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)
-    figures = tuple(parts[s].problem.measured(plan) for s, plan in zip(mine, own, strict=True))
-    peak = rank_peak(order.actions[rank], figures)
-    if peak > budget:
-        raise InfeasibleBudget(f"rank {rank}", budget, peak)
-    return RankPlan(figures, own, peak, sum(one.extra for one in figures), 0.0)

@@ -1,43 +1,15 @@
-"""The memory that PyTorch's pipeline schedules need for messages, in addition to a stage's module.
-
-It was read off `torch.distributed.pipelining` (2.13). Receive buffers for all micro-batches are allocated before the
-first one. A sent tensor stays in memory until its sending is waited for: with GPipe and the schedules with several
-stages per rank at the end of the step, with 1F1B at the next message. The last stage's outputs are kept, and joined
-at the end. Neighbouring stages on one rank pass tensors to each other without messages; these tensors take the place
-of the buffers.
-"""
+"""The bytes of a stage module's messages for one micro-batch, and the memory that they need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 import torch
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, held_for_messages
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
-
-ONE_MESSAGE = ("1f1b",)
-"""Schedules that keep each sent message until the next one is sent."""
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Whether a stage is the ``first`` or the ``last``, and whether the stages ``before`` and ``after`` it are on its
-    rank.
-    """
-
-    first: bool
-    last: bool
-    before: bool
-    after: bool
-
-    @classmethod
-    def of(cls, schedule: PipelineSchedule, stage: int) -> Neighbours:
-        """Return the neighbours of a stage in a schedule."""
-        mine = schedule.stage_of_rank[schedule.rank_of(stage)]
-        return cls(stage == 0, stage == schedule.stages - 1, stage - 1 in mine, stage + 1 in mine)
 
 
 def held_by_torch(
@@ -47,33 +19,33 @@ def held_by_torch(
 
     ``number``: the stage's number.
     """
-    at = Neighbours.of(schedule, number)
-    received = 0 if at.first else _bytes(stage.inputs, device)
-    answers = 0 if at.last else _bytes([t for t in stage.outputs if t.requires_grad], device)
-    sent = 0 if at.last or at.after else _bytes(stage.outputs, device)
-    returned = 0 if at.first or at.before else _bytes([t for t in stage.inputs if t.requires_grad], device)
-    # A tensor that is passed on within the rank exists before the buffer is freed whose place it takes.
-    handed = max(
-        _bytes(stage.outputs, device) if at.after else 0, _bytes(stage.inputs, device) if at.before else 0
+    first, last = number == 0, number == schedule.stages - 1
+    inputs, outputs = ([] if first else stage.inputs), ([] if last else stage.outputs)
+    back = schedule.name in CHANNELS  # a message back has the activations too
+    size = MessageBytes(
+        received=_bytes(inputs, device),
+        answered=_back(outputs, back, device),
+        sent=_bytes(outputs, device),
+        returned=_back(inputs, back, device),
+        given=_bytes(stage.outputs, device) if last else 0,
     )
-    held = schedule.microbatches * (received + answers) + handed
-    plan = StagePlan(number, 0, 0, 0, torch_bytes=held)
-    if at.last:
-        given = _bytes(stage.outputs, device)
-        plan = replace(plan, left=given, closing=schedule.microbatches * given)
-    if (
-        schedule.name in ONE_MESSAGE
-    ):  # the message of the last forward before the first backward waits for all others
-        several = schedule.stages - number > 1
-        return replace(plan, pending=returned + (sent if several else 0))
-    return replace(plan, left=plan.left + sent + returned)
+    return held_for_messages(schedule, number, size)
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:
     """Return the bytes of a stage's outputs that are counted as the inputs of the next stage, on the same rank; or
     0.
     """
-    return _bytes(stage.outputs, device) if Neighbours.of(schedule, number).after else 0
+    mine = schedule.stage_of_rank[schedule.rank_of(number)]
+    return _bytes(stage.outputs, device) if number + 1 in mine else 0
+
+
+def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
+    """Bytes of the gradients of tensors, and of the tensors."""
+    found = list(tensors)
+    return _bytes((t for t in found if t.requires_grad), device) + (
+        _bytes(found, device) if activations else 0
+    )
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

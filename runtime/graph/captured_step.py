@@ -12,8 +12,10 @@ import torch
 
 from rematplan.runtime.graph.allocator import allocated
 
-InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["output", "gradient", "input gradient", "buffer", "renewed", "check", "statistic"]
+InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent", "answer"]
+OutputKind = Literal[
+    "output", "gradient", "input gradient", "buffer", "renewed", "check", "statistic", "recovered input"
+]
 
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
@@ -130,7 +132,8 @@ class StepInput:
     """An input of the step.
 
     ``target``: a parameter's or buffer's name, the position in the batch, a constant's name, or for a tangent
-    (the gradient of an output) the position of that output. ``value``: the name of its value.
+    (the gradient of an output) or an answer (an output that another process sends back) the position of that
+    output. ``value``: the name of its value.
     """
 
     kind: InputKind
@@ -151,6 +154,7 @@ class StepOutput:
     - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed
       as dead code.
     - ``statistic``: a sum over the rows of a layer, which the backward half computes.
+    - ``recovered input``: an input of the batch as it is in the backward half, by its position.
     """
 
     kind: OutputKind

@@ -50,7 +50,10 @@ def with_exact_inverses(step: CapturedStep) -> CapturedStep:
 
 
 def with_inverses(
-    step: CapturedStep, named: Mapping[str, torch.Tensor], renormalise: bool = False
+    step: CapturedStep,
+    named: Mapping[str, torch.Tensor],
+    renormalise: bool = False,
+    own_seeds: bool = False,
 ) -> Invertible:
     """Return the step with all inverses that were found. Storages are split (`split_storages`) where an
     inverse needs it.
@@ -62,8 +65,10 @@ def with_inverses(
         renormalise: add, for every batch norm in training, an op without running statistics that computes the
             same result. Needed if an op that makes an output, such as new running statistics, may run only
             once.
+        own_seeds: whether each random call has a seed of its own, so that it may run again even if its result is
+            small.
     """
-    found = _found(scatter_to_cat(step, named), named)
+    found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
 
@@ -106,11 +111,11 @@ _RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
 without them and that op's arguments, or None if the norm is frozen."""
 
 
-def _found(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Invertible:
+def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: bool) -> Invertible:
     leave: set[str] = set()
     while True:
         parted = _parted(step, leave)
-        found = _with_inverses(parted.step, named, exact=False)
+        found = _with_inverses(parted.step, named, exact=False, own_seeds=own_seeds)
         inverted = {found.step.values[c.results[0] or ""].storage for c in found.step.inverses}
         useless = {storage for storage, parts in parted.copied.items() if inverted.isdisjoint(parts)}
         if not useless:
@@ -129,7 +134,9 @@ def _parted(step: CapturedStep, leave: set[str]) -> SplitStep:
     return SplitStep(step, copied)
 
 
-def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool) -> Invertible:
+def _with_inverses(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool, own_seeds: bool = False
+) -> Invertible:
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []
@@ -146,6 +153,9 @@ def _with_inverses(step: CapturedStep, named: Mapping[str, torch.Tensor], exact:
                 undone.append(found)
     candidates = replace(step, inverses=tuple(_inverses(step, undone)))
     graph = training_graph(candidates, {c.name: CallCost(0.0) for c in candidates.priced_calls})
+    if own_seeds:
+        again = {call.name for call in step.calls if call.seeded}
+        graph = replace(graph, never_rerun=tuple(name for name in graph.never_rerun if name not in again))
     useful = {r.name for recovery in recoveries(graph).values() for r in recovery.used}
     kept = tuple(c for c in candidates.inverses if c.name in useful)
     return Invertible(replace(step, inverses=kept), tuple(dict.fromkeys(refused)))

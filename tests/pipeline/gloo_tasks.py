@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
+from rematplan.ir import ProcessEnded
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -177,3 +179,5 @@ def serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:
             pipe.send((True, function(rank, **more)))
         except Exception as error:  # the test says it
             pipe.send((False, f"{type(error).__name__}: {error}"))
+            if isinstance(error, ProcessEnded):  # so do programs whose neighbour has ended
+                os._exit(1)

@@ -1,0 +1,50 @@
+"""Plans of a stage that is answered with what it sent: what inverses recover is given up, or all but the input is.
+
+Between a stage's forward and its backward the first kind keeps what no inverse leads to; for invertible stages nothing.
+The second kind runs the stage's forward again (Chen et al., «Training deep nets with sublinear memory cost», 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of, without_idle
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.strategies.reversible import Reversible
+
+NAME = "dataflow"
+
+
+def dataflow_plans(problem: StageProblem) -> list[Plan]:
+    """The plans that keep the fewest bytes of a micro-batch, of those of `Reversible` and of the one that runs the
+    forward again."""
+    found = list(_candidates(problem.graph, problem.boundary))
+    kept = [problem.measured(plan).kept_bytes for plan in found]
+    return [plan for plan, bytes_ in zip(found, kept, strict=True) if bytes_ == min(kept)]
+
+
+def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
+    once = {*graph.never_rerun}
+    names = [op.name for op in graph.ops]
+    turn = names.index(boundary) + 1
+    again = [name for name in names[:turn] if name not in once]
+    yield _plan(graph, boundary, [*names[:turn], *again, *names[turn:]])
+    for plan in Reversible().family(graph):
+        yield _plan(graph, boundary, runs_of(plan.schedule))
+
+
+def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
+    """The plan of some runs, with what the next stage answers taken first where a later run reads it."""
+    answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
+    turn = runs.index(boundary) + 1
+    first: set[str] = set()
+    stays = []
+    taken = [*runs[:turn], *answers, *runs[turn:]]
+    for at, name in enumerate(taken):
+        stays.append(name not in first and not turn <= at < turn + len(answers))
+        first.add(name)
+    inverses = {inverse.name for inverse in graph.inverses}
+    stays = [stay and name not in inverses for stay, name in zip(stays, taken, strict=True)]
+    return plan_from_runs(graph, without_idle(graph, taken, stays), NAME)

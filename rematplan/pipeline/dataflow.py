@@ -1,0 +1,136 @@
+"""Stages of a dataflow pipeline: their problems, and stages of its engine that follow given plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir.training_graph import LIBRARIES
+from rematplan.pipeline.captured_stages import captured_step
+from rematplan.planner.core.inversion_error import worst_error
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Schedule
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.plans.pricing import priced
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.pipeline.dataflow_code import compile_stage
+from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
+from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
+from rematplan.runtime.pipeline.draws import STATE
+from rematplan.runtime.pipeline.stage_modules import StageModule
+from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients
+from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.loss_boundary import LOSS
+
+STATES = ("parameter", "buffer", "constant", LIBRARIES)
+"""Kinds of inputs that are there during the whole step."""
+LOSS_BYTES = 8
+"""Of the loss of a micro-batch, which is kept to the end of the step."""
+SMALL = 1e-6
+"""The relative error of an answer by which its growth is predicted."""
+
+
+@dataclass(frozen=True)
+class DataflowPart:
+    """A stage of ``stages``, its step and its planning problem."""
+
+    number: int
+    stages: int
+    stage: StageModule
+    step: CapturedStep
+    problem: StageProblem
+
+    def starts(self) -> list[Plan]:
+        """Plans that keep the least for a micro-batch."""
+        return dataflow_plans(self.problem)
+
+    def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
+        """The stage that follows a plan of its problem, in a group of processes."""
+        code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
+        error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
+        kept = self.problem.measured(plan).kept_bytes
+        return DataflowStage(self.number, self.stages, self.stage, self.step, code, group, kept, error, gain)
+
+
+def dataflow_part(
+    stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
+) -> DataflowPart:
+    """Capture a stage and price its steps.
+
+    Args:
+        planner: says what costs are asked for, and what a loss holds; the last stage alone has one.
+        template: the figures of the stage that no plan changes.
+
+    Raises:
+        ModelError: it cannot be captured.
+    """
+    first, last = number == 0, number == stages - 1
+    named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
+    step = dataflow_step(captured_step(stage), named, first=first, last=last)
+    graph = priced(step, planner.options.costs, max_inversion_error=planner.options.max_inversion_error)
+    loss_bytes = 0
+    if last:
+        tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
+        loss_bytes = planner.loss(step, graph).peak + sum(allocated(t.nbytes, t.device) for t in tangents)
+        template = replace(template, left=template.left + allocated(LOSS_BYTES, step.device))
+    if any(call.seeded for call in step.calls):
+        template = replace(template, torch_bytes=template.torch_bytes + STATE)
+    graph = with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes)
+    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
+    added, _ = earlier_gradients(step)
+    adding = adding_problem(step, graph, added)
+    kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
+    problem = StageProblem(
+        adding,
+        LOSS,
+        states=tuple(t for t in adding.inputs if kinds.get(t, t) in STATES),
+        gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
+        template=template,
+    )
+    return DataflowPart(number, stages, stage, step, problem)
+
+
+def dataflow_stages(
+    part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
+) -> list[DataflowStage]:
+    """This process's stage.
+
+    Raises:
+        UsageError: it would be wrapped; or the processes do not exchange messages over gloo.
+    """
+    if wrapped:
+        raise UsageError(
+            "stages of a dataflow run without autograd and cannot be wrapped; take gpipe or 1f1b"
+        )
+    own = group if group is not None else distributed.group.WORLD
+    assert own is not None
+    if distributed.get_backend(own) != "gloo":
+        backend = distributed.get_backend(own)
+        raise UsageError(f"a dataflow sends its messages over gloo, and this group has {backend}")
+    device = next((t.device for t in part.stage.module.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        raise UsageError(f"a dataflow runs on CPUs, and stage {part.number} is on {device}")
+    return [part.of_engine(plan, own)]
+
+
+def _answers(step: CapturedStep) -> frozenset[str]:
+    return frozenset(inverse.name for inverse in step.inverses if isinstance(inverse.target, Handed))
+
+
+def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
+    """The predicted relative error of what inverses recover from an exact answer, and the factor by which the answer's
+    own error grows."""
+    exact = worst_error(graph, schedule)
+    noisy = replace(
+        graph, inverses=tuple(replace(i, noise=SMALL) if i.name in answers else i for i in graph.inverses)
+    )
+    return exact, max(0.0, worst_error(noisy, schedule) - exact) / SMALL

@@ -1,0 +1,109 @@
+"""The stages of a pipeline by rank: captured, their budgets in bytes, and their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
+from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
+from rematplan.pipeline.schedules import SPLIT
+from rematplan.pipeline.torch_memory import handed_on, held_by_torch
+from rematplan.planner.core.plan import plan_from_json
+from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
+from rematplan.planner.pipeline.messages import CHANNELS
+from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import Budget
+from rematplan.plans.in_flight import stage_planner
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.pipeline.stage_modules import StageModule
+
+Part = CapturedStage | DataflowPart
+"""A stage with its planning problem."""
+
+
+def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule) -> Part:
+    """Capture a stage for its schedule.
+
+    Raises:
+        ModelError: it cannot be captured.
+    """
+    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
+    template = held_by_torch(order, number, stage, device)
+    if order.name in CHANNELS:
+        return dataflow_part(stage, planner, template, number, order.stages)
+    last = number == order.stages - 1
+    handed = handed_on(order, number, stage, device)
+    return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, handed=handed)
+
+
+def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
+    """A budget in bytes; a share is of the largest peak of a rank that keeps all.
+
+    Raises:
+        UsageError: neither.
+    """
+    if stated.kind == "bytes":
+        return int(stated.amount)
+    if stated.kind != "share":
+        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
+    problems = {number: part.problem for number, part in parts.items()}
+    all_kept = {number: one.measured(no_recompute(one.graph)) for number, one in problems.items()}
+    peaks = (
+        rank_peak(order.actions[rank], [all_kept[s] for s in order.stage_of_rank[rank]])
+        for rank in range(order.ranks)
+    )
+    return int(stated.amount * max(peaks))
+
+
+def rank_plan(
+    order: PipelineSchedule,
+    rank: int,
+    parts: Mapping[int, Part],
+    budget: int,
+    asked: PlanOptions,
+) -> RankPlan:
+    """The plans of a rank's stages. Of a dataflow each keeps as little for a micro-batch as is known.
+
+    Raises:
+        InfeasibleBudget: none are known that fit; names the rank.
+    """
+    mine = [parts[s] for s in order.stage_of_rank[rank]]
+    problems = [part.problem for part in mine]
+    starts = [part.starts() for part in mine if isinstance(part, DataflowPart)]
+    several = max(in_flight(order.actions[rank]).values()) > 1  # else nothing is saved by keeping less
+    kept = [one.measured(own[0]).kept_bytes for one, own in zip(problems, starts, strict=False) if several]
+    planner = stage_planner(asked.chosen(), asked.time_limit / len(problems))
+    try:
+        seconds = asked.time_limit
+        return RankSearch(problems, order.actions[rank], budget, planner, seconds, starts, kept).run()
+    except InfeasibleBudget as error:
+        raise InfeasibleBudget(f"rank {rank}", budget, error.smallest, error.known) from None
+
+
+def given_rank_plan(
+    order: PipelineSchedule,
+    rank: int,
+    parts: Mapping[int, Part],
+    budget: int,
+    plans: Mapping[int, Mapping[str, Any]],
+) -> RankPlan:
+    """The plans of a rank that were made before.
+
+    Raises:
+        InfeasibleBudget: they do not fit.
+        ProblemError: they are of other stages.
+    """
+    mine = order.stage_of_rank[rank]
+    own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)
+    figures = tuple(parts[s].problem.measured(plan) for s, plan in zip(mine, own, strict=True))
+    peak = rank_peak(order.actions[rank], figures)
+    if peak > budget:
+        raise InfeasibleBudget(f"rank {rank}", budget, peak)
+    return RankPlan(figures, own, peak, sum(one.extra for one in figures), 0.0)

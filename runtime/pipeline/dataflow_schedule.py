@@ -1,0 +1,249 @@
+"""The engine of a dataflow pipeline: a rank's actions, in order, over channels to its neighbours.
+
+Forwards and backwards of different micro-batches pass each other. What a stage sent comes back with its gradient from
+the next one; inverses lead from it to what the stage received. Gradients of all micro-batches are added up (`sync`), or
+the weights are updated after every few of a stage's backwards (`async`), so that a forward and its backward have other
+weights, as in Rivaud et al., «PETRA: parallel end-to-end training with reversible architectures», ICLR 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rematplan.ir import ModelError, UsageError
+from rematplan.planner.core.inversion_error import gradient_error
+from rematplan.runtime.pipeline.channels import Peer, Receiver, Sender
+from rematplan.runtime.pipeline.dataflow_stage import DataflowStage, StageHooks, distance, sample
+from rematplan.runtime.pipeline.stage_modules import check_fixed
+
+FORWARD_TAG, BACKWARD_TAG = 7001, 7002
+"""Tell the messages of the two directions from each other and from those of others."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """``every``: after so many backwards of a stage ``optimizer`` updates its weights, with the mean of their
+    gradients. ``most_drift``: the relative error up to which a recovered input is accepted."""
+
+    every: int
+    optimizer: torch.optim.Optimizer
+    most_drift: float = 0.25
+
+
+@dataclass
+class DataflowSchedule:
+    """Runs one rank's stage.
+
+    ``actions``: kind (F or B) and micro-batch, in order. ``credits``: messages of one direction that a stage may have
+    sent and its neighbour not begun to use. ``loss_fn``: of the last stage's output and a micro-batch of targets.
+    ``scale_grads``: whether the gradients of a step are divided by the number of micro-batches. ``updates``: those of
+    `async`. ``seed``: of random calls, with the number of the ``steps`` run so far.
+    """
+
+    stage: DataflowStage
+    actions: Sequence[tuple[str, int]]
+    microbatches: int
+    credits: int
+    loss_fn: Callable[..., torch.Tensor]
+    scale_grads: bool = True
+    updates: Updates | None = None
+    seed: int = 0
+    steps: int = 0
+    drift: float = 0.0
+    backwards: int = field(default=0, init=False)
+    """Of the stage since the last update."""
+
+    def step(
+        self,
+        *args: Any,
+        target: torch.Tensor | None = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run all micro-batches of a batch.
+
+        Args:
+            args, kwargs: of the model, on the first rank; tensors are cut along their first dimension.
+            target: of the whole batch, on the last rank.
+            losses: gets the loss of each micro-batch, on the last rank.
+            return_outputs: whether the last rank keeps and returns the outputs of the whole batch; by default none are
+                kept, so that memory does not grow with the number of micro-batches.
+
+        Raises:
+            ModelError: updates have made a recovered input wrong by more than is accepted.
+            ProcessEnded: a neighbour has ended.
+            UsageError: the batch is another than the pipeline was planned for.
+        """
+        run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
+        state = torch.get_rng_state() if self.stage.code.draws else None
+        try:
+            for kind, m in self.actions:
+                run.forward(m) if kind == "F" else run.backward(m)
+            run.finish()
+        finally:
+            self.stage.held.clear()
+            if state is not None:
+                torch.set_rng_state(state)
+        self.steps += 1
+        if self.scale_grads and self.updates is None:
+            for p in self.stage.submod.parameters():
+                if p.grad is not None:
+                    p.grad.div_(self.microbatches)
+        if run.outputs:
+            joined = tuple(torch.cat(parts) for parts in zip(*run.outputs, strict=True))
+            return joined[0] if len(joined) == 1 else joined
+        return None
+
+    def update(self) -> None:
+        """Count a backward; update the weights if it is time."""
+        self.backwards += 1
+        if self.updates is None or self.backwards < self.updates.every:
+            return
+        self.backwards = 0
+        for p in self.stage.submod.parameters():
+            if p.grad is not None:
+                p.grad.div_(self.updates.every)
+        self.updates.optimizer.step()
+        self.updates.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are counted
+
+    def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
+        """For each micro-batch the tensors of the batch."""
+        if not self.stage.is_first:
+            return []
+        planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
+        given = (*args, *(kwargs[name] for name in self.stage.stage.kwargs if name in kwargs))
+        if len(given) != len(planned):
+            raise UsageError(f"the pipeline was planned for {len(planned)} arguments, not {len(given)}")
+        parts = []
+        for at, (one, like) in enumerate(zip(given, planned, strict=True)):
+            if not isinstance(like, torch.Tensor):
+                check_fixed(one, like, f"argument {at}")
+                continue
+            wanted = (like.shape[0] * self.microbatches, *like.shape[1:])
+            if not isinstance(one, torch.Tensor) or tuple(one.shape) != wanted:
+                shape = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
+                raise UsageError(
+                    f"argument {at} is {shape}; the pipeline was planned for a batch of {wanted}"
+                )
+            parts.append(one.tensor_split(self.microbatches))
+        return list(zip(*parts, strict=True))
+
+
+class _Step:
+    """A step under way: its channels, and what is kept on the way."""
+
+    def __init__(
+        self,
+        owner: DataflowSchedule,
+        batch: list[tuple[torch.Tensor, ...]],
+        target: torch.Tensor | None,
+        losses: list[torch.Tensor],
+        return_outputs: bool,
+    ) -> None:
+        self.owner, self.stage, self.batch, self.losses = owner, owner.stage, batch, losses
+        self.outputs: list[tuple[torch.Tensor, ...]] | None = (
+            [] if return_outputs and owner.stage.is_last else None
+        )
+        self.made: dict[int, tuple[torch.Tensor, ...]] = {}  # of the last stage, until the loss
+        self.samples: dict[int, list[list[float]]] = {}
+        stage, m = owner.stage, owner.microbatches
+        if stage.is_last:
+            if target is None or target.shape[:1] == () or target.shape[0] % m:
+                shape = None if target is None else tuple(target.shape)
+                raise UsageError(f"a target of shape {shape} cannot be cut into {m} equal micro-batches")
+            self.targets = target.tensor_split(m)
+        before, after = stage.number - 1, stage.number + 1
+
+        def peer(rank: int, tag: int) -> Peer:
+            return Peer(stage.group, rank, tag)
+
+        self.received = (
+            None
+            if stage.is_first
+            else Receiver(peer(before, FORWARD_TAG), stage.stage.inputs, owner.credits, m)
+        )
+        self.returned = (
+            None if stage.is_first else Sender(peer(before, BACKWARD_TAG), stage.back, owner.credits, m)
+        )
+        self.sent = (
+            None if stage.is_last else Sender(peer(after, FORWARD_TAG), stage.onwards, owner.credits, m)
+        )
+        self.answered = (
+            None if stage.is_last else Receiver(peer(after, BACKWARD_TAG), stage.answers, owner.credits, m)
+        )
+
+    def forward(self, m: int) -> None:
+        """The forward of a micro-batch."""
+        inputs = self.received.take() if self.received else list(self.batch[m])
+        if self.owner.updates and self.received:
+            self.samples[m] = sample(inputs)
+        self.stage.forward(m, self._hooks(m), inputs)
+
+    def backward(self, m: int) -> None:
+        """The backward of a micro-batch, and what follows it."""
+        answer = self.answered.take() if self.answered else self._loss(m)
+        self.stage.backward(m, self._hooks(m), self.batch[m] if self.batch else (), answer)
+        self.owner.update()
+
+    def finish(self) -> None:
+        """Wait until nothing is under way."""
+        for channel in (self.sent, self.returned, self.received, self.answered):
+            if channel is not None:
+                channel.finish()
+
+    def _hooks(self, m: int) -> StageHooks:
+        def keep(outputs: Sequence[torch.Tensor]) -> None:
+            self.made[m] = tuple(outputs)
+
+        def give_back(message: Sequence[torch.Tensor | None]) -> None:
+            self._check_drift(m, message)
+            if self.returned:
+                self.returned.send(message)
+
+        sends = self.sent.send if self.sent else keep
+        return StageHooks(self.stage, (self.owner.seed, self.owner.steps, m), sends, give_back)
+
+    def _loss(self, m: int) -> list[torch.Tensor]:
+        """The gradients of the last stage's outputs."""
+        made = self.made.pop(m)
+        if self.outputs is not None:
+            self.outputs.append(made)
+        like = self.stage.stage.outputs
+        given = tuple(
+            t.detach().requires_grad_(t_like.requires_grad) for t, t_like in zip(made, like, strict=True)
+        )
+        del made
+        with torch.enable_grad():
+            loss = self.owner.loss_fn(given[0] if len(given) == 1 else given, self.targets[m])
+        self.losses.append(loss.detach().clone())
+        loss.backward()
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in given if t.requires_grad]
+
+    def _check_drift(self, m: int, message: Sequence[torch.Tensor | None]) -> None:
+        """Compare a recovered input with the one that was received, where weights have changed since."""
+        updates = self.owner.updates
+        if updates is None or m not in self.samples:
+            return
+        recovered = [t for t in message[: len(self.stage.stage.inputs)] if t is not None]
+        wrong = distance(sample(recovered), self.samples.pop(m))
+        self.owner.drift = max(self.owner.drift, wrong)
+        if not wrong <= updates.most_drift:
+            raise ModelError(
+                f"stage {self.stage.number} recovers its input of micro-batch {m} wrong by {wrong:.2g}, more than "
+                f"{updates.most_drift:g}: its weights have changed too much since the forward; update less often or in "
+                f"smaller steps"
+            )
+
+
+def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
+    """The relative error to expect of a pipeline's gradients, given each stage's error and gain, in order."""
+    error = worst = 0.0
+    for own, gain in reversed(stages):
+        error = gain * error + own
+        worst = max(worst, error)
+    return gradient_error(worst) if worst else 0.0

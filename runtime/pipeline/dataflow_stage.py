@@ -1,0 +1,173 @@
+"""A stage of a dataflow pipeline that runs its compiled plan: one forward and one backward for each micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from rematplan.runtime.execute.autograd_function import add_gradient
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.pipeline.dataflow_code import StageCode
+from rematplan.runtime.pipeline.draws import seed_of
+from rematplan.runtime.pipeline.stage_modules import StageModule
+
+SAMPLED = 32
+"""Numbers of each input by which a recovered one is compared with the one received."""
+WRAPPER = "model."
+"""How names begin in captured steps."""
+
+
+@dataclass(eq=False)
+class DataflowStage:
+    """One stage of ``stages``.
+
+    ``step``, ``code``: what it runs. ``group``: the processes of the pipeline. ``kept``: bytes of a micro-batch that
+    cross from forward to backward. ``error``: the relative error of what it sends back that inverses are predicted to
+    make of an exact answer; ``gain``: the factor by which an answer's own error grows.
+    """
+
+    number: int
+    stages: int
+    stage: StageModule
+    step: CapturedStep
+    code: StageCode
+    group: ProcessGroup
+    kept: int = 0
+    error: float = 0.0
+    gain: float = 1.0
+    held: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = {f"{WRAPPER}{name}": t for name, t in named_tensors(self.submod).items()}
+
+    @property
+    def submod(self) -> nn.Module:
+        """The module, with the model's own parameters and buffers."""
+        return self.stage.module
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads the batch."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a loss is made of its outputs."""
+        return self.number == self.stages - 1
+
+    @property
+    def onwards(self) -> list[torch.Tensor]:
+        """Tensors without data such as it sends on."""
+        return list(self.stage.outputs)
+
+    @property
+    def back(self) -> list[torch.Tensor]:
+        """Tensors without data such as it sends back: its inputs, and gradients of those that need them."""
+        return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
+
+    @property
+    def answers(self) -> list[torch.Tensor]:
+        """Tensors without data such as come back to it."""
+        return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
+
+    def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
+        """Run the forward; ``inputs``, which it empties: the batch's tensors for the first stage, else what came."""
+        batch = dict(enumerate(inputs)) if self.is_first else {}
+        given = {} if self.is_first else self._handed("batch", inputs)
+        inputs.clear()
+        with torch.no_grad():
+            self.held[microbatch] = self.code.forward(given, hooks, *self._fixed(batch))
+
+    def backward(
+        self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
+    ) -> None:
+        """Run the backward; ``answer``, which it empties: outputs (not of the last stage) and their gradients."""
+        given = self._answered(answer)
+        answer.clear()  # so that only what the backward has not used yet is held
+        with torch.no_grad():
+            self.code.backward(given, hooks, self.held.pop(microbatch), *self._fixed(dict(enumerate(batch))))
+
+    def _answered(self, answer: list[torch.Tensor]) -> dict[str, Any]:
+        outputs = [] if self.is_last else answer[: len(self.stage.outputs)]
+        gradients = answer[len(outputs) :]
+        every = [gradients.pop(0) if t.requires_grad else None for t in self.stage.outputs]
+        return self._handed("answer", outputs) | self._handed("tangent", every)
+
+    def _handed(self, kind: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+        """What the compiled functions take of tensors, by value."""
+        wanted = [i for i in self.step.inputs if i.kind == kind and i.value in self.code.handed]
+        return {i.value: _laid_out(tensors[int(i.target)], self.step.values[i.value].fake) for i in wanted}
+
+    def _fixed(self, batch: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        take: dict[str, Callable[[Any], torch.Tensor]] = {
+            "parameter": lambda i: self.named[i.target].detach(),
+            "buffer": lambda i: self.named[i.target],
+            "constant": lambda i: self.step.constants[i.value],
+            "batch": lambda i: batch[int(i.target)],
+        }
+        return [take[i.kind](i) for i in self.code.inputs]
+
+
+def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A tensor as the step was captured with; zeros for None."""
+    if tensor is not None and tensor.stride() == like.stride():
+        return tensor
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return made.zero_() if tensor is None else made.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class StageHooks:
+    """What is done with the results of one forward or backward of a stage; see `dataflow_code.Hooks`.
+
+    ``sends``: gets the outputs; ``returns``: gets the recovered inputs and their gradients, None for a gradient that
+    there is none of. ``key``: seed, step and micro-batch.
+    """
+
+    stage: DataflowStage
+    key: tuple[int, int, int]
+    sends: Callable[[Sequence[torch.Tensor]], None]
+    returns: Callable[[Sequence[torch.Tensor | None]], None]
+
+    def send(self, outputs: Sequence[torch.Tensor]) -> None:
+        """See `dataflow_code.Hooks`."""
+        self.sends(outputs)
+
+    def renew(self, buffers: Sequence[torch.Tensor]) -> None:
+        """See `dataflow_code.Hooks`."""
+        for o, new in zip(self.stage.code.buffers, buffers, strict=True):
+            self.stage.named[o.target].copy_(new)
+
+    def give_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """See `dataflow_code.Hooks`."""
+        found = dict(zip(self.stage.code.returned, gradients, strict=True))
+        wanted = (at for at, t in enumerate(self.stage.stage.inputs) if t.requires_grad)
+        self.returns([*recovered, *(found.get(at) for at in wanted)])
+
+    def add(self, parameter: str, gradient: torch.Tensor) -> None:
+        """See `dataflow_code.Hooks`."""
+        add_gradient(self.stage.named[parameter], gradient)
+
+    def seed(self, draw: int) -> None:
+        """See `dataflow_code.Hooks`."""
+        torch.default_generator.manual_seed(seed_of(*self.key, self.stage.number, draw))
+
+
+def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """A few numbers of each tensor of real numbers, evenly spread."""
+    flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
+    return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
+
+
+def distance(found: Sequence[Sequence[float]], true: Sequence[Sequence[float]]) -> float:
+    """The relative error (L2) of samples."""
+    pairs = [(a, b) for one, other in zip(found, true, strict=True) for a, b in zip(one, other, strict=True)]
+    norm = math.sqrt(math.fsum(b * b for _, b in pairs))
+    return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / norm if norm else 0.0

@@ -1,0 +1,187 @@
+"""A stage's step in a dataflow of invertible stages: its input is a tensor like others, which inverses recover.
+
+A captured step has its batch, and the gradients of its outputs, from begin to end. Here each is handed over by a call
+of its own and goes after its last read. What was sent comes back with its gradient, and inverses lead from it to what
+was received: Gomez et al., «The reversible residual network», NeurIPS 2017, across processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.execute.codegen import renewed_buffers
+from rematplan.runtime.graph.captured_step import (
+    CapturedStep,
+    Ref,
+    StepInput,
+    StepOutput,
+    Value,
+    single_call,
+)
+from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.problem.loss_boundary import LATE, LOSS
+
+SEND, RETURN = "(send)", "(return)"
+"""The ops that stand for sending a stage's outputs on, and its inputs with their gradients back; and their tensors
+without bytes."""
+KEPT_BACK = (*LATE, "recovered input")
+"""The kinds of a step's outputs that its backward half gives."""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The target of a call whose result somebody hands over when it runs. It takes no time and makes nothing.
+
+    ``size``, ``stride``: of the result, which is the memory of what is handed over.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    flops = 0.0
+    source_name = "handed_over"
+
+    @classmethod
+    def like(cls, fake: torch.Tensor) -> Handed:
+        """For a result that is laid out as a tensor."""
+        return cls(tuple(fake.shape), tuple(fake.stride()))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result."""
+        return tensor.as_strided(self.size, self.stride)
+
+    def __str__(self) -> str:
+        return f"{self.source_name} {self.size} {self.stride}"
+
+
+def dataflow_step(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
+) -> CapturedStep:
+    """The step of a stage that is handed what it reads, with its inverses.
+
+    Args:
+        named: parameters and buffers by the names that the step knows them by.
+        first: whether it reads the batch, which its owner keeps: it is not handed over, and nothing is sent back.
+        last: whether a loss is made of its outputs: they do not come back.
+    """
+    values = dict(step.values)
+    moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
+
+    def source(name: str, like: torch.Tensor) -> str:
+        own = f"{name}_handed"
+        while own in values:
+            own += "_"
+        values[own] = Value(own, own, None, like)
+        return own
+
+    inputs, calls = [], []
+    for i in step.inputs:
+        if i.value not in moved:
+            inputs.append(i)
+            continue
+        own = source(i.value, values[i.value].fake)
+        name = f"take_{i.value}"
+        target = Handed.like(values[i.value].fake)
+        calls.append(single_call(name, target, (Ref(own),), result=i.value, backward=i.kind == "tangent"))
+        values[i.value] = replace(values[i.value], call=name)
+        inputs.append(replace(i, value=own))
+    early = [call for call in calls if not call.backward]
+    late = [call for call in calls if call.backward]
+    turn = next((at for at, c in enumerate(step.calls) if c.name in step.after_turn), len(step.calls))
+    returned = tuple(
+        StepOutput("recovered input", i.target, v) for v, i in moved.items() if i.kind == "batch"
+    )
+    opened = replace(
+        step,
+        inputs=tuple(inputs),
+        outputs=(*step.outputs, *returned),
+        calls=(*early, *step.calls[:turn], *late, *step.calls[turn:]),
+        values=values,
+    )
+    opened = with_inverses(opened, named, renormalise=True, own_seeds=True).step
+    return opened if last else _answered(opened)
+
+
+def _answered(step: CapturedStep) -> CapturedStep:
+    """The step with an inverse for each of its outputs that is a storage by itself: it comes back from where it was
+    sent to."""
+    values, inputs, inverses = dict(step.values), [], []
+    for o in step.outputs:
+        value = step.values[o.value]
+        base = step.values.get(value.storage, value)
+        if o.kind != "output" or not _whole(value.fake) or not _whole(base.fake):
+            continue
+        own = f"{o.value}_answer"
+        while own in values:
+            own += "_"
+        values[own] = Value(own, own, None, value.fake)
+        inputs.append(StepInput("answer", o.target, own))
+        target = Handed.like(base.fake)
+        inverses.append(single_call(f"answer_{o.value}", target, (Ref(own),), result=base.name, noise=0.0))
+    return replace(step, inputs=(*step.inputs, *inputs), values=values, inverses=(*step.inverses, *inverses))
+
+
+def _whole(fake: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, element by element."""
+    return fake.is_contiguous() and fake.untyped_storage().nbytes() == fake.nbytes
+
+
+def with_dataflow_boundary(
+    step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
+) -> TrainingGraph:
+    """The problem of a `dataflow_step` whose outputs leave before what comes back does.
+
+    New buffers, and outputs that are sent, leave at `SEND`, in the forward half; the last stage's outputs when the loss
+    has been computed of them; recovered inputs and their gradients at `RETURN`. What gives new content to buffers runs
+    once.
+
+    Args:
+        last: see `dataflow_step`.
+        loss_bytes: what a loss holds at its peak beside the outputs.
+    """
+    early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
+    given = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    late, marked = step.after_turn, {c.name for c in step.calls if c.late}
+    back = {step.values[i.value].storage for i in step.inputs if i.kind in ("tangent", "answer")}
+    sent = tuple(t for t in early if not (last and t in given))
+    send = Op(SEND, sent, (SEND,), 0.0, 0, "forward")
+    returned = tuple(
+        dict.fromkeys(
+            step.values[o.value].storage
+            for o in step.outputs
+            if o.kind in ("recovered input", "input gradient")
+        )
+    )
+    end = (Op(RETURN, (*returned, LOSS), (RETURN,), 0.0, 0, "backward"),) if returned else ()
+    turn = Op(LOSS, (SEND, *(given if last else ())), (LOSS,), 0.0, loss_bytes if last else 0, "backward")
+
+    def after(op: Op) -> Op:
+        waits = not back.isdisjoint(op.reads) or op.name in marked
+        return replace(op, reads=tuple(dict.fromkeys((*op.reads, LOSS)))) if waits else op
+
+    renewed = renewed_buffers(step)
+    once = [op.name for op in graph.ops if not renewed.isdisjoint(op.reads)]
+    once += [call.name for call in step.calls if isinstance(call.target, Handed)]
+    drawing = {
+        call.name for call in step.calls if call.seeded
+    }  # each has a seed of its own, and may run again
+    once += [name for name in graph.never_rerun if name not in drawing]
+    leaving = {*(t for t in early if t in graph.producer), *returned}
+    return replace(
+        graph,
+        tensors=(*graph.tensors, *(Tensor(op.name, 0) for op in (send, turn, *end))),
+        outputs=(*(t for t in graph.outputs if t not in leaving), *(op.name for op in end)),
+        ops=(
+            *(op for op in graph.ops if op.name not in late),
+            send,
+            turn,
+            *(after(op) for op in graph.ops if op.name in late),
+            *end,
+        ),
+        inverses=tuple(after(i) for i in graph.inverses if not (last and given.keys() & set(i.writes))),
+        ordered=tuple(graph.ordered),
+        never_rerun=tuple(dict.fromkeys((*once, SEND, LOSS, *(op.name for op in end)))),
+    )

@@ -1,0 +1,185 @@
+"""A network of couplings between an embedding and a head, for dataflow pipelines; and its steps in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.models.coupling import Coupling
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.pipeline.dataflow_schedule import Updates, gradient_error_of
+from rematplan.runtime.pipeline.draws import Seeded
+
+CPU = torch.device("cpu")
+CUTS = ("blocks.2", "blocks.4", "blocks.6")
+
+
+def branch(width: int, dropout: float) -> nn.Module:
+    parts = (nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
+    return nn.Sequential(*parts, *([nn.Dropout(dropout)] if dropout else []))
+
+
+class Ordinary(nn.Module):
+    """A layer that no inverse undoes, on two streams."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(self.first(a)), torch.relu(self.second(b))
+
+
+class Flow(nn.Module):
+    """``frozen``: blocks that are not trained. ``ordinary``: blocks that cannot be inverted."""
+
+    def __init__(
+        self,
+        blocks: int = 8,
+        width: int = 16,
+        dropout: float = 0.0,
+        frozen: tuple[int, ...] = (),
+        ordinary: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, width), nn.Linear(2 * width, 1)
+        self.blocks = nn.ModuleList(
+            Ordinary(width) if k in ordinary else Coupling(branch(width, dropout), branch(width, dropout))
+            for k in range(blocks)
+        )
+        for at in frozen:
+            self.blocks[at].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = b = self.embed(x)
+        for block in self.blocks:
+            a, b = block(a, b)
+        return self.head(torch.cat([a, b], -1))
+
+
+def flow(seed: int = 0, **sizes: Any) -> Flow:
+    torch.manual_seed(seed)
+    return Flow(**sizes)
+
+
+def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def planned(model: nn.Module, rows: int, **asked: Any) -> Any:
+    given = {"stages": 4, "schedule": "dataflow", "costs": "roofline", "loss_memory": "3x", "cuts": CUTS}
+    return rematplan.plan_pipeline(model, (data(rows)[0],), **(given | {"strategy": "reversible"} | asked))
+
+
+def in_one_process(
+    model: Flow, x: torch.Tensor, y: torch.Tensor, microbatches: int, step: int = 0
+) -> list[float]:
+    """One step of plain PyTorch with the same micro-batches; the losses."""
+    losses = []
+    stages = [model.blocks[k : k + 2] for k in range(0, len(model.blocks), 2)]
+    for m, (part, target) in enumerate(
+        zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+    ):
+        a = b = model.embed(part)
+        for s, blocks in enumerate(stages):
+            with Seeded(0, step, m, s):
+                for block in blocks:
+                    a, b = block(a, b)
+        one = loss(model.head(torch.cat([a, b], -1)), target)
+        one.backward()
+        losses.append(one.item())
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.div_(microbatches)
+    return losses
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+
+
+def run_flow(
+    rank: int, rows: int, microbatches: int, sizes: dict[str, Any], steps: int = 1, **asked: Any
+) -> dict[str, Any]:
+    """Steps on this rank: how far its last gradients are from one process's, and the first step's peak."""
+    model, x, y = flow(**sizes), *data(rows)
+    plain = copy.deepcopy(model)
+    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    (stage,) = stages = pipe.stages()
+    schedule = pipe.schedule(stages, loss)
+    losses: list[torch.Tensor] = []
+    states = sum(t.nbytes for t in (*stage.submod.parameters(), *stage.submod.buffers()))
+
+    def step() -> None:
+        first = (x,) if stage.is_first else ()
+        schedule.step(*first, **({"target": y, "losses": losses} if stage.is_last else {}))
+
+    peak, _ = peak_above_entry(step, CPU)
+    one = in_one_process(plain, x, y, microbatches)
+    for number in range(1, steps):
+        model.zero_grad()
+        plain.zero_grad()
+        losses.clear()
+        step()
+        one = in_one_process(plain, x, y, microbatches, number)
+    theirs, mine = dict(plain.named_parameters()), dict(stage.submod.named_parameters())
+    trained = {n: p.grad for n, p in mine.items() if p.grad is not None}
+    return {
+        "wrong": [distance(g, theirs[n].grad) for n, g in trained.items() if theirs[n].grad is not None],
+        "missing": [n for n in mine if (n in trained) != (theirs[n].grad is not None)],
+        "losses": [v.item() for v in losses] == one if losses else None,
+        "peak": peak + states,
+        "promise": pipe.ranks[rank].peak,
+        "kept": stage.kept,
+        "crossing": len(stage.code.crossing),
+        "expected": gradient_error_of([(stage.error, stage.gain)] * 4),
+    }
+
+
+def train_flow(
+    rank: int, rows: int, microbatches: int, steps: int, rate: float, every: int | None = None, **asked: Any
+) -> dict[str, Any]:
+    """A training on this rank: how far its weights are from one process's, and the drift of what is recovered."""
+    model, x, y = flow(), *data(rows)
+    plain = copy.deepcopy(model)
+    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    (stage,) = stages = pipe.stages()
+    mine = dict(stage.submod.named_parameters())
+    own = torch.optim.SGD(mine.values(), rate, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), rate, momentum=0.9)
+    schedule = pipe.schedule(stages, loss, updates=Updates(every, own) if every else None)
+    losses: list[torch.Tensor] = []
+    for number in range(steps):
+        first = (x,) if stage.is_first else ()
+        schedule.step(*first, **({"target": y, "losses": losses} if stage.is_last else {}))
+        if not every:
+            own.step()
+            own.zero_grad()
+        in_one_process(plain, x, y, microbatches, number)
+        theirs.step()
+        theirs.zero_grad()
+    others = dict(plain.named_parameters())
+    ours, one = (torch.cat([t[n].detach().flatten() for n in mine]) for t in (mine, others))
+    wrong = distance(ours, one)
+    return {"wrong": wrong, "drift": schedule.drift, "losses": [v.item() for v in losses]}
+
+
+def end(rank: int, rows: int, microbatches: int, **asked: Any) -> str:
+    """Rank 2 ends in the middle of a step."""
+    model, x, y = flow(), *data(rows)
+    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    (stage,) = stages = pipe.stages()
+    if rank == 2:
+        stage.backward = lambda *_: os._exit(1)
+    pipe.schedule(stages, loss).step(*((x,) if rank == 0 else ()), **({"target": y} if rank == 3 else {}))
+    return "the step came to its end"
