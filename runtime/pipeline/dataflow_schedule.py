@@ -1,7 +1,7 @@
 """The engine of a dataflow pipeline: a rank's actions, in order, over channels to its neighbours.
 
-Forwards and backwards of different micro-batches pass each other. What a stage sent comes back with its gradient from
-the next one; inverses lead from it to what the stage received. Gradients of all micro-batches are added up (`sync`), or
+Forwards and backwards of different micro-batches pass each other. The next stage returns what a stage sent, with its
+gradient; inverses lead from it to what the stage received. Gradients of all micro-batches are added up (`sync`), or
 the weights are updated after every few of a stage's backwards (`async`), so that a forward and its backward have other
 weights, as in Rivaud et al., «PETRA: parallel end-to-end training with reversible architectures», ICLR 2025.
 """

@@ -74,7 +74,7 @@ class DataflowStage:
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Tensors without data such as come back to it."""
+        """Tensors without data such as the next stage returns to it."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
 """A stage's step in a dataflow of invertible stages: its input is a tensor like others, which inverses recover.
 
 A captured step has its batch, and the gradients of its outputs, from begin to end. Here each is handed over by a call
-of its own and goes after its last read. What was sent comes back with its gradient, and inverses lead from it to what
-was received: Gomez et al., «The reversible residual network», NeurIPS 2017, across processes.
+of its own and goes after its last read. The next stage returns what was sent, with its gradient, and inverses lead from
+it to what was received: Gomez et al., «The reversible residual network», NeurIPS 2017, across processes.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Handed:
 def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
-    """The step of a stage that is handed what it reads, with its inverses.
+    """Return the step of a stage that is handed what it reads, with its inverses.
 
     Args:
         named: parameters and buffers by the names that the step knows them by.
         first: whether it reads the batch, which its owner keeps: it is not handed over, and nothing is sent back.
-        last: whether a loss is made of its outputs: they do not come back.
+        last: whether a loss is made of its outputs: nobody returns them.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -106,8 +106,7 @@ def dataflow_step(
 
 
 def _answered(step: CapturedStep) -> CapturedStep:
-    """The step with an inverse for each of its outputs that is a storage by itself: it comes back from where it was
-    sent to."""
+    """Return the step with an inverse for each of its outputs that fills a storage: the next stage returns it."""
     values, inputs, inverses = dict(step.values), [], []
     for o in step.outputs:
         value = step.values[o.value]
@@ -125,14 +124,14 @@ def _answered(step: CapturedStep) -> CapturedStep:
 
 
 def _whole(fake: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, element by element."""
+    """Return whether a tensor is all of its storage, element by element."""
     return fake.is_contiguous() and fake.untyped_storage().nbytes() == fake.nbytes
 
 
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """The problem of a `dataflow_step` whose outputs leave before what comes back does.
+    """Return the problem of a `dataflow_step`: its outputs leave before the next stage returns them.
 
     New buffers, and outputs that are sent, leave at `SEND`, in the forward half; the last stage's outputs when the loss
     has been computed of them; recovered inputs and their gradients at `RETURN`. What gives new content to buffers runs
@@ -140,7 +139,7 @@ def with_dataflow_boundary(
 
     Args:
         last: see `dataflow_step`.
-        loss_bytes: what a loss holds at its peak beside the outputs.
+        loss_bytes: what a loss holds at its peak, the outputs not included.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     given = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
