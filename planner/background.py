@@ -57,7 +57,6 @@ class BackgroundSearch:
         strategy: str,
         options: Mapping[str, object],
         starts: Sequence[Plan],
-        gap: float,
         heard: Heard,
     ) -> bool:
         """Have a problem searched for ``budget`` bytes; whether a process could be started.
@@ -65,7 +64,6 @@ class BackgroundSearch:
         Args:
             strategy, options: as for `registry.strategy`.
             starts: known plans of the problem.
-            gap: a plan within this of a proven floor of the overhead ends the search.
             heard: see `Heard`; its last call says that the search has ended, whatever happened.
         """
         number = {name: k for k, name in enumerate(names_of(problem))}
@@ -81,7 +79,6 @@ class BackgroundSearch:
                 "strategy": strategy,
                 "options": dict(options),
                 "starts": [[number[name] for name in runs_of(plan.schedule)] for plan in starts],
-                "gap": gap,
             }
             self._waiting[self._count] = _Search(process, problem, budget, heard)
             try:

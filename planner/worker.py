@@ -4,9 +4,9 @@
 runs at low priority, and ends as soon as its parent does. One process a machine and user searches at a time: eight
 processes that train one model have its plan searched once, and find it on disk.
 
-A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes, ``strategy`` and ``options``,
-``starts`` (sequences of positions among the problem's ops, then its inverses) and ``gap``. Each answer has the ``id``,
-``done``, ``seconds`` of the search and, where there is a plan, ``runs``, ``strategy``, ``lower_bound``, ``status``.
+A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes, ``strategy`` and ``options``, and
+``starts`` (sequences of positions among the problem's ops, then its inverses). Each answer has the ``id``, ``done``,
+``seconds`` of the search and, where there is a plan, ``runs``, ``strategy``, ``lower_bound``, ``status``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.options import PlanOptions
+from rematplan.plans.progress import print_log
 from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.autograd_function import finish_backward
@@ -144,7 +144,8 @@ def plan_module(
             of the step's time.
         deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
             counts moves instead of seconds, and plans are not refined.
-        verbose: also print what the logger ``rematplan`` records about each plan.
+        verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
+            standard error is a terminal. Otherwise nothing is printed.
         in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
             end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
         deferred: a backward computes only the gradients of the inputs, and leaves those of the weights to
@@ -185,6 +186,7 @@ def plan_module(
         deterministic=deterministic,
         in_flight=in_flight,
         deferred=deferred,
+        verbose=verbose,
     )
     if verbose:
         print_log()
@@ -195,14 +197,6 @@ def plan_module(
     Planning(planned).prepare(*args, **(kwargs or {}))
     check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
     return planned  # type: ignore[return-value]
-
-
-def print_log() -> None:
-    """Print what the logger ``rematplan`` records to stderr, unless the logger has a handler already."""
-    log = logging.getLogger("rematplan")
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
 
 
 def finish_weights(planned: nn.Module) -> int:

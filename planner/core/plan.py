@@ -17,7 +17,7 @@ from rematplan.planner.core.simulator import Estimate, simulate
 
 PLAN_FORMAT = "rematplan.plan/1"
 STEPS: dict[str, type[Run] | type[Free]] = {"run": Run, "free": Free}
-Status = Literal["optimal", "feasible"]
+Status = Literal["optimal", "feasible", "refining"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class Plan:
 
     ``budget``: bytes, or None if planned without one. ``lower_bound``: a proven lower bound of the overhead of
     *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` if the overhead equals the
-    lower bound. ``blocks``: for block strategies, the ops of each block V₁..V_k. ``fingerprint``:
-    `TrainingGraph.fingerprint` of the problem, if recorded. ``lanes``: for a plan on two lanes (`planner.overlap`).
+    lower bound; ``refining`` while a better plan is searched for. ``blocks``: for block strategies, the ops of
+    each block V₁..V_k. ``fingerprint``: `TrainingGraph.fingerprint` of the problem, if recorded. ``lanes``: for a
+    plan on two lanes (`planner.overlap`).
     """
 
     problem: str
@@ -77,7 +78,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "problem": plan.problem,
         "strategy": plan.strategy,
         "budget": plan.budget,
-        "status": plan.status,
+        "status": "feasible" if plan.status == "refining" else plan.status,
         "peak": e.peak,
         "cost": e.cost,
         "overhead": e.overhead,

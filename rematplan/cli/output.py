@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rematplan.planner.core.strategy import Progress as ProgressCall
-from rematplan.planner.core.strategy import silent
+from rematplan.planner.core.strategy import Progress
+from rematplan.plans.progress import progress_bar
 
 PLAIN_WIDTH = 120
 """The number of columns if standard output is no terminal."""
@@ -47,29 +45,9 @@ class Output:
         if self.json:
             print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
-    @contextmanager
-    def progress(self, title: str) -> Iterator[ProgressCall]:
-        """Show a progress bar on standard error, if that is a terminal.
-
-        The context yields a function that takes the fraction done and a short text.
-        """
-        if self.quiet or not sys.stderr.isatty():
-            yield silent
-            return
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f} %"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=1.0)
-
-            def report(fraction: float, text: str) -> None:
-                bar.update(task, completed=fraction, description=f"{title}: {text}" if text else title)
-
-            yield report
+    def progress(self, title: str) -> AbstractContextManager[Progress]:
+        """Return a context with a progress bar; see `progress_bar`."""
+        return progress_bar(title, not self.quiet)
 
 
 def _finite(value: Any) -> Any:

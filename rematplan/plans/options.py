@@ -61,6 +61,7 @@ class PlanOptions:
     deterministic: bool = False
     in_flight: int = 1
     deferred: int | None = None
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is None and self.plan is None:

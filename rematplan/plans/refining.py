@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.ir import TrainingGraph
 from rematplan.planner.background import shared
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -23,16 +23,16 @@ class Wanted:
     """A search in another process.
 
     ``plan``: the plan with which training starts. ``strategy``, ``options``: of the search. ``budget``: bytes.
-    ``gap``: the search ends when the plan's overhead is proven to be above the optimum's by no more than this.
+    ``shapes``: of the batch, as text.
     ``starts``: plans of the step in other sizes, from which the search starts.
     """
 
     problem: TrainingGraph
+    shapes: str
     budget: int
     plan: Plan
     strategy: str
     options: Mapping[str, object]
-    gap: float
     starts: tuple[Plan, ...] = ()
 
 
@@ -78,9 +78,7 @@ class Refining:
                 self._ended.set()
 
         starts = [wanted.plan, *wanted.starts]
-        if not shared().submit(
-            wanted.problem, wanted.budget, wanted.strategy, wanted.options, starts, wanted.gap, heard
-        ):
+        if not shared().submit(wanted.problem, wanted.budget, wanted.strategy, wanted.options, starts, heard):
             self._ended.set()
 
     def _take_in(self, plan: Plan, compiled: Callable[[StepPlan], Any]) -> None:
@@ -91,14 +89,7 @@ class Refining:
         if found is None:
             return
         self._found, self._best = (found, compiled(found)), plan.estimate.cost
-        LOG.info(
-            "a better plan of %s after %.1f s: overhead %.2f %%, peak %s, %s",
-            plan.problem,
-            self.seconds,
-            100 * plan.estimate.overhead,
-            show_bytes(plan.peak),
-            "no bound" if plan.gap is None else f"gap {100 * plan.gap:.2f} points",
-        )
+        LOG.info("after %.1f s a better %s; for %s", self.seconds, plan, self.wanted.shapes)
 
     @property
     def ready(self) -> bool:

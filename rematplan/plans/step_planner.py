@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lanes import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
-from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -30,6 +29,7 @@ from rematplan.plans.leanest import leanest_plan
 from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
 from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
+from rematplan.plans.progress import log_plan, progress_bar, shapes_of
 from rematplan.plans.refining import Refining, Wanted, mapped
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
@@ -51,8 +51,6 @@ from rematplan.runtime.problem.loss_boundary import (
     without_room,
 )
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
-
-LOG = logging.getLogger("rematplan")
 
 FURTHER = 0.25
 """The share of the time limit for a step within whose budget a plan of an earlier step fits.
@@ -107,12 +105,13 @@ class StepPlanner:
             return LossMemory.of_copies(step, float(stated.amount))
         return LossMemory.of_peak(step, int(stated.amount))
 
-    def problem(self, step: CapturedStep) -> TrainingGraph:
+    def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
         """Return the step's planning problem, with a loss boundary, the user's constraints and the memory of
         others.
         """
         asked = self.options
-        priced_ = priced(step, asked.costs, max_inversion_error=asked.max_inversion_error)
+        error = asked.max_inversion_error
+        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error)
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, asked.keep, asked.never_rerun)
@@ -215,10 +214,11 @@ class StepPlanner:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
             return self._either(with_exact_inverses(step), self.opened(step))
         step, began = self.opened(step), time.monotonic()
-        graph = self.problem(step)
-        profiled = time.monotonic()
-        plan = self._planned(step, graph)
-        LOG.info("%s; costs %.1f s, search %.1f s", plan, profiled - began, time.monotonic() - profiled)
+        with progress_bar(step.name, self.options.verbose) as progress:
+            graph = self.problem(step, progress)
+            profiled = time.monotonic()
+            plan = self._planned(step, graph, progress)
+        log_plan(step, plan, profiled - began, time.monotonic() - profiled)
         return StepPlan(step, plan, refinement=self._refinement(step, graph, plan))
 
     def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
@@ -231,7 +231,7 @@ class StepPlanner:
         starts = self.store.starts(graph, plan.budget)
         limit = FURTHER * asked.time_limit if starts else asked.time_limit
         search = {LIMIT: limit, "gap": asked.gap, **asked.options}
-        wanted = Wanted(graph, plan.budget, plan, asked.strategy, search, asked.gap, starts)
+        wanted = Wanted(graph, shapes_of(step), plan.budget, plan, asked.strategy, search, starts)
         return Refining(
             wanted, lambda better: StepPlan(step, replace(better, fingerprint=graph.fingerprint)), self.store
         )
@@ -338,9 +338,9 @@ class StepPlanner:
         """
         return self._planned(step, self.problem(step))
 
-    def _planned(self, step: CapturedStep, graph: TrainingGraph) -> Plan:
+    def _planned(self, step: CapturedStep, graph: TrainingGraph, progress: Progress = silent) -> Plan:
         saved = self.options.plan
-        plan = self._one_lane(graph) if saved is None else load_plan(saved, graph)
+        plan = self._one_lane(graph, progress) if saved is None else load_plan(saved, graph)
         return self._overlapped(step, graph, plan)
 
     def _overlapped(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Plan:
@@ -349,18 +349,18 @@ class StepPlanner:
 
         return overlapped(graph, plan, self.options.overlap, sharing)[0]
 
-    def _one_lane(self, graph: TrainingGraph) -> Plan:
+    def _one_lane(self, graph: TrainingGraph, progress: Progress) -> Plan:
         budget = self.limit(graph)
         found = self.store.get(graph, _amount(budget))
         if found is None:
-            found = self._searched(graph, budget)
+            found = self._searched(graph, budget, progress)
         return replace(found, fingerprint=graph.fingerprint)
 
-    def _searched(self, graph: TrainingGraph, budget: Budget) -> Plan:
+    def _searched(self, graph: TrainingGraph, budget: Budget, progress: Progress) -> Plan:
         asked, amount = self.options, _amount(budget)
         chosen = asked.chosen()
         if amount is None:
-            plan = least_plan(chosen, graph)
+            plan = least_plan(chosen, graph, progress)
             self.store.put(graph, None, plan)
             return plan
         known = self.store.solved(graph, amount, asked.gap, asked.time_limit) if chosen.lasting else None
@@ -375,7 +375,7 @@ class StepPlanner:
             for part in self._in_parts(chosen, graph, amount):
                 try:
                     return plan_within(
-                        part, graph, amount, store=self.store, starts=starts, hurried=self._hurried
+                        part, graph, amount, progress, store=self.store, starts=starts, hurried=self._hurried
                     )
                 except InfeasibleBudget as error:
                     if error.known == "proven" or part is chosen:

@@ -163,8 +163,9 @@ class Planning:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the most recent call (or of the plan made last, before any call)."""
-        return self._planned._rematplan.last.plan
+        """The plan of the most recent call (or of the plan made last, before any call). Its status is ``refining``
+        while a better one is searched for."""
+        return self._planned._rematplan.last.running.shown
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.execute.autograd_function import CompiledPlan
@@ -28,6 +28,12 @@ class Running:
         if found.refinement is not None:
             found.refinement.begin(compiled)
         return running
+
+    @property
+    def shown(self) -> Plan:
+        """The plan; its status says whether a better one is still searched for."""
+        searching = self.refinement is not None and self.refinement.working
+        return replace(self.plan, status="refining") if searching else self.plan
 
     @property
     def improved(self) -> bool:

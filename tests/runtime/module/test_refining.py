@@ -52,9 +52,9 @@ class Elsewhere:
 
     searches: list[tuple[Any, int, Callable[[Plan | None, bool], None]]] = field(default_factory=list)
 
-    def submit(self, problem, budget, strategy, options, starts, gap, heard) -> bool:
+    def submit(self, problem, budget, strategy, options, starts, heard) -> bool:
         """See `BackgroundSearch.submit`."""
-        del strategy, options, starts, gap
+        del strategy, options, starts
         self.searches.append((problem, budget, heard))
         return True
 
@@ -347,7 +347,7 @@ def searched(
             found.append(plan)
         ended.extend([True] * last)
 
-    assert one.submit(problem, budget, "auto", {"time_limit": seconds}, (), 0.0, heard)
+    assert one.submit(problem, budget, "auto", {"time_limit": seconds}, (), heard)
     return found, ended
 
 

@@ -1,0 +1,80 @@
+"""What a person is told while plans are made: lines of the log, and a bar on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
+
+if TYPE_CHECKING:
+    from rematplan.runtime.graph.captured_step import CapturedStep
+
+LOG = logging.getLogger("rematplan")
+
+
+class _Printed(logging.Handler):
+    """Prints records on what is standard error at that moment, which a progress bar may have replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def print_log() -> None:
+    """Print the records of the logger ``rematplan``, unless it has a handler already."""
+    if not LOG.handlers:
+        LOG.addHandler(_Printed())
+        LOG.setLevel(logging.INFO)
+
+
+@contextmanager
+def progress_bar(title: str, wanted: bool = True) -> Iterator[Progress]:
+    """Show a progress bar on standard error if that is a terminal; yields what reports the fraction done and a text.
+
+    Args:
+        title: the first words of the line.
+        wanted: whether there is to be one at all.
+    """
+    if not wanted or not sys.stderr.isatty():
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def report(fraction: float, text: str) -> None:
+            bar.update(task, completed=fraction, description=f"{title}: {text}" if text else title)
+
+        yield report
+
+
+def log_plan(step: CapturedStep, plan: Plan, costs: float, search: float) -> None:
+    """Log a plan with the shapes it is for.
+
+    Args:
+        step: the step that it is a plan of.
+        plan: the plan.
+        costs: seconds that measuring the costs of the ops took.
+        search: seconds that the search took.
+    """
+    LOG.info("%s; for %s; costs %.1f s, search %.1f s", plan, shapes_of(step), costs, search)
+
+
+def shapes_of(step: CapturedStep) -> str:
+    """Return the types and shapes of a step's batch, as text."""
+    batch = (step.values[i.value].fake for i in step.inputs if i.kind == "batch")
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in batch) or "no tensors"
