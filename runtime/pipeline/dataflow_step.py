@@ -90,7 +90,7 @@ def dataflow_step(
         inputs.append(replace(i, value=own))
     early = [call for call in calls if not call.backward]
     late = [call for call in calls if call.backward]
-    turn = next((at for at, c in enumerate(step.calls) if c.name in step.after_turn), len(step.calls))
+    turn = next((at for at, c in enumerate(step.calls) if c.name in step.after_loss), len(step.calls))
     returned = tuple(
         StepOutput("recovered input", i.target, v) for v, i in moved.items() if i.kind == "batch"
     )
@@ -143,7 +143,7 @@ def with_dataflow_boundary(
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     given = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
-    late, marked = step.after_turn, {c.name for c in step.calls if c.late}
+    late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     back = {step.values[i.value].storage for i in step.inputs if i.kind in ("tangent", "answer")}
     sent = tuple(t for t in early if not (last and t in given))
     send = Op(SEND, sent, (SEND,), 0.0, 0, "forward")
