@@ -1,4 +1,4 @@
-"""Fake tensors with the strides that real ones would have.
+"""Fake tensors with the strides and types that real ones would have.
 
 For some ops PyTorch's fakes keep an argument's strides where the kernel does not, or the other way round, if
 tensors are permuted or channels-last. The tracer uses the strides to choose between a view and a copy, so a
@@ -86,6 +86,11 @@ def _op(name: str) -> Any:
 UNSURE = frozenset(map(_op, _NAMES))
 """Ops whose fakes were found to have other strides than the kernel's results, if an argument is not
 contiguous."""
+NORMS = frozenset(
+    _op(name) for name in (*_NAMES, "native_group_norm", "native_group_norm_backward") if "norm" in name
+)
+"""Ops whose fakes on a CPU have other types than the kernel's results, if the input has another type than the
+weight, as under autocast: the kernel keeps the mean and the deviation in the weight's type."""
 REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
 """Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
 numbers."""
@@ -93,10 +98,10 @@ DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
 class TrueLayouts(FakeTensorMode):
-    """A fake mode in which results have the strides of real ones.
+    """A fake mode in which results have the strides and types of real ones.
 
-    An op of `UNSURE` with a non-contiguous argument, or an op of `REFUSED` that fails on fakes, is run once
-    on real tensors with arbitrary numbers.
+    An op of `UNSURE` with a non-contiguous argument, one of `NORMS` with arguments of several types, or an op
+    of `REFUSED` that fails on fakes, is run once on real tensors with arbitrary numbers.
 
     ``symbols``: the symbols of the batch's sizes, if these are open. An op then runs for the sizes of the traced
     batch, and only the order of its results' strides counts; `check_layouts` checks it for other sizes.
@@ -111,7 +116,8 @@ class TrueLayouts(FakeTensorMode):
     ) -> Any:
         try:
             result = super()._cached_dispatch_impl(func, types, args, kwargs)
-            if func not in UNSURE or _all_contiguous((args, kwargs)):
+            surely_strided = func not in UNSURE or _all_contiguous((args, kwargs))
+            if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
                 return result
         except RuntimeError:
             if func not in REFUSED:
@@ -126,7 +132,7 @@ class TrueLayouts(FakeTensorMode):
         fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
             return pytree.tree_unflatten(
-                [_with_strides(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
+                [_like_real(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
 
 
@@ -149,13 +155,21 @@ def _all_contiguous(given: Any) -> bool:
     return all(t.is_contiguous() for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
 
 
+def _mixed_on_cpu(given: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return len({t.dtype for t in tensors}) > 1 and all(t.device.type == "cpu" for t in tensors)
+
+
 def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Tensor:
     shape, stride = now((tuple(fake.shape), fake.stride()))
     return torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
 
 
-def _with_strides(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
-    if not isinstance(real, torch.Tensor) or (fake is not None and now(fake.stride()) == real.stride()):
+def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
+    """Return the fake if it has the strides and the type of the real tensor, else a new one that does."""
+    if not isinstance(real, torch.Tensor):
+        return fake
+    if fake is not None and fake.dtype == real.dtype and now(fake.stride()) == real.stride():
         return fake
     shape, stride = real.shape, real.stride()
     if now is not _as_given:
