@@ -9,6 +9,7 @@ from pathlib import Path
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, device_model
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.costs.profile_json import Profile, read_profile
@@ -42,6 +43,7 @@ def priced(
     device: str = DEFAULT_DEVICE_MODEL,
     progress: Progress = silent,
     max_inversion_error: float | None = None,
+    sized: SizedCosts | None = None,
 ) -> TrainingGraph:
     """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
     op.
@@ -55,13 +57,14 @@ def priced(
         progress: called with the fraction done and a short text.
         max_inversion_error: the largest relative error that a tensor may have after it is recovered by inverses (see
             `with_anchors`); by default one that suits its type.
+        sized: costs that were measured for other sizes of steps, which spare measurements; gets those that are made.
 
     Raises:
         UsageError: unknown costs or device model, a profile that lacks an op of the step, or an error that is not
             positive.
     """
     if costs == "profile":
-        known = profile_costs(step, progress)
+        known = (SizedCosts() if sized is None else sized).costs(step, progress)
     elif costs == "roofline":
         known = roofline_costs(step, device_model(device))
     else:

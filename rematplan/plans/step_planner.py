@@ -31,6 +31,7 @@ from rematplan.plans.overlapping import OFF, overlapped, sharing_here
 from rematplan.plans.pricing import copies_priced, priced
 from rematplan.plans.progress import log_plan, progress_bar, shapes_of
 from rematplan.plans.refining import Refining, Wanted, mapped
+from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
@@ -79,6 +80,8 @@ class StepPlanner:
     """Names of parameters that have gradients, to which new ones are added."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes that others hold during the whole step, by a name for them."""
+    sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
+    """Costs that were measured, for further sizes of the same steps."""
     scope: str = ""
     """A percentage refers to the peak of the first plan with the same scope; a compiler has one scope per graph."""
 
@@ -111,7 +114,7 @@ class StepPlanner:
         """
         asked = self.options
         error = asked.max_inversion_error
-        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error)
+        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, asked.keep, asked.never_rerun)

@@ -1,0 +1,141 @@
+"""Profiled costs of a step in further sizes: most calls need no measurement between sizes that were measured.
+
+A call's time is close to linear in the bytes that it reads and writes. A call without a workspace at a smaller and at a
+larger size has none between them. All others are measured: calls with a workspace, whose bytes may make steps;
+convolutions and attention, which choose among several kernels; and calls outside of the sizes measured so far. So no
+workspace is ever estimated.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.runtime.costs.profile import profile_costs
+from rematplan.runtime.costs.roofline import moved_bytes
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+
+KERNELS = re.compile("convolution|attention|cudnn|mkldnn|rnn|lstm|gru|fft")
+"""Ops that choose among kernels by their sizes."""
+SIZES = 16
+"""The number of sizes that are kept of a step."""
+STEPS = 32
+"""The number of steps, apart from their sizes, of which costs are kept."""
+NUMBERS = 8
+"""A larger number among a call's arguments counts as a size."""
+
+Kind: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A measured call: the bytes that it reads and writes, its cost, and whether that says all about its memory between
+    this size and another such one."""
+
+    traffic: int
+    cost: CallCost
+    plain: bool
+
+
+@dataclass(eq=False)
+class SizedCosts:
+    """The measured costs of steps, by the kind of all of their calls, for further sizes of them."""
+
+    _known: dict[Kind, list[list[_Measured]]] = field(default_factory=dict)
+
+    def costs(self, step: CapturedStep, progress: Progress = silent) -> Mapping[str, CallCost]:
+        """Return the cost of each call that is not a view, and of each inverse, as `profile_costs` does.
+
+        Args:
+            step: the captured step.
+            progress: called with the fraction done and a text.
+        """
+        calls = step.priced_calls
+        kind = (str(step.device), *(_kind(step, call) for call in calls))
+        known = self._known.pop(kind, [])
+        self._known[kind] = known
+        while len(self._known) > STEPS:
+            del self._known[next(iter(self._known))]
+        traffic = [moved_bytes(step, call) for call in calls]
+        found = {
+            call.name: cost
+            for at, call in enumerate(calls)
+            if (cost := _between([size[at] for size in known], traffic[at])) is not None
+        }
+        rest = [call.name for call in calls if call.name not in found]
+        measured = profile_costs(step, progress, only=rest) if rest else {}
+        if len(found) < len(calls):
+            row = [
+                _Measured(bytes_, measured[call.name], _is_plain(step, call, measured[call.name]))
+                if call.name in measured
+                else _Measured(bytes_, found[call.name], plain=True)
+                for call, bytes_ in zip(calls, traffic, strict=True)
+            ]
+            known[:] = _kept([*known, row])
+        return {call.name: found.get(call.name) or measured[call.name] for call in calls}
+
+
+def _between(known: list[_Measured], traffic: int) -> CallCost | None:
+    """The cost of a call between two measured sizes; None if it has to be measured."""
+    plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
+    if len(plain) < len(known) or not known:
+        return None
+    places = [m.traffic for m in plain]
+    low, high = bisect_right(places, traffic) - 1, bisect_left(places, traffic)
+    if low < 0 or high == len(plain):
+        return None
+    a, b = plain[low], plain[high]
+    if a.traffic == b.traffic:
+        return a.cost
+    share = (traffic - a.traffic) / (b.traffic - a.traffic)
+    return CallCost(
+        a.cost.time + share * (b.cost.time - a.cost.time), library=max(a.cost.library, b.cost.library)
+    )
+
+
+def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
+    """Whether a call has no workspace, no result in a larger storage than tracing shows, and only one kernel."""
+    name = str(call.target)
+    nominal = [step.values[r].fake.untyped_storage().nbytes() if r else 0 for r in call.results]
+    return (
+        name.startswith("aten.")
+        and KERNELS.search(name) is None
+        and cost.workspace == 0
+        and all(real <= shown for real, shown in zip(cost.results, nominal, strict=False))
+    )
+
+
+def _kind(step: CapturedStep, call: Call) -> str:
+    """All of a call on which its kernel depends, except sizes."""
+
+    def describe(name: str) -> str:
+        t = step.values[name].fake
+        strides = t.stride()
+        order = sorted(range(t.ndim), key=lambda d: (-strides[d], d))
+        zeros = [d for d in range(t.ndim) if strides[d] == 0]
+        return f"{t.dtype}{order}{zeros}{t.is_contiguous()}"
+
+    return f"{call.target}{_without_sizes(substitute((call.args, dict(call.kwargs)), describe))}"
+
+
+def _without_sizes(given: Any) -> Any:
+    if isinstance(given, (list, tuple)):
+        return [_without_sizes(one) for one in given]
+    if isinstance(given, dict):
+        return {name: _without_sizes(one) for name, one in given.items()}
+    return "size" if type(given) is int and abs(given) > NUMBERS else given
+
+
+def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:
+    """The smallest, the largest and the latest sizes."""
+    if len(known) <= SIZES:
+        return known
+    totals = [sum(m.traffic for m in size) for size in known]
+    ends = {totals.index(min(totals)), totals.index(max(totals))}
+    rest = [at for at in range(len(known)) if at not in ends][-(SIZES - len(ends)) :]
+    return [known[at] for at in sorted({*ends, *rest})]
