@@ -122,10 +122,10 @@ def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
             one = cell(family, graph, length, budget, seconds)
             cells.append(one)
             figures = "  ".join(f"{x:>8.3f}" for x in one.over)
-            print(
-                f"  {length:>5} {show_bytes(budget):>9}  fresh {100 * one.fresh:>7.3f} %  {figures}",
-                flush=True,
+            told = (
+                f"fresh {100 * one.fresh:>7.3f} %  {figures}" if math.isfinite(one.fresh) else "nothing fits"
             )
+            print(f"  {length:>5} {show_bytes(budget):>10}  {told}", flush=True)
     print(f"  at the end: {timing(family, largest)}")
     return cells
 
