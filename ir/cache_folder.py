@@ -1,10 +1,18 @@
-"""Where rematplan keeps files between processes: plans and measured costs."""
+"""Where rematplan keeps files between processes: plans and measured costs. A file that cannot be read or written costs
+time, nothing else."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 
 import platformdirs
+
+from rematplan.ir.errors import ProblemError
+from rematplan.ir.problem_json import read_json, write_whole
+
+LOG = logging.getLogger("rematplan")
 
 
 def cache_folder() -> Path:
@@ -13,3 +21,37 @@ def cache_folder() -> Path:
     On Linux this is ``$XDG_CACHE_HOME/rematplan``, by default ``~/.cache/rematplan``. The folder may not exist yet.
     """
     return Path(platformdirs.user_cache_dir("rematplan", appauthor=False))
+
+
+def read_cached(file: Path) -> object:
+    """Return the JSON data of a file in the cache; None if there is no file or it is damaged, which is logged."""
+    if not file.exists():
+        return None
+    try:
+        return read_json(file)
+    except ProblemError as error:
+        report_damage(file, str(error))
+        return None
+
+
+def write_cached(file: Path, content: str) -> bool:
+    """Write a file of the cache completely or not at all; return whether that succeeded. A failure is logged."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content)
+    except (OSError, ProblemError) as error:
+        reason = str(error).rpartition(": ")[2]
+        log_once(f"{file.parent} cannot be written, so nothing is kept there for later processes: {reason}")
+        return False
+    return True
+
+
+def report_damage(file: Path, reason: str) -> None:
+    """Log that a file of the cache is damaged."""
+    log_once(f"{file} is damaged and counts as empty: {reason}")
+
+
+@cache
+def log_once(text: str) -> None:
+    """Log a line, unless this process has logged the same before."""
+    LOG.info(text)

@@ -13,7 +13,7 @@ import numba
 from numba.core import caching
 from numba.core.options import DefaultOptions
 
-from rematplan.ir.cache_folder import cache_folder
+from rematplan.ir.cache_folder import cache_folder, log_once, report_damage
 
 UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 """numba's option for loops without reference counting; without the option they work, but are slower."""
@@ -106,25 +106,44 @@ class _Implementation(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """The cache of one kernel."""
+    """The cache of one kernel. A file that is damaged or cannot be written costs a compilation, nothing else."""
 
     _impl_class = _Implementation
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the machine code for a signature; None if there is none, or its file is damaged."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception as error:  # pickle raises almost anything
+            report_damage(Path(self._cache_file._index_path), repr(error))
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write machine code, if the disk takes it."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            log_once(f"compiled loops cannot be kept for later processes: {error.strerror}")
 
 
 def _make_readable(made: Any) -> None:
     """Make an index of cached machine code count as empty if it cannot be read."""
     file = made._cache_file
-    file._load_index = partial(_readable, file._load_index)
+    file._load_index = partial(_readable, file._load_index, Path(file._index_path))
 
 
-def _readable(load: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-    """Load an index of cached machine code; empty if it names a type that has since been renamed or moved.
+def _readable(load: Callable[[], dict[Any, Any]], file: Path) -> dict[Any, Any]:
+    """Load an index of cached machine code; empty if it is damaged, or names a type that has since been renamed or
+    moved.
 
     numba would raise an error for such a type before it compares the stamps.
     """
     try:
         return load()
     except (AttributeError, ImportError):
+        return {}
+    except Exception as error:  # pickle raises almost anything
+        report_damage(file, repr(error))
         return {}
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph
-from rematplan.ir.cache_folder import cache_folder
-from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.ir.cache_folder import cache_folder, read_cached, report_damage, write_cached
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
@@ -158,7 +156,7 @@ class PlanStore:
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return the plans on disk of a problem, and of the same problem without inverses; the latest first."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
-        return tuple(plan for one in (problem, *plain) for plan in _plans(problem, _read(_file(one))))
+        return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
         """The plan on disk that needs no further search, if there is one: it fits, and its overhead is proven to be
@@ -169,12 +167,12 @@ class PlanStore:
         Args:
             budget: bytes.
         """
-        content = _read(_file(problem))
-        fitting = [plan for plan in _plans(problem, content) if plan.estimate.peak <= budget]
+        content = _read(_file(problem), problem)
+        fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:
             return None
         best = min(fitting, key=lambda plan: (plan.estimate.cost, plan.estimate.peak))
-        searches = _searches(content)
+        searches = content.searches
         floor = max((floor for at, floor, _ in searches if at >= budget), default=-math.inf)
         overhead = best.estimate.overhead
         done = overhead <= floor + gap or any(at == budget and spent >= seconds for at, _, spent in searches)
@@ -190,23 +188,24 @@ class PlanStore:
         ``seconds``: that were spent on it.
         """
         file = _file(problem)
-        content = _read(file)
-        found = tuple(dict.fromkeys((plan, *_plans(problem, content))))
+        content = _read(file, problem)
+        found = tuple(dict.fromkeys((plan, *content.plans)))
         front = pareto(found)
         number = {name: k for k, name in enumerate(_names(problem))}
         rows = [[p.strategy, [number[name] for name in runs_of(p.schedule)]] for p in found if p in front]
         rows = rows[:PLANS_KEPT]
         while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
             rows.pop()
-        searches = _searches(content)
+        searches = content.searches
         if plan.budget is not None:
             floor = -1.0 if plan.lower_bound is None else plan.lower_bound
-            searches = [(plan.budget, floor, seconds), *searches][:SEARCHES_KEPT]
-        with suppress(OSError, ProblemError):  # a read-only home costs a later run its start, nothing else
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps({"plans": rows, "searches": searches}, separators=(",", ":")))
-            for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[:-PROBLEMS_KEPT]:
-                old.unlink()
+            searches = ((plan.budget, floor, seconds), *searches)[:SEARCHES_KEPT]
+        if write_cached(file, json.dumps({"plans": rows, "searches": searches}, separators=(",", ":"))):
+            with suppress(OSError):  # another process has deleted it
+                for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[
+                    :-PROBLEMS_KEPT
+                ]:
+                    old.unlink()
 
 
 def _key(problem: TrainingGraph, budget: int | None) -> Key:
@@ -224,30 +223,29 @@ def _names(problem: TrainingGraph) -> list[str]:
     return [op.name for op in (*problem.ops, *problem.inverses)]
 
 
-def _read(file: Path) -> Mapping[str, Any]:
-    """What a file says; nothing where there is none, or one of another form."""
-    try:
-        content = read_json(file)
-    except ProblemError:
-        return {}
-    return content if isinstance(content, dict) else {}
+class _Content(NamedTuple):
+    """What a file states: plans, and for each search the budget (bytes), the floor of the overhead that it proved, and
+    its seconds."""
+
+    plans: tuple[Plan, ...] = ()
+    searches: tuple[tuple[int, float, float], ...] = ()
 
 
-def _plans(problem: TrainingGraph, content: Mapping[str, Any]) -> tuple[Plan, ...]:
+def _read(file: Path, problem: TrainingGraph) -> _Content:
+    """Return what a file states as plans of a problem; nothing if there is no file or it is damaged."""
+    content = read_cached(file)
+    if content is None:
+        return _Content()
     names = _names(problem)
     try:
-        rows = content.get("plans", ())
-        return tuple(plan_from_runs(problem, [names[k] for k in runs], str(found)) for found, runs in rows)
-    except (ProblemError, TypeError, ValueError, LookupError):
-        return ()
-
-
-def _searches(content: Mapping[str, Any]) -> list[tuple[int, float, float]]:
-    """Budgets in bytes, floors of the overhead proven at them, and seconds spent."""
-    try:
-        return [(int(at), float(floor), float(spent)) for at, floor, spent in content.get("searches", ())]
-    except (TypeError, ValueError):
-        return []
+        rows, searches = content.get("plans", ()), content.get("searches", ())  # type: ignore[attr-defined]
+        return _Content(
+            tuple(plan_from_runs(problem, [names[k] for k in runs], str(found)) for found, runs in rows),
+            tuple((int(at), float(floor), float(spent)) for at, floor, spent in searches),
+        )
+    except (ProblemError, AttributeError, TypeError, ValueError, LookupError) as error:
+        report_damage(file, str(error))
+        return _Content()
 
 
 def _file(problem: TrainingGraph) -> Path:

@@ -20,9 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from rematplan.ir import ProblemError
-from rematplan.ir.cache_folder import cache_folder
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.cache_folder import cache_folder, read_cached, report_damage, write_cached
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
 from rematplan.runtime.costs.roofline import flops, moved_bytes
@@ -358,21 +356,19 @@ def _cpu_name() -> str:
 
 
 def _load(file: Path) -> dict[str, CallCost]:
-    """Return the cache's entries. An unreadable file counts as empty, since everything can be measured
-    again."""
+    """Return the cache's entries. A damaged file counts as empty, since everything can be measured again."""
+    data = read_cached(file)
+    if data is None:
+        return {}
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
         return {
             str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
-            for k, (cost, workspace, results, library) in data.items()
+            for k, (cost, workspace, results, library) in data.items()  # type: ignore[attr-defined]
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError) as error:
+        report_damage(file, str(error))
         return {}
 
 
 def _save(file: Path, known: Mapping[str, CallCost]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))
-    except (OSError, ProblemError):  # with a read-only home folder, the next run measures again
-        return
+    write_cached(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))

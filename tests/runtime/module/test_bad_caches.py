@@ -1,0 +1,143 @@
+"""A cache that is damaged, read-only, full or written by two processes costs one line of the log: training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.ir.cache_folder import cache_folder
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, apart from the machine code of the planner's loops."""
+    (tmp_path / "rematplan").mkdir()
+    (tmp_path / "rematplan" / "kernels").symlink_to(cache_folder() / "kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("rematplan.runtime.costs.profile._AGREE", float("inf"))  # no machine is too busy
+    return tmp_path / "rematplan"
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+
+def trained(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is logged of the cache while a module is planned and does a step, whose gradients are eager mode's."""
+    caplog.clear()
+    plain = network()
+    with caplog.at_level("INFO", "rematplan"):
+        model = rematplan.plan_module(
+            network(), (X,), budget="80% of activations", refine=False, time_limit=0.3
+        )
+        model(X).square().mean().backward()
+    plain(X).square().mean().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert model.plan.peak <= model.plan.budget
+    said = [r.getMessage() for r in caplog.records if r.name == "rematplan"]
+    return [line for line in said if "costs" not in line]
+
+
+def test_a_good_cache_is_not_mentioned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert trained(caplog) == []
+    assert trained(caplog) == []
+    assert len(list(folder.rglob("*.json"))) == 2
+
+
+def test_a_full_disk(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rematplan.ir.problem_json.os.replace", full)
+    said = trained(caplog)
+    assert sorted(said) == [
+        f"{where} cannot be written, so nothing is kept there for later processes: No space left on device"
+        for where in (folder, folder / "plans")
+    ]
+    assert trained(caplog) == []  # it was said
+    assert not list(folder.rglob("*.json*"))
+
+
+def test_a_read_only_home(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path.mkdir
+
+    def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        made(self, *args, **kwargs)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("rematplan.runtime.costs.profile._AGREE", float("inf"))
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    said = trained(caplog)
+    assert len(said) == 2
+    assert all("cannot be written" in line and "\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("kind", ["profile-*.json", "plans/*.json"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"plans": [[1]], "x": 3}'])
+def test_a_damaged_file(folder: Path, caplog: pytest.LogCaptureFixture, kind: str, text: str) -> None:
+    trained(caplog)
+    (file,) = folder.glob(kind)
+    file.write_text(text)
+    (line,) = trained(caplog)
+    assert line.startswith(f"{file} is damaged")
+    assert "\n" not in line
+    assert file.read_text() != text  # it was replaced
+    assert trained(caplog) == []
+
+
+WRITING = """
+import sys
+from random import Random
+sys.path.insert(0, {planner!r})
+import problems
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.strategies.approx_dp import ApproxDP
+graph = problems.residual((2, 2))
+plans = ApproxDP().curve(graph, ())
+print("ready", flush=True)
+sys.stdin.readline()
+for k in range(40):
+    PlanStore().keep(graph, plans[k % len(plans)], 1.0)
+    assert PlanStore().kept(graph)
+"""
+
+
+def test_two_processes_write_one_file_at_once(folder: Path) -> None:
+    planner = str(Path(__file__).parents[2] / "planner")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITING.format(planner=planner)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for one in both:
+        assert one.stdout
+        assert one.stdout.readline() == "ready\n"
+    for one in both:
+        assert one.stdin
+        one.stdin.write("\n")
+        one.stdin.close()
+    assert [one.wait(60) for one in both] == [0, 0]
+    (file,) = (folder / "plans").iterdir()
+    assert file.suffix == ".json"
