@@ -18,6 +18,7 @@ from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_check import check_first_plan
 from rematplan.runtime.module.planned_module import Planning, compiled_plan, planned_module
+from rematplan.runtime.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.statistics.options import Kronecker
 
@@ -59,6 +60,8 @@ def plan_module(
     never_rerun: Iterable[Name | nn.Module] = (),
     plan: str | Path | None = None,
     dynamic: bool = True,
+    shape_ranges: Ranges | None = None,
+    max_plans: int = MAX_PLANS,
     inverses: bool = False,
     max_inversion_error: float | None = None,
     overlap: str | None = None,
@@ -108,6 +111,12 @@ def plan_module(
         never_rerun: modules and ops that must not run a second time, named as in ``keep``.
         plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget holds.
         dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
+        shape_ranges: the sizes that calls may have, by argument and dimension:
+            ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
+            first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
+            smallest, so that training does not wait for the capture with open sizes, which the second shape needs.
+        max_plans: the number of plans that are kept. When there are more, those that were not used for longest are
+            dropped; they are made again when they are needed.
         inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
             plain autograd's within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
         max_inversion_error: the largest predicted relative error of a recovered tensor; by default one that suits its
@@ -193,8 +202,10 @@ def plan_module(
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    planned = planned_module(model, StepPlanner(asked, named=named), dynamic, statistics)
-    Planning(planned).prepare(*args, **(kwargs or {}))
+    shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
+    planned = planned_module(model, StepPlanner(asked, named=named), shapes, statistics)
+    for positional, named_ones in shapes.first_calls(model, args, kwargs or {}):
+        Planning(planned).prepare(*positional, **named_ones)
     check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
     return planned  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.module.planned_module import Planning, planned_module
+from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
 from rematplan.runtime.problem.accumulation import (
@@ -119,7 +120,7 @@ def captured_step(stage: StageModule) -> CapturedStep:
 
 
 def _prepared(stage: StageModule, planner: Any) -> nn.Module:
-    planned = planned_module(stage.module, planner, dynamic=False)
+    planned = planned_module(stage.module, planner, ShapeOptions(dynamic=False))
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map(lambda one: _empty(one, device), (stage.args, dict(stage.kwargs)))
     return Planning(planned).prepare(*args, **kwargs)  # type: ignore[no-any-return]

@@ -26,6 +26,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of values among a forward's outputs that hold no size which is not seen."""
 MISSES = 2
 """Captures with open sizes that served no other shape met so far, in a row, after which no further one is made."""
+SHAPES_MET = 1024
+"""The number of shapes of which it is remembered that they were met."""
 REMEMBERED = 4
 """Shapes that a new capture with open sizes is tried on."""
 
@@ -116,7 +118,7 @@ class OpenShapes:
 
     forwards: list[OpenForward] = field(default_factory=list)
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
-    met: set[tuple[torch.Size, ...]] = field(default_factory=set)
+    met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
     misses: int = 0
     reason: str = ""
     fixed: int = 0
@@ -129,7 +131,7 @@ class OpenShapes:
             self,
             forwards=list(self.forwards),
             known=list(self.known),
-            met=set(self.met),
+            met=dict(self.met),
             exceptions=dict(self.exceptions),
         )
 
@@ -170,7 +172,9 @@ class OpenShapes:
             found = fixed()
             self.fixed += 1
             self._remember(found)
-        self.met.add(shapes)
+        self.met[shapes] = None
+        if len(self.met) > SHAPES_MET:
+            del self.met[next(iter(self.met))]
         return found
 
     def _instance(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:

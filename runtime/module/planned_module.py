@@ -24,13 +24,19 @@ from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
+from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Listener, Recorder, shapes
 
+DEFAULT_SHAPES = ShapeOptions()
+
 
 def planned_module(
-    model: nn.Module, planner: Planner, dynamic: bool = True, statistics: Kronecker | None = None
+    model: nn.Module,
+    planner: Planner,
+    shapes: ShapeOptions = DEFAULT_SHAPES,
+    statistics: Kronecker | None = None,
 ) -> nn.Module:
     """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares
     all its state.
@@ -38,7 +44,7 @@ def planned_module(
     Args:
         model: the model. A planned module is planned again.
         planner: makes the plans.
-        dynamic: whether a call with other shapes, types or modes makes another plan; if false it is refused.
+        shapes: which shapes are planned, and how many plans are kept.
         statistics: the statistics to compute in its steps; None for none.
 
     Raises:
@@ -54,7 +60,7 @@ def planned_module(
             )
         model = model._rematplan_model()
     return _become(
-        _blank(type(model)), (model, Runner(type(model).__name__, planner, dynamic, statistics), None)
+        _blank(type(model)), (model, Runner(type(model).__name__, planner, shapes, statistics), None)
     )
 
 
@@ -132,7 +138,8 @@ class PlanningStats:
     one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how often
     a better plan has replaced another. ``captures``: the number of shapes that were captured separately.
     ``open_captures``: the number of captures with open sizes. ``instances``: how often a shape got its step
-    from a capture with open sizes. ``reasons``: why shapes are captured separately, if they are.
+    from a capture with open sizes. ``dropped``: the number of plans that were dropped because others were used
+    later (``max_plans``). ``reasons``: why shapes are captured separately, if they are.
     """
 
     plans: int
@@ -143,6 +150,7 @@ class PlanningStats:
     captures: int = 0
     open_captures: int = 0
     instances: int = 0
+    dropped: int = 0
     reasons: tuple[str, ...] = ()
 
 
@@ -206,6 +214,7 @@ class Planning:
             captures=sum(one.fixed for one in shapes),
             open_captures=sum(len(one.forwards) for one in shapes),
             instances=sum(one.served for one in shapes),
+            dropped=self._planned._rematplan.recent.dropped,
             reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
         )
 

@@ -37,7 +37,9 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.lock import CaptureLock
 from rematplan.runtime.module.open_shapes import Found, OpenShapes
+from rematplan.runtime.module.recent import Recent
 from rematplan.runtime.module.running import Running
+from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.module.tracing import Planned, Tracing
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
@@ -148,14 +150,15 @@ class Runner:
     Args:
         name: the model's name.
         planner: makes the plans.
-        dynamic: whether a call for which no entry holds makes another plan; if false it is refused.
+        asked: which shapes are planned, and how many plans are kept.
         statistics: the statistics to compute; None for none.
     """
 
     def __init__(
-        self, name: str, planner: Planner, dynamic: bool, statistics: Kronecker | None = None
+        self, name: str, planner: Planner, asked: ShapeOptions, statistics: Kronecker | None = None
     ) -> None:
-        self.name, self.planner, self.dynamic = name, planner, dynamic
+        self.name, self.planner, self.asked = name, planner, asked
+        self.recent = Recent(asked.max_plans)
         self.recorder = Recorder(statistics) if statistics else None
         self.cache: dict[Any, list[CacheEntry]] = {}
         self.shapes: dict[Any, OpenShapes] = {}
@@ -176,6 +179,7 @@ class Runner:
         twin.tree = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.cache = {key: list(found) for key, found in self.cache.items()} if cache is None else cache
+        twin.recent = copy.deepcopy(self.recent) if cache is None else Recent(self.asked.max_plans)
         twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if cache is None else {}
         if not twin.cache:
             twin.__dict__.pop("last", None)
@@ -308,6 +312,7 @@ class Runner:
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
                 found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+        self.recent.use(key)
         if found.captured.left_out & self.arrived:
             found = self._with_tangents(found)
         self.last = found
@@ -388,13 +393,16 @@ class Runner:
     def _new(
         self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
-        if self.cache and not self.dynamic:
+        self.asked.check(planned._rematplan_model(), *pytree.tree_unflatten(leaves, spec))
+        if self.cache and not self.asked.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
         entry = self._compile(planned, leaves, spec, state)
         self.cache.setdefault(key, []).append(entry)
+        self.recent.use(key)
+        self.recent.trim(self.cache)
         if sum(one.fixed for one in self.shapes.values()) == MANY and not self.said_many:
             self.said_many = True
             warn(
@@ -409,7 +417,11 @@ class Runner:
     ) -> CacheEntry:
         tracing = Tracing(self.name, planned, leaves, spec, state)
         tracing.check()
-        shapes = self.shapes.setdefault((guards.open_key(leaves, spec), state.key), OpenShapes())
+        key = guards.open_key(leaves, spec), state.key
+        shapes = self.shapes.pop(key, None) or OpenShapes()
+        self.shapes[key] = shapes  # the latest of them
+        while len(self.shapes) > self.asked.max_plans:
+            del self.shapes[next(iter(self.shapes))]
         found = shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
         return self._planned(found, state)
 

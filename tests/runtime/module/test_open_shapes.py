@@ -2,7 +2,9 @@
 that shape by itself, and a planned module follows eager mode bit by bit; what depends on a size is captured by itself.
 """
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rematplan
+from rematplan import UsageError
 from rematplan.runtime.capture.capture import capture, capture_open
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
@@ -249,3 +252,56 @@ def test_a_decision_by_values_is_taken_anew_at_each_shape() -> None:
         x, mask = masked(*sizes)
         batch = x, mask & (not all_false)
         equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+
+
+def test_sizes_outside_their_range_are_refused_and_the_capture_is_made_before_training() -> None:
+    ranges = {"input": {0: (1, 9)}}
+    planned, plain = planned_and_plain(mlp(), torch.randn(4, WIDTH), shape_ranges=ranges)
+    before = rematplan.planning(planned).stats()
+    assert (before.captures, before.open_captures) == (1, 1)
+    for rows in (9, 2, 5):
+        batch = (torch.randn(rows, WIDTH),)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    assert rematplan.planning(planned).stats().captures == 1
+    with pytest.raises(UsageError, match="input has size 10 in dimension 0; shape_ranges allows 1 to 9"):
+        planned(torch.randn(10, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ({"other": {0: (1, 9)}}, "no argument other"),
+        ({"input": {2: (1, 9)}}, "no dimension 2"),
+        ({"input": {0: (9, 1)}}, "no sizes from 9 to 1"),
+        ({"input": {0: (5, 9)}}, "has size 4"),
+    ],
+)
+def test_ranges_that_make_no_sense_are_refused(ranges: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        planned_and_plain(mlp(), torch.randn(4, WIDTH), shape_ranges=ranges)
+
+
+def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
+    options = {"max_plans": 5, "strategy": "store_all", "budget": "1GiB"}
+    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
+    runner = planned._rematplan  # type: ignore[attr-defined]
+    alive = []
+    for rows in (*range(2, 210), 209, 2):
+        planned(torch.randn(rows, WIDTH)).sum().backward()
+        alive.append(weakref.ref(runner.last))
+    gc.collect()
+    stats = rematplan.planning(planned).stats()
+    assert (stats.plans, stats.captures, stats.open_captures) == (5, 1, 1)
+    assert stats.dropped == stats.captures + stats.instances - stats.plans
+    assert sum(ref() is not None for ref in alive) <= 7  # the last one was used twice
+    assert len(runner.recent._used) <= 5
+
+
+def test_the_plans_used_last_are_kept() -> None:
+    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), max_plans=2)
+    used = {}
+    for rows in (2, 3, 2, 4):
+        planned(torch.randn(rows, WIDTH))
+        used[rows] = planned._rematplan.last  # type: ignore[attr-defined]
+    kept = planned._rematplan.entries()  # type: ignore[attr-defined]
+    assert [one is used[2] or one is used[4] for one in kept] == [True, True]

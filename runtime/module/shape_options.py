@@ -1,0 +1,124 @@
+"""What a user asks of the shapes of calls: whether further ones are planned, their ranges, how many plans are kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import UsageError
+
+MAX_PLANS = 64
+"""The default number of plans that a planned module keeps."""
+Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
+"""By the name of an argument of a forward and a dimension, the smallest and the largest size."""
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Options for the shapes of calls.
+
+    ``dynamic``: whether a call for which no plan holds makes another one; if false it is refused. ``max_plans``: the
+    number of plans that are kept; those that were not used for longest are dropped. ``ranges``: the sizes that calls
+    may have.
+
+    Raises:
+        UsageError: ``max_plans`` is no positive number, or a range is empty.
+    """
+
+    dynamic: bool = True
+    max_plans: int = MAX_PLANS
+    ranges: Ranges = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_plans < 1:
+            raise UsageError(f"max_plans is {self.max_plans}; it must be 1 or more")
+        for name, dims in self.ranges.items():
+            for dim, (low, high) in dims.items():
+                if not 0 <= low <= high:
+                    raise UsageError(
+                        f"shape_ranges: dimension {dim} of {name} has no sizes from {low} to {high}"
+                    )
+
+    def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compare the sizes of a call with their ranges.
+
+        Raises:
+            UsageError: an argument has a size outside its range, has no such dimension, or is no tensor; or the
+                forward has no such argument.
+        """
+        for name, tensor in self._tensors(model, args, kwargs).items():
+            for dim, (low, high) in self.ranges[name].items():
+                if not -tensor.ndim <= dim < tensor.ndim:
+                    raise UsageError(
+                        f"shape_ranges: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
+                    )
+                size = tensor.shape[dim]
+                if not low <= size <= high:
+                    raise UsageError(
+                        f"{name} has size {size} in dimension {dim}; shape_ranges allows {low} to {high}"
+                    )
+
+    def first_calls(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments to plan for first: of the largest sizes, those given, and of the smallest sizes. The
+        largest and the smallest are those given, with their numbers repeated or left out.
+
+        A smallest size of 0 or 1 counts as 2: smaller ones have graphs of their own.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        given = tuple(args), dict(kwargs)
+        if not self.ranges:
+            return [given]
+        self.check(model, args, kwargs)
+        tensors = self._tensors(model, args, kwargs)
+
+        def resized(largest: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            sizes = {
+                name: {dim: high if largest else min(high, max(low, 2)) for dim, (low, high) in dims.items()}
+                for name, dims in self.ranges.items()
+            }
+            other = {id(tensor): _resized(tensor, sizes[name]) for name, tensor in tensors.items()}
+            return (
+                tuple(other.get(id(arg), arg) for arg in args),
+                {name: other.get(id(arg), arg) for name, arg in kwargs.items()},
+            )
+
+        return [resized(largest=True), given, resized(largest=False)]
+
+    def _tensors(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the arguments with ranges by name. One that is left out, or None, is left out here."""
+        if not self.ranges:
+            return {}
+        signature = inspect.signature(type(model).forward)
+        given = {**dict(zip(list(signature.parameters)[1:], args, strict=False)), **kwargs}
+        found = {}
+        for name in self.ranges:
+            if name not in given and name not in signature.parameters:
+                raise UsageError(
+                    f"shape_ranges: the forward of {type(model).__name__} has no argument {name}"
+                )
+            if given.get(name) is None:
+                continue
+            if not isinstance(given[name], torch.Tensor):
+                raise UsageError(f"shape_ranges: {name} is a {type(given[name]).__name__}, not a tensor")
+            found[name] = given[name]
+        return found
+
+
+def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """Return a tensor of other sizes, by dimension: with the same numbers, repeated where there are too few."""
+    other = tensor.detach()
+    for dim, size in sizes.items():
+        present = max(1, other.shape[dim])
+        other = other.index_select(dim, torch.arange(size, device=other.device) % present)
+    return other.requires_grad_(tensor.requires_grad)
