@@ -1,4 +1,4 @@
-"""One way to call the command line, and the files that many tests read."""
+"""A fixture that calls the command line, and files that many tests read."""
 
 import json
 from collections.abc import Callable, Iterator

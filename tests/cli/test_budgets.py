@@ -1,4 +1,4 @@
-"""Budgets as a person states them."""
+"""Budgets read from text."""
 
 import pytest
 
@@ -28,7 +28,7 @@ from rematplan.plans.budgets import parse_budget, parse_loss_memory, unit_missin
         ("MIN", 77),
     ],
 )
-def test_bytes(text: str, wanted: int) -> None:
+def test_budgets_in_bytes(text: str, wanted: int) -> None:
     assert parse_budget(text).bytes(999, lambda: 77) == wanted
 
 
@@ -73,7 +73,7 @@ def small_step() -> TrainingGraph:
     )
 
 
-def test_what_is_no_activation_is_read_off_the_problem() -> None:
+def test_inputs_and_outputs_are_those_of_the_problem() -> None:
     graph = small_step()
     assert parse_budget("100%").of(graph) == 268
     assert parse_budget("100% of activations").of(graph) == 268
@@ -81,7 +81,7 @@ def test_what_is_no_activation_is_read_off_the_problem() -> None:
     assert parse_budget("0% of activations").of(graph) == 220
 
 
-def test_a_loss_has_no_share_of_activations() -> None:
+def test_loss_memory_cannot_be_a_share_of_activations() -> None:
     with pytest.raises(UsageError, match="loss_memory"):
         parse_loss_memory("50% of activations")
 
@@ -92,12 +92,12 @@ def test_a_small_number_alone_is_asked_about(text: str) -> None:
     assert f"--budget {number}GiB or --budget {number}%" in asked
 
 
-def test_no_percentage_above_all_is_asked_about() -> None:
+def test_no_percentage_above_100_is_suggested() -> None:
     asked = unit_missing(parse_budget("120"), small_step())
     assert "--budget 120MiB meant" in asked
     assert "%" not in asked
 
 
 @pytest.mark.parametrize("text", ["0", "121", "50B", "0.05kB", "50%", "50% of activations", "min", "50GiB"])
-def test_what_has_a_unit_or_may_be_bytes_is_not_asked_about(text: str) -> None:
+def test_numbers_with_a_unit_and_plausible_bytes_are_not_asked_about(text: str) -> None:
     assert not unit_missing(parse_budget(text), small_step())

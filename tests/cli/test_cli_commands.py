@@ -1,4 +1,4 @@
-"""`rematplan models`, `export`, `curve`, `step` and `demo`: what they write and say."""
+"""The commands models, export, curve, step and demo: their output and their files."""
 
 import csv
 import dataclasses
@@ -17,7 +17,7 @@ from rematplan.runtime.execute.planned_step import Difference, Verification
 SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")
 
 
-def test_models(call, monkeypatch) -> None:
+def test_models_lists_the_zoo(call, monkeypatch) -> None:
     listed = call("models", "--json").data["models"]
     assert [m["name"] for m in listed] == list(ZOO)
     assert {m["name"]: m["parameters"] for m in listed}["resnet50"] == 25_557_032
@@ -28,7 +28,7 @@ def test_models(call, monkeypatch) -> None:
     assert call("models", "--quiet").out == ""
 
 
-def test_export(call, tmp_path) -> None:
+def test_export_writes_a_file_and_states_its_input(call, tmp_path) -> None:
     path = tmp_path / "u.onnx"
     result = call("export", *SMALL, "-o", path, "--json")
     assert result.data["input"] == ["batch", 3, 32, 32]
@@ -99,7 +99,7 @@ def test_curve_and_plan_of_a_share_of_activations(call, problem) -> None:
     assert row["peak"] == planned["peak"]
 
 
-def test_curve_leaves_out_what_is_too_large(call, refused, problem) -> None:
+def test_curve_leaves_out_strategies_for_which_the_problem_is_too_large(call, refused, problem) -> None:
     limited = ("curve", "--problem", problem, "--max-lower-sets", "3")
     said = call(*limited, "--json").data
     assert "exact_dp" not in said["curves"]
@@ -108,7 +108,7 @@ def test_curve_leaves_out_what_is_too_large(call, refused, problem) -> None:
     refused(call(*limited, "--strategy", "exact_dp"), 2)
 
 
-def test_curve_measured(call, tmp_path) -> None:
+def test_curve_measures_plans(call, tmp_path) -> None:
     points, png = tmp_path / "c.csv", tmp_path / "c.png"
     strategies = ("--strategy", "store_all", "--strategy", "auto")
     said = call("curve", *SMALL, *strategies, "--measure", "--csv", points, "--png", png, "--json").data
@@ -128,7 +128,7 @@ CHAIN = ("chain", "--batch", "64", "--depth", "12", "--width", "8")
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "output"])
-def test_step_verified(loss, call, onnx_file) -> None:
+def test_step_verifies_gradients(loss, call, onnx_file) -> None:
     model = (onnx_file, "--dim", "batch=8") if loss == "cross_entropy" else CHAIN
     result = call(
         *("step", *model, "--budget", "min", "--strategy", "chen_greedy"),
@@ -165,12 +165,12 @@ def test_a_failed_verification_is_exit_status_1(call, monkeypatch) -> None:
     assert "model.head.weight" in result.err
 
 
-def test_step_below_the_smallest(call, refused) -> None:
+def test_step_refuses_a_budget_below_the_smallest_peak(call, refused) -> None:
     result = call("step", *SMALL, "--budget", "10%", "--quiet")
     refused(result, 3)
 
 
-def test_demo(call, tmp_path, monkeypatch) -> None:
+def test_demo_writes_files_and_verifies(call, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(demo, "TIME_LIMIT", 0.3)
     result = call("demo", "--small", "--folder", tmp_path / "demo")
     assert result.status == 0, result.err

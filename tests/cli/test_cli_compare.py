@@ -1,4 +1,4 @@
-"""``rematplan compare``, and inversion on the command line."""
+"""The command compare, and inverses on the command line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ NAMES = ["store all", "√n checkpointing", "auto without inverses", "reversible
 OVERLAP = "auto with inverses, overlap"
 
 
-def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) -> None:
     png = tmp_path / "c.png"
     result = call("compare", *SMALL, "--time-limit", "0.5", "--lane-speed", "0.9", "--png", png, "--json")
     assert result.status == 0
@@ -41,7 +41,7 @@ def test_compare_side_by_side(call: Callable[..., Any], tmp_path: Path) -> None:
     assert all(r["passed"] for r in rows.values())
 
 
-def test_compare_where_nothing_inverts(call: Callable[..., Any]) -> None:
+def test_compare_without_inverses(call: Callable[..., Any]) -> None:
     result = call(
         "compare", "vit_s", "--image", "32", "--width", "16", "--depth", "2", "--costs", "roofline",
         "--no-run", "--time-limit", "1", "--json",
@@ -87,7 +87,7 @@ def test_anchors_are_put_where_the_error_would_be_too_large(call: Callable[..., 
         (("compare", *SMALL, "--budget", "many"), "budget 'many' is not understood"),
     ],
 )  # fmt: skip
-def test_refused_in_one_line(call: Callable[..., Any], arguments: tuple[str, ...], line: str) -> None:
+def test_refusals_are_one_line(call: Callable[..., Any], arguments: tuple[str, ...], line: str) -> None:
     result = call(*arguments)
     assert result.status == 2
     assert line in result.err

@@ -1,4 +1,4 @@
-"""Hostile arguments and files: one line, the right exit status, no traceback, nothing half-written."""
+"""Wrong arguments and broken files give one line and the right exit status, no traceback, and no partial files."""
 
 import errno
 import json
@@ -59,7 +59,7 @@ PLAN = ("plan", "--budget", "90%")
     ],
     ids=lambda argv: " ".join(argv)[:60] or "nothing",
 )
-def test_bad_arguments(argv, call, refused, tmp_path, monkeypatch) -> None:
+def test_wrong_arguments_are_refused_in_one_line(argv, call, refused, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     refused(call(*argv), 2)
     assert not list(tmp_path.iterdir())
@@ -98,7 +98,7 @@ def test_costs_are_checked_before_a_network_is_captured(call, refused, monkeypat
         "60%of activations",
     ],
 )
-def test_malformed_budgets(budget, call, refused, problem) -> None:
+def test_malformed_budgets_are_refused_with_the_accepted_forms(budget, call, refused, problem) -> None:
     result = call("plan", "--problem", problem, f"--budget={budget}")
     refused(result, 2)
     assert "4GiB" in result.err
@@ -115,7 +115,7 @@ def test_a_number_without_a_unit_is_asked_about(strategy, call, refused, problem
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "h200"])
-def test_a_device_that_is_not_there_is_named(device, call, refused) -> None:
+def test_a_missing_device_is_named(device, call, refused) -> None:
     result = call("plan", "chain", "--budget", "min", "--device", device)
     refused(result, 2)
     assert f"no device {device!r} here" in result.err
@@ -141,7 +141,7 @@ def test_unknown_names_list_the_known(unknown, call) -> None:
     ],
     ids=range(8),
 )
-def test_broken_problem_files(text, call, refused, tmp_path) -> None:
+def test_broken_problem_files_are_refused(text, call, refused, tmp_path) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
     refused(call(*PLAN, "--problem", path), 2)
@@ -160,7 +160,7 @@ def test_broken_problem_files(text, call, refused, tmp_path) -> None:
         ((), {"outputs": ["z"]}, "output 'z' is not among the tensors"),
     ],
 )
-def test_what_a_problem_must_not_say(of, edit, words, call, refused, tmp_path) -> None:
+def test_invalid_problems_are_refused(of, edit, words, call, refused, tmp_path) -> None:
     names = ("x", "h", "y")
     problem = {
         "format": "rematplan.problem/1",
@@ -181,7 +181,7 @@ def test_what_a_problem_must_not_say(of, edit, words, call, refused, tmp_path) -
     assert words in result.err
 
 
-def test_broken_onnx_files(call, refused, onnx_file, tmp_path) -> None:
+def test_broken_onnx_files_are_refused(call, refused, onnx_file, tmp_path) -> None:
     whole = onnx_file.read_bytes()
     for i, content in enumerate((b"", b"not onnx", whole[: len(whole) // 2], b"\x00" * 100)):
         path = tmp_path / f"{i}.onnx"
@@ -192,7 +192,7 @@ def test_broken_onnx_files(call, refused, onnx_file, tmp_path) -> None:
     refused(call(*PLAN, folder), 2)
 
 
-def test_dimensions_of_a_file(call, refused, onnx_file) -> None:
+def test_unbound_unknown_and_contradictory_dimensions_are_refused(call, refused, onnx_file) -> None:
     unbound = call(*PLAN, onnx_file, "--device-model", "t4")
     refused(unbound, 2)
     assert "batch" in unbound.err
@@ -201,12 +201,12 @@ def test_dimensions_of_a_file(call, refused, onnx_file) -> None:
     refused(call(*PLAN, onnx_file, "--batch", "2"), 2)
 
 
-def test_options_of_models_do_not_go_with_problems(call, refused, problem) -> None:
+def test_model_options_are_refused_with_a_problem_file(call, refused, problem) -> None:
     for option in (("--batch", 2), ("--dim", "batch=2"), ("--loss", "mse"), ("--costs", "roofline")):
         refused(call(*PLAN, "--problem", problem, *option), 2)
 
 
-def test_interrupted(call, refused, problem, monkeypatch) -> None:
+def test_an_interrupt_is_exit_status_130(call, refused, problem, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -223,7 +223,7 @@ def test_interrupted(call, refused, problem, monkeypatch) -> None:
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."),
     ],
 )
-def test_the_systems_own_errors(error, call, refused, problem, monkeypatch) -> None:
+def test_errors_of_the_operating_system_are_one_line(error, call, refused, problem, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise error
 
@@ -231,7 +231,7 @@ def test_the_systems_own_errors(error, call, refused, problem, monkeypatch) -> N
     refused(call(*PLAN, "--problem", problem), 2)
 
 
-def test_our_own_bugs_are_not_hidden(call, problem, monkeypatch) -> None:
+def test_bugs_raise_with_a_traceback(call, problem, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
@@ -252,7 +252,7 @@ def test_a_failed_write_leaves_the_old_file(call, refused, problem, tmp_path, mo
     assert path.read_text() == "old"
 
 
-def test_help_and_version(call) -> None:
+def test_help_and_version_are_printed(call) -> None:
     assert call("--version").out.startswith("rematplan ")
     for command in ("models", "export", "plan", "curve", "step", "demo"):
         result = call(command, "--help")
@@ -262,7 +262,7 @@ def test_help_and_version(call) -> None:
     assert "--objective {time,memory}" in call("plan", "--help").out
 
 
-def test_too_large_a_network_for_this_machine(call, refused, monkeypatch) -> None:
+def test_running_out_of_memory_is_one_line(call, refused, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 

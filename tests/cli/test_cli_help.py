@@ -1,4 +1,4 @@
-"""Laws of what the command line explains: every option says what it means, every strategy what it does."""
+"""Help texts: every option states its meaning, and every strategy what it does."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def options(command: str) -> Iterator[argparse.Action]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_says_what_it_means(command: str) -> None:
+def test_every_option_states_its_meaning(command: str) -> None:
     for option in options(command):
         assert option.help, option.option_strings
         assert not option.help.startswith(("auto: default", "default")), option.option_strings
@@ -45,7 +45,7 @@ def test_strategies_are_described(call, command: str) -> None:
         assert kind.summary in said
 
 
-def test_devices(call) -> None:
+def test_devices_lists_all_models_and_each_can_be_used(call) -> None:
     listed = call("devices", "--json").data["devices"]
     assert [d["name"] for d in listed if d["default"]] == ["a100"]
     table = call("devices").out
@@ -72,7 +72,7 @@ def test_devices(call) -> None:
         )
 
 
-def test_warm(call) -> None:
+def test_warm_compiles_the_loops(call) -> None:
     said = call("warm", "--json").data
     assert said["seconds"] >= 0
     folder = Path(said["folder"])
@@ -82,7 +82,7 @@ def test_warm(call) -> None:
     assert not call("warm", "--quiet").out
 
 
-def test_cache(call, tmp_path, monkeypatch) -> None:
+def test_cache_lists_and_clears(call, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "rematplan"
     (folder / "plans").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_cache(call, tmp_path, monkeypatch) -> None:
     assert call("cache", "clear", "--json").data["plans"] == {"files": 0, "bytes": 0}
 
 
-def test_a_step_says_which_loss_it_added_and_what_its_time_is_compared_with(call) -> None:
+def test_step_states_the_loss_it_added_and_the_baseline_of_its_time(call) -> None:
     small = (
         "vgg19",
         "--batch",
@@ -124,7 +124,7 @@ def test_a_step_says_which_loss_it_added_and_what_its_time_is_compared_with(call
     assert "the loss is" not in call("step", *small, "--steps", "1", "--loss", "mse").out
 
 
-def test_what_inverses_do_to_gradients_is_predicted(call) -> None:
+def test_step_predicts_the_errors_of_inverses(call) -> None:
     """With a ReLU in every coupling."""
     small = ("revnet38", "--batch", "2", "--image", "32", "--width", "8")
     said = call(

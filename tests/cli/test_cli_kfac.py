@@ -1,4 +1,4 @@
-"""`rematplan kfac`: the model of an iteration."""
+"""The command kfac: the model of an iteration."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_parts_add_up_and_both_optimizers_share_the_step(capsys: pytest.CaptureF
         assert sgd[ranks]["parts"]["factors"] == 0 < kfac[ranks]["parts"]["factors"]
 
 
-def test_more_devices_have_less_to_invert_and_to_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_more_devices_each_inverts_and_holds_less(capsys: pytest.CaptureFixture[str]) -> None:
     kfac = by_ranks(document(capsys, "--ranks", "1,2,5"), "kfac")
     inverses = [one["parts"]["inverses"] for one in kfac.values()]
     states = [one["state_bytes"] for one in kfac.values()]
@@ -45,7 +45,7 @@ def test_more_devices_have_less_to_invert_and_to_hold(capsys: pytest.CaptureFixt
     assert states == sorted(states, reverse=True)
 
 
-def test_communication_is_that_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+def test_communication_follows_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--ranks", "8", "--link", "2GB/s,7us")
     (kfac,), (sgd,) = (by_ranks(found, name).values() for name in ("kfac", "sgd"))
     # The optimizer of SGD holds one number a weight, as many as gradients have.
@@ -54,7 +54,7 @@ def test_communication_is_that_of_the_formula(capsys: pytest.CaptureFixture[str]
     assert kfac["parts"]["factor communication"] > 3 * 7
 
 
-def test_intervals_divide_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_intervals_divide_the_times_of_statistics_and_inverses(capsys: pytest.CaptureFixture[str]) -> None:
     one = by_ranks(document(capsys, "--ranks", "2"), "kfac")[2]["parts"]
     seldom = by_ranks(document(capsys, "--ranks", "2", "--every", "4", "--inverse-every", "5"), "kfac")[2][
         "parts"
@@ -69,7 +69,7 @@ def test_one_process_sends_nothing() -> None:
     assert math.isclose(Link(25, 5).half(0, 8), 15)
 
 
-def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_picture_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "breakdown.png"
     assert main([*MODEL, "--ranks", "1..4", "--png", str(png)]) == 0
     said = capsys.readouterr().out
@@ -88,6 +88,8 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--device-model", "abacus"], "unknown device model 'abacus'"),
     ],
 )
-def test_refusals(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*MODEL, *options]) == 2
     assert message in capsys.readouterr().err

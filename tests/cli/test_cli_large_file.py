@@ -1,4 +1,4 @@
-"""A file with more weights than memory is planned from what it says of them; none is read."""
+"""A file with more weights than memory is planned from its metadata; no weights are read."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def test_planning_reads_no_weights(tmp_path):
     assert kibibytes < 2**20
 
 
-def test_the_problem_is_that_of_the_file_with_its_weights(tmp_path):
+def test_the_problem_without_weights_equals_the_problem_with_them(tmp_path):
     perceptron(tmp_path, 2, 32)
     path = tmp_path / "large.onnx"
     loaded = rematplan.load_step(path, dims={"batch": 2}, weightless=True)
@@ -84,7 +84,7 @@ def test_the_problem_is_that_of_the_file_with_its_weights(tmp_path):
         rematplan.run_step(loaded, rematplan.no_recompute(graph))
 
 
-def test_text_has_no_training_step(tmp_path):
+def test_a_file_with_text_tensors_is_refused(tmp_path):
     nodes = [helper.make_node("Equal", ["t", "t"], ["e"]), helper.make_node("Where", ["e", "w", "w"], ["y"])]
     graph = helper.make_graph(
         nodes,
@@ -104,7 +104,7 @@ def test_text_has_no_training_step(tmp_path):
     ("shape", "repeats", "said"),
     [((1 << 38, 4), (1, 1), "the graph input 'x'"), ((4, 4), (1 << 30, 1 << 10), "the targets of its loss")],
 )
-def test_what_no_machine_holds_is_refused_before_it_is_made(tmp_path, shape, repeats, said):
+def test_tensors_larger_than_memory_are_refused_before_allocation(tmp_path, shape, repeats, said):
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Tile", ["h", "times"], ["y"])]
     arrays = {"w": np.ones((4, 4), np.float32), "times": np.asarray(repeats)}
     graph = helper.make_graph(

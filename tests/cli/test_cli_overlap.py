@@ -1,4 +1,4 @@
-"""``--overlap`` on the command line: plans on two lanes, written, read, run."""
+"""The option --overlap: plans on two lanes are written, read and run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_step_on_two_lanes_keeps_its_peak_and_its_bits(call: Callable[..., Any
     assert said.data["one_lane_seconds"] > 0
 
 
-def test_off_is_the_default_and_auto_asks_whether_it_pays(call: Callable[..., Any]) -> None:
+def test_off_is_the_default_and_auto_overlaps_only_if_it_saves_time(call: Callable[..., Any]) -> None:
     plain = call("plan", *PLAN, "--json").data
     assert plain["lanes"] is None
     assert call("plan", *PLAN, "--overlap", "off", "--json").data["lanes"] is None
@@ -43,7 +43,7 @@ def test_off_is_the_default_and_auto_asks_whether_it_pays(call: Callable[..., An
     assert any("recomputes nothing in the backward" in note for note in nothing["notes"])
 
 
-def test_plan_files_carry_lanes_and_the_checker_takes_them(
+def test_plan_files_contain_lanes_and_pass_the_checker(
     call: Callable[..., Any], checker: ModuleType, tmp_path: Path
 ) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
@@ -76,7 +76,7 @@ def test_plan_files_carry_lanes_and_the_checker_takes_them(
 @pytest.mark.parametrize(
     "command", [("plan", *PLAN), ("step", *PLAN), ("compare", *SMALL)], ids=lambda c: c[0]
 )
-def test_refused_in_one_line(
+def test_refusals_are_one_line(
     call: Callable[..., Any],
     refused: Callable[..., None],
     command: tuple[str, ...],

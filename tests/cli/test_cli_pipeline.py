@@ -1,4 +1,4 @@
-"""`rematplan pipeline`: rows, files, refusals."""
+"""The command pipeline: tables, files and refusals."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def file(tmp_path_factory) -> Path:
     return path
 
 
-def test_rows_and_the_timeline_are_shown(call, tmp_path) -> None:
+def test_tables_and_the_timeline_are_shown(call, tmp_path) -> None:
     png = tmp_path / "timeline.png"
     done = call(
         "pipeline",
@@ -54,7 +54,7 @@ def test_rows_and_the_timeline_are_shown(call, tmp_path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_document_says_what_the_file_does(call, file) -> None:
+def test_json_output_equals_the_file(call, file) -> None:
     said = call("pipeline", *FOUR, "--stages", 2, "--budget", "8GiB", "--link", "1GB/s,5us", "--json").data
     kept = json.loads(file.read_text())
     assert said["format"] == kept["format"] == "rematplan.pipeline/1"
@@ -66,7 +66,7 @@ def test_the_document_says_what_the_file_does(call, file) -> None:
     assert all(peak <= 2**33 for peak in said["peaks"])
 
 
-def test_a_file_comes_back_as_it_was(file, tmp_path) -> None:
+def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
     plan = load_pipeline(file)
     save_pipeline(plan, tmp_path / "again.json")
     assert load_pipeline(tmp_path / "again.json") == plan
@@ -114,14 +114,14 @@ def test_a_rank_that_does_not_fit_is_named(call) -> None:
     assert max(again.data["peaks"]) <= least
 
 
-def test_cuts_are_where_they_are_asked_for(call) -> None:
+def test_cuts_are_at_the_named_modules(call) -> None:
     done = call("pipeline", *FOUR, "--stages", 3, "--budget", "1GiB", "--cuts", "blocks.1,blocks.3", "--json")
     assert done.data["names"] == ["blocks.1", "blocks.3"]
     assert done.data["stages"] == 3
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv", "dataflow", "auto"])
-def test_other_schedules(call, schedule) -> None:
+def test_all_schedules_can_be_planned(call, schedule) -> None:
     said = call("pipeline", *FOUR, "--stages", 4, "--budget", "1GiB", "--schedule", schedule, "--json").data
     assert said["stages"] == 4
     assert schedule == "auto" or said["schedule"] == schedule
@@ -145,7 +145,7 @@ def test_other_schedules(call, schedule) -> None:
         (("--overhead", "-1"), "--overhead -1.0 is not a number"),
     ],
 )
-def test_mistakes_are_one_line(call, more, text) -> None:
+def test_wrong_arguments_are_refused_in_one_line(call, more, text) -> None:
     done = call("pipeline", *FOUR, "--stages", "2", "--budget", "1GiB", *more)
     assert done.status == 2
     assert text in done.err
@@ -158,7 +158,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
     assert "embedding.weight is read at several of them" in done.err
 
 
-def test_an_onnx_file_is_cut_too(call, tmp_path) -> None:
+def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:
     path = tmp_path / "r.onnx"
     call("export", "resnet18", "--image", "32", "--width", "8", "-o", path)
     more = ("--dim", "batch=2", "--costs", "roofline", "--time-limit", "2", "--microbatches", "4")
@@ -177,7 +177,7 @@ def test_an_onnx_file_is_cut_too(call, tmp_path) -> None:
         (None, Link()),
     ],
 )
-def test_links(text, link) -> None:
+def test_links_are_read_from_text(text, link) -> None:
     assert parse_link(text) == link
 
 

@@ -1,4 +1,4 @@
-"""`rematplan pipeline-step`: a planned pipeline run by torchrun, compared with one process."""
+"""The command pipeline-step: a planned pipeline under torchrun, compared with a single process."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_gradients_are_those_of_one_process_and_peaks_are_kept(file) -> None:
+def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
     program = [
         sys.executable,
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_one_process_and_peaks_are_kept(file) -> None:
     assert all(0.9 * one["promised"] <= one["measured"] <= one["promised"] for one in ranks)
 
 
-def test_without_torchrun_it_says_how_to_run(call, file, monkeypatch) -> None:
+def test_without_torchrun_the_message_states_the_command(call, file, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     done = call("pipeline-step", file)
     assert done.status == 2

@@ -1,4 +1,4 @@
-"""`rematplan plan`: budgets, files, what is said, and every plan accepted by the independent checker."""
+"""The command plan: budgets, files and output; every plan passes the independent checker."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, checker, 
         assert said["peak"] <= said["no_recompute_peak"] == said["budget"]
 
 
-def test_the_smallest_budget_says_what_bounds_it(call, problem) -> None:
+def test_the_budget_min_states_what_bounds_the_peak(call, problem) -> None:
     least = ("plan", "--problem", problem, "--budget", "min", "--time-limit", "1")
     said = call(*least, "--json").data
     cause = said["peak_cause"]
@@ -44,7 +44,7 @@ def test_the_smallest_budget_says_what_bounds_it(call, problem) -> None:
     assert f"no plan can have less than {show_bytes(cause['floor'])}" in refusal.err
 
 
-def test_from_onnx_file_to_plan_and_problem(call, checker, onnx_file, tmp_path) -> None:
+def test_an_onnx_file_gives_a_plan_and_a_problem_file(call, checker, onnx_file, tmp_path) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
     result = call(
         *(
@@ -76,7 +76,7 @@ def test_split_sums_to_the_peak(call) -> None:
     assert said["split"]["activations"] < said["split_no_recompute"]["activations"]
 
 
-def test_table_names_what_the_step_holds(call) -> None:
+def test_the_table_lists_the_memory_by_kind(call) -> None:
     result = call("plan", *UNET, "--budget", "80%")
     for words in (
         "parameters",
@@ -98,7 +98,7 @@ def test_profiled_costs_are_the_default_and_count_workspace(call) -> None:
     assert said["no_recompute_peak"] > roofline["no_recompute_peak"]
 
 
-def test_below_what_the_strategy_reaches(call, refused, problem) -> None:
+def test_a_budget_below_the_smallest_peak_is_refused(call, refused, problem) -> None:
     for strategy in STRATEGIES:
         low = call("plan", "--problem", problem, "--budget", "1MB", "--strategy", strategy)
         refused(low, 3)
@@ -129,7 +129,7 @@ def test_more_memory_never_costs_more_time(call, problem) -> None:
     assert overheads == sorted(overheads)
 
 
-def test_quiet_says_nothing(call, problem, tmp_path) -> None:
+def test_quiet_prints_nothing(call, problem, tmp_path) -> None:
     result = call("plan", "--problem", problem, "--budget", "90%", "--quiet", "-o", tmp_path / "plan.json")
     assert (result.status, result.out, result.err) == (0, "", "")
     assert (tmp_path / "plan.json").is_file()
@@ -147,7 +147,7 @@ def test_options_reach_the_strategy(call, refused, problem) -> None:
     assert "approx_dp" in limited.err
 
 
-def test_a_problem_without_a_backward_half(call, checker, tmp_path) -> None:
+def test_a_problem_without_a_backward_is_planned(call, checker, tmp_path) -> None:
     problem, plan = tmp_path / "p.json", tmp_path / "plan.json"
     ops = [
         {"name": "f", "reads": ["x"], "writes": ["a"], "cost": 1},
@@ -172,7 +172,7 @@ def test_problem_files_are_planned_without_loading_torch(problem) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_written_through_a_pipe_and_a_link(call, problem, tmp_path) -> None:
+def test_plans_are_written_through_pipes_and_links(call, problem, tmp_path) -> None:
     arguments = ["plan", "--problem", str(problem), "--budget", "90%", "--quiet", "--strategy", "chen_greedy"]
     program = [sys.executable, "-m", "rematplan", *arguments]
     piped = subprocess.run([*program, "-o", "/dev/stdout"], check=True, capture_output=True)
@@ -206,7 +206,7 @@ def test_planning_is_deterministic(call, problem, tmp_path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_module_runs_as_a_program(problem: Path) -> None:
+def test_python_m_rematplan_runs(problem: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,

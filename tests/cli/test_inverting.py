@@ -1,4 +1,4 @@
-"""Plans that may invert are never worse than those that may not, whichever command makes them."""
+"""Plans that may use inverses are never worse than plans without, in every command."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def searched_without(wide: int, budget: int) -> float:
 
 @pytest.mark.parametrize("wide", [1, 8])
 @pytest.mark.parametrize("budget", ["75%", "50%"])
-def test_never_worse_than_without(wide: int, budget: str) -> None:
+def test_plans_with_inverses_are_never_worse(wide: int, budget: str) -> None:
     plain, inverted = problems(wide)
     amount = parse_budget(budget).bytes(no_recompute(plain).estimate.peak, lambda: 0)
     try:
@@ -84,7 +84,7 @@ def test_never_worse_than_without(wide: int, budget: str) -> None:
     assert set(runs_of(plan.schedule)) <= graph.op.keys()
 
 
-def test_nothing_is_inverted_where_nothing_is_to_be_saved() -> None:
+def test_the_plan_without_inverses_is_taken_if_it_recomputes_nothing() -> None:
     plain, inverted = problems()
     graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("100%"))
     assert graph is plain
@@ -95,7 +95,7 @@ def test_nothing_is_inverted_where_nothing_is_to_be_saved() -> None:
     assert 1000 < error.value.smallest < least
 
 
-def test_the_least_peak_is_no_larger() -> None:
+def test_the_smallest_peak_is_no_larger_with_inverses() -> None:
     plain, inverted = problems()
     least = least_plan(Auto(time_limit=0.5), plain).estimate.peak
     graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("min"))
@@ -103,7 +103,7 @@ def test_the_least_peak_is_no_larger() -> None:
     assert graph is inverted
 
 
-def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
+def test_a_plan_is_transferred_to_the_step_with_split_storages() -> None:
     plain, inverted = problems()
     for plan in (no_recompute(plain), *ChenSqrt().curve(plain, ())):
         carried = transfer_plan(plan, inverted)
@@ -115,7 +115,7 @@ def test_a_plan_is_carried_over_to_the_step_with_its_halves_apart() -> None:
 
 
 @pytest.mark.parametrize(("budget", "depth", "strategy"), [("100%", 8, "auto"), ("min", 12, "reversible")])
-def test_plan_module_inverts_where_it_pays_and_loads_it_again(
+def test_plan_module_inverts_if_it_saves_time_and_loads_such_plans(
     budget: str, depth: int, strategy: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_plan_module_inverts_where_it_pays_and_loads_it_again(
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(gradients[0], found, strict=True))
 
 
-def test_the_smallest_peak_is_the_least_of_inverting_and_recomputing() -> None:
+def test_the_budget_min_is_the_smaller_peak_of_inverting_and_recomputing() -> None:
     model, x = Couplings(12), torch.randn(64, 16)
     options: dict[str, Any] = {"inverses": True, "costs": "roofline", "budget": "min"}
     inverting = rematplan.plan_module(model, (x,), strategy="reversible", **options)
@@ -146,7 +146,7 @@ def test_the_smallest_peak_is_the_least_of_inverting_and_recomputing() -> None:
     assert either.plan.peak <= inverting.plan.peak
 
 
-def test_on_the_command_line(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_line_plans_with_inverses(call: Callable[..., Any], tmp_path: Path) -> None:
     model = (
         "revvit_s",
         "--image",

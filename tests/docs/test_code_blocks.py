@@ -142,7 +142,7 @@ def label(line: str) -> str:
     return re.sub(r"[-+]?\d[\d.,]*", "#", first)
 
 
-def test_there_are_blocks() -> None:
+def test_the_pages_have_blocks() -> None:
     assert sum(block.language in ("python", "console") for page in PAGES for block in blocks(page)) >= 10
 
 

@@ -1,4 +1,4 @@
-"""What the cheapest schedule costs, by looking at all of them."""
+"""The cost of the cheapest schedule, by trying all schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner's tests share: made-up problems."""
+"""Fixtures of the planner's tests: random problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training problems for tests: a tape of layers, differentiated the way captured steps look."""
+"""Training problems for tests: a tape of layers, differentiated in the way captured steps look."""
 
 from __future__ import annotations
 

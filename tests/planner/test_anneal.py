@@ -1,5 +1,6 @@
-"""Anneal, auto and their search: valid within the budget, optimal on tiny problems, repeatable,
-interruptible."""
+"""Annealing and auto: plans are valid within the budget, optimal on tiny problems and repeatable; an interrupted
+search returns its best plan.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, layers, share, phase
     assert plan.lower_bound == pytest.approx(plan.estimate.overhead)
 
 
-def test_what_is_dropped_runs_again_while_its_inputs_are_there():
+def test_a_dropped_tensor_is_recomputed_while_its_inputs_are_resident():
     """With skips that pays; from runs just before the next reads (0.163 at best) no shifts lead there."""
     graph = network(24, random.Random(4))
     for seed in range(3):
@@ -103,7 +104,7 @@ def test_keep_order_keeps_the_order_of_first_runs():
     assert list(dict.fromkeys(runs_of(plan.schedule))) == [op.name for op in graph.ops]
 
 
-def test_an_interrupted_search_returns_the_best_so_far():
+def test_an_interrupted_search_returns_its_best_plan():
     graph = network(40)
     budget = int(0.6 * peak_of_base(graph))
 
@@ -116,7 +117,7 @@ def test_an_interrupted_search_returns_the_best_so_far():
         assert plan.estimate.peak <= budget
 
 
-def test_curve_is_monotone():
+def test_the_curve_is_monotone_in_the_budget():
     graph = network(25)
     peak = peak_of_base(graph)
     for strategy in (Anneal(moves=40_000), Auto(time_limit=1)):
@@ -163,7 +164,7 @@ def test_the_smallest_peak_keeps_the_order_that_must_be_kept():
     assert (kept.estimate.peak, kept.estimate.reruns) == (1 + 8 + 4, 4)
 
 
-def test_a_search_without_a_feasible_plan_says_the_smallest_peak_it_met():
+def test_a_search_that_finds_no_plan_reports_the_smallest_peak_it_found():
     graph = network(10)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):
         Anneal(moves=5000).plan(graph, graph.input_bytes + 1)
@@ -190,7 +191,7 @@ def test_a_search_is_never_worse_than_its_start(search):
     assert search.plan(graph, budget, starts=[start]).estimate.cost <= start.estimate.cost
 
 
-def test_a_plan_depends_on_its_arguments_alone():
+def test_a_plan_depends_only_on_the_arguments():
     graph = network(30)
     budget = int(0.6 * peak_of_base(graph))
     alone = Anneal(moves=8000).plan(graph, budget)
@@ -200,7 +201,7 @@ def test_a_plan_depends_on_its_arguments_alone():
     assert Anneal(moves=8000).plan(graph, budget, starts=[start]).estimate.cost < alone.estimate.cost
 
 
-def test_a_refusal_says_a_peak_that_is_really_reachable():
+def test_a_refusal_reports_a_reachable_peak():
     graph = network(30)
     with pytest.raises(InfeasibleBudget) as caught:
         Auto(time_limit=2).plan(graph, graph.input_bytes + 1)
@@ -224,7 +225,7 @@ def side_by_side(chains, length):
 
 
 @pytest.mark.parametrize("effort", [{"moves": 30_000}, {"time_limit": 10.0}])
-def test_where_another_order_fits_nothing_is_recomputed(effort):
+def test_nothing_is_recomputed_if_another_order_fits(effort):
     graph = side_by_side(12, 5)  # one chain after another: two tensors of 9, and eleven of 1
     assert peak_of_base(graph) > 110
     assert Anneal(**effort).plan(graph, 29).estimate.overhead == 0
@@ -248,7 +249,7 @@ def test_the_second_thread_ends_with_the_search(monkeypatch):
     assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead
 
 
-def test_a_search_ends_where_the_needed_ops_fit_as_they_stand() -> None:
+def test_a_search_ends_if_the_needed_ops_fit_without_recomputation() -> None:
     """An op whose result nobody reads takes more than the budget alone; without it there is nothing to lower."""
     sizes = {"x": 13, "unread": 40, "a": 2, "b": 0, "d": 13}
     graph = TrainingGraph(

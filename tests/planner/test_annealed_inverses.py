@@ -1,5 +1,6 @@
-"""Inverses as further recipes: annealed plans are valid, exact, as good as an exhaustive search's, and never
-worse than plans without."""
+"""Annealed plans with inverses are valid, as good as those of an exhaustive search, and never worse than plans
+without inverses; the annealer's counts stay exact.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def peak_of_base(graph):
 
 @pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_state_is_exact_after_any_moves(seed, keep_order):
+def test_the_state_is_exact_after_any_moves_with_inverses(seed, keep_order):
     rng = random.Random(seed)
     graph = drawn(rng, 20, 8)
     budget = int(peak_of_base(graph) * rng.uniform(0.5, 1))
@@ -118,7 +119,7 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, share):
             assert plan.estimate.cost == pytest.approx(optimum.cost)
 
 
-def test_a_reversible_chain_is_taken_back_block_by_block(checker):
+def test_a_reversible_chain_is_inverted_block_by_block(checker):
     graph = reversible(12)
     budget = int(0.3 * peak_of_base(graph))
     plain = Auto(time_limit=1).plan(without(graph), budget)
@@ -143,7 +144,7 @@ def test_auto_is_never_worse_than_without_inverses(share):
     assert Auto(time_limit=1).plan(graph, budget).estimate.cost <= plain.estimate.cost + 1e-9
 
 
-def test_inverses_that_bring_nothing_back_are_left_out():
+def test_inverses_that_recover_nothing_are_left_out():
     graph = reversible(3)
     idle = (
         Op("reads its own", ("y0",), ("y0",), 1.0),

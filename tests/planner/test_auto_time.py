@@ -1,4 +1,4 @@
-"""Auto's time: its limit holds, whatever it is doing, and an interruption in any phase leaves the best plan so far."""
+"""The time limit of auto holds in every phase, and an interruption in any phase returns the best plan so far."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_time_limit_holds(problems, seconds):
 
 
 @pytest.mark.parametrize("phase", ["exact_dp", "overhead"])
-def test_an_interruption_in_any_phase_leaves_the_best_so_far(problems, phase):
+def test_an_interruption_in_any_phase_returns_the_best_plan_so_far(problems, phase):
     graph = network(problems)
     budget = budget_of(graph, 0.8)
 
@@ -47,7 +47,7 @@ def test_an_interruption_in_any_phase_leaves_the_best_so_far(problems, phase):
     assert time.monotonic() - began < 30
 
 
-def test_nothing_is_begun_after_an_interrupted_annealing(problems):
+def test_no_search_starts_after_an_interrupted_annealing(problems):
     graph = network(problems)
     after = []
     interrupted = False
@@ -65,7 +65,7 @@ def test_nothing_is_begun_after_an_interrupted_annealing(problems):
     assert not after
 
 
-def test_an_interruption_before_anything_fits_is_passed_on(problems):
+def test_an_interruption_is_raised_if_no_plan_fits_yet(problems):
     graph = network(problems)
 
     def interrupt(_fraction, _text):
@@ -75,7 +75,7 @@ def test_an_interruption_before_anything_fits_is_passed_on(problems):
         Auto(time_limit=60, reuse=False).plan(graph, budget_of(graph, 0.12), interrupt)
 
 
-def test_the_loss_cuts_plan_is_not_sought_when_the_time_is_over(problems):
+def test_no_plan_is_made_from_the_loss_cut_after_the_time_limit(problems):
     graph = problems.unet(4)
     budget = budget_of(graph, 0.8)
     bound = BoundSearch(graph, budget)

@@ -1,5 +1,4 @@
-"""Every plan of every strategy is valid, says what the checker says, and the curves are what they should
-be."""
+"""Plans of the block strategies are valid, agree with the independent checker, and form monotone curves."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_every_plan_passes_the_checker(problems, checker, kind, seed, tape):
 
 @PROFILE
 @given(seed=st.integers(0, 10**9), lean=st.booleans())
-def test_lowering_takes_any_chain_and_any_kept_tensors(problems, checker, seed, lean):
+def test_any_chain_of_lower_sets_and_any_kept_tensors_can_be_lowered(problems, checker, seed, lean):
     rng = Random(seed)
     graph = problems.scrambled(rng, rng.randint(0, 30))
     view = forward_graph(graph)
@@ -115,7 +114,7 @@ def networks(problems):
 
 @pytest.mark.parametrize("shape", ["unet", "residual"])
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_networks(networks, checker, kind, shape):
+def test_plans_of_the_zoos_networks_are_valid(networks, checker, kind, shape):
     graph = networks[shape]
     check_curve(graph, kind.curve(graph, ()), checker)
 
@@ -157,7 +156,7 @@ def test_budgets_are_kept_and_the_smallest_peak_is_named(problems, kind):
     assert kind.plan(graph, smallest).estimate.peak == smallest
 
 
-def test_recomputation_is_of_what_is_needed_and_never_of_the_last_block(problems):
+def test_only_needed_ops_are_recomputed_and_never_the_last_block(problems):
     graph = problems.chain(9)
     names = [op.name for op in graph.ops if op.phase == "forward"]
     blocks = (tuple(names[:3]), tuple(names[3:6]), tuple(names[6:]))
@@ -168,7 +167,7 @@ def test_recomputation_is_of_what_is_needed_and_never_of_the_last_block(problems
     assert again == [*names[3:5], *names[0:2]]
 
 
-def test_dp_beats_chen_where_cut_points_are_few(networks):
+def test_dp_beats_chen_if_there_are_few_cut_points(networks):
     """As published: U-Net's skips leave few cut points, so that Chen's least peak lies far above the DPs'."""
     graph = networks["unet"]
     least = {name: kind.curve(graph, ())[-1].estimate.peak for name, kind in zip(NAMES, KINDS, strict=True)}
@@ -206,7 +205,7 @@ def test_a_wide_graph_is_too_large_for_exact_dp_only(problems, checker):
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @pytest.mark.parametrize("size", [0, 1, 2**56])
-def test_sizes_at_both_ends_of_the_range(problems, checker, kind, size):
+def test_the_smallest_and_largest_sizes_are_planned(problems, checker, kind, size):
     """Sums of these leave 64-bit integers; nothing may wrap around, and zero divides nothing."""
     graph = problems.chain(20, size)
     curve = kind.curve(graph, ())
@@ -216,7 +215,7 @@ def test_sizes_at_both_ends_of_the_range(problems, checker, kind, size):
 
 
 @pytest.mark.parametrize("cost", [0.0, 1e-300, 1e290])
-def test_costs_at_both_ends_of_the_range(problems, checker, cost):
+def test_the_smallest_and_largest_costs_are_planned(problems, checker, cost):
     graph = problems.chain(6)
     ops = tuple(replace(op, cost=cost) for op in graph.ops)
     graph = replace(graph, ops=ops)
@@ -224,7 +223,7 @@ def test_costs_at_both_ends_of_the_range(problems, checker, cost):
         check_curve(graph, kind.curve(graph, ()), checker)
 
 
-def test_without_a_backward_half_blocks_are_refused(problems):
+def test_a_problem_without_a_backward_is_refused(problems):
     ops = (Op("a", (), ("x",), 1.0), Op("b", ("x",), ("y",), 1.0))
     graph = TrainingGraph("plain", (Tensor("x", 8), Tensor("y", 8)), (), ("y",), ops)
     for kind in KINDS:
@@ -234,7 +233,7 @@ def test_without_a_backward_half_blocks_are_refused(problems):
     assert strategy("auto").plan(graph, 100).estimate.peak == 16
 
 
-def test_the_search_is_done_once_a_problem(problems):
+def test_each_problem_is_searched_once(problems):
     graph = problems.residual((1, 1))
     seen = []
     kind = strategy("approx_dp")
@@ -248,7 +247,7 @@ def test_the_search_is_done_once_a_problem(problems):
     assert strategy("approx_dp", objective="memory").curve(graph, ()) != first
 
 
-def test_a_search_told_that_it_is_enough_gives_what_it_has(problems):
+def test_a_search_stopped_by_progress_returns_its_best_plans(problems):
     graph, seen = problems.residual((2, 2, 2)), []
 
     def progress(_fraction, text):
@@ -263,6 +262,6 @@ def test_a_search_told_that_it_is_enough_gives_what_it_has(problems):
     assert strategy_.curve(replace(graph), ()) == every
 
 
-def test_pareto_keeps_what_nothing_dominates(problems):
+def test_pareto_keeps_the_plans_that_no_other_dominates(problems):
     curve = strategy("approx_dp").curve(problems.unet(2), ())
     assert pareto([*curve, *curve]) == curve

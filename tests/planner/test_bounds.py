@@ -1,4 +1,4 @@
-"""The bound never exceeds the optimum that an exhaustive search over all schedules finds."""
+"""Lower bounds never exceed the optimum that an exhaustive search over all schedules finds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def least_peak(graph):
 
 @LAWS
 @given(graphs(), st.integers(0, 6))
-def test_bound_is_at_most_the_optimum(graph, slack):
+def test_the_bound_is_at_most_the_optimum(graph, slack):
     budget = least_peak(graph) + slack
     assert lower_bound(graph, budget, 5).overhead <= optimum(graph, budget) + 1e-12
 
@@ -119,7 +119,7 @@ def test_programs_of_any_cuts_are_at_most_the_optimum(graph, slack, chosen):
 
 @LAWS
 @given(graphs(inverses=True), st.integers(0, 2**30))
-def test_in_line_is_what_a_chain_of_cuts_can_be_widened_by(graph, chosen):
+def test_cuts_in_line_with_a_chain_can_be_added_to_it(graph, chosen):
     order = precedence(graph)
     needed = [v for v in range(len(order.before)) if order.needed >> v & 1]
     cuts = []
@@ -162,7 +162,7 @@ def branched(trunk, branches):
     return TrainingGraph("branched", tuple(tensors), ("a0",), (at,), tuple(ops))
 
 
-def test_cuts_lie_in_branches_that_the_chain_does_not_pass_through():
+def test_further_cuts_are_in_branches_outside_of_the_chain():
     for (trunk, branches), budget, least in (  # along the chain alone 0.17, 0.09
         ((5, [(4, 2), (4, 4)]), 16, 0.3),
         ((2, [(1, 5), (1, 1), (4, 1)]), 12, 1 / 3),
@@ -173,13 +173,13 @@ def test_cuts_lie_in_branches_that_the_chain_does_not_pass_through():
         assert floor <= Anneal(moves=100_000).plan(graph, budget).estimate.overhead
 
 
-def test_what_is_known_of_a_larger_budget_does_not_end_the_growth():
+def test_a_bound_for_a_larger_budget_does_not_end_the_search():
     graph = branched(8, [(2, 3)] * 3)
     BoundSearch(graph, 13).run(5)
     assert BoundSearch(graph, 11).run(5).overhead == pytest.approx(2 / 3)
 
 
-def test_cuts_are_chosen_where_the_tensors_change_their_size(problems):
+def test_cuts_are_placed_where_tensor_sizes_change(problems):
     graph = problems.unet(4)
     chain_ = heaviest_chain(graph, precedence(graph))
     places = cut_candidates(graph, chain_, 24)
@@ -192,7 +192,7 @@ def test_cuts_are_chosen_where_the_tensors_change_their_size(problems):
 
 @LAWS
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
-def testprominence_is_the_height_above_the_highest_saddle(heights):
+def test_prominence_is_the_height_above_the_highest_saddle(heights):
     def over(k, towards):
         """The lowest height on the way to the nearest higher entry, 0 if there is none."""
         low = heights[k]
@@ -209,7 +209,7 @@ def testprominence_is_the_height_above_the_highest_saddle(heights):
     assert prominence(heights, [0] * n) == expected
 
 
-def test_what_was_proven_for_a_budget_holds_for_smaller_ones():
+def test_a_bound_for_a_budget_holds_for_smaller_budgets():
     graph = chain(8)
     budget = least_peak(graph) + 2
     proven = lower_bound(graph, budget, 5)
@@ -225,7 +225,7 @@ def test_a_stopped_search_ends(problems):
     assert time.monotonic() - began < 5
 
 
-def test_a_search_that_is_given_more_time_uses_it(problems):
+def test_an_extended_search_uses_the_added_time(problems):
     graph, again = problems.unet(3), problems.unet(3)
     budget = no_recompute(graph).estimate.peak // 2
     search = BoundSearch(graph, budget)
@@ -237,7 +237,7 @@ def test_a_search_that_is_given_more_time_uses_it(problems):
     assert search.run(0.05, extended) == bounds.lower_bound(again, budget, 30.0)
 
 
-def test_the_growth_may_begin_at_the_loss_and_in_either_branch(problems):
+def test_the_set_of_cuts_can_start_at_the_loss_and_in_either_branch(problems):
     graph = problems.towers(20, 5)
     search = BoundSearch(graph, no_recompute(graph).estimate.peak // 2)
     along = {op for op, _ in search.chain}
@@ -246,7 +246,7 @@ def test_the_growth_may_begin_at_the_loss_and_in_either_branch(problems):
     assert any(graph.ops[op].phase == "backward" for op in set(search.starts) - along)
 
 
-def test_cuts_that_lift_nothing_alone_lift_together(problems):
+def test_two_cuts_can_raise_the_bound_though_neither_does_alone(problems):
     graph = problems.random_training(random.Random(37), 12)
     budget = int(0.7 * no_recompute(graph).estimate.peak)
     order = precedence(graph)
@@ -283,7 +283,7 @@ def test_bound_is_at_most_the_optimum_with_inverses(graph, slack):
 
 @LAWS
 @given(graphs(inverses=True))
-def test_peak_bound_is_at_most_the_least_peak(graph):
+def test_the_peak_bound_is_at_most_the_smallest_peak(graph):
     assert min_peak_bound(graph).bytes <= least_peak(graph)
 
 
@@ -314,7 +314,7 @@ def chain(length, backward=True):
     return TrainingGraph("chain", tuple(Tensor(t, 1) for t in names), ("a0",), ("g0",), tuple(ops))
 
 
-def test_bound_sees_recomputation_that_a_chain_cannot_avoid():
+def test_the_bound_counts_recomputation_that_a_chain_cannot_avoid():
     graph = chain(4)
     budget = least_peak(graph)
     bound = lower_bound(graph, budget, 5).overhead
@@ -322,13 +322,13 @@ def test_bound_sees_recomputation_that_a_chain_cannot_avoid():
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_bound_is_monotone_in_the_budget(length):
+def test_the_bound_is_monotone_in_the_budget(length):
     graph = chain(length)
     bounds = [lower_bound(graph, b, 5).overhead for b in range(3, 2 * length + 3)]
     assert bounds == sorted(bounds, reverse=True)
 
 
-def test_precedence_takes_the_alternatives_of_an_inverse_into_account():
+def test_precedence_allows_for_inverses_as_alternatives():
     tensors = tuple(Tensor(t, 1) for t in "xabc")
     ops = (Op("a", ("x",), ("a",), 1.0), Op("b", ("x",), ("b",), 1.0), Op("c", ("a",), ("c",), 1.0))
     plain = TrainingGraph("p", tensors, ("x",), ("c",), ops)
@@ -372,7 +372,7 @@ def vgg_like(width=4):
     )
 
 
-def test_the_gap_closes_where_many_ops_hold_alike():
+def test_the_gap_closes_if_many_ops_hold_equal_bytes():
     base = no_recompute(vgg_like()).estimate.peak
     for share in (0.75, 0.7):
         plan = Auto(time_limit=20.0, reuse=False).plan(vgg_like(), int(share * base))

@@ -1,4 +1,4 @@
-"""The bound does not take tensors to be made of each other alone."""
+"""The bound rules out tensors that are computed only from each other by inverses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def optimum(graph: TrainingGraph, budget: int) -> float:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("seen", [True, False], ids=["given", "found"])
-def test_the_bound_is_the_optimum(parts: int, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_with_inverses_is_the_optimum(
+    parts: int, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not seen:
         monkeypatch.setattr(cut_bounds, "pairs", lambda *_: [])
     for kept in range(3):  # nothing fits between these budgets and z's working set but some of the parts
@@ -52,7 +54,7 @@ def test_the_bound_is_the_optimum(parts: int, seen: bool, monkeypatch: pytest.Mo
     assert optimum(joined(parts), Z + 2) > 0.9
 
 
-def test_a_loop_is_found_in_a_solution_and_ruled_out() -> None:
+def test_a_loop_in_a_solution_is_found_and_ruled_out() -> None:
     graph = joined(2)
     order, large = precedence(graph), 4
     assert pairs(graph, order) == [("a0", "y"), ("a1", "y")]
@@ -68,7 +70,7 @@ def test_a_loop_is_found_in_a_solution_and_ruled_out() -> None:
         assert violated(tight, answer.values) == []
 
 
-def test_without_inverses_there_are_none() -> None:
+def test_without_inverses_there_are_no_loops() -> None:
     graph = joined(1)
     plain = TrainingGraph("plain", graph.tensors, graph.inputs, graph.outputs, graph.ops)
     assert pairs(plain, precedence(plain)) == []

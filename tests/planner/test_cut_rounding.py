@@ -1,4 +1,6 @@
-"""Solutions of the multi-cut program as run sequences: valid, of the program's cost, within the budget at the cuts."""
+"""Run sequences made from solutions of the multi-cut program are valid, cost what the program says, and fit the
+budget at the cuts.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_the_sequence_is_valid_costs_what_the_program_says_and_fits_at_the_cuts(
     assert all(held[graph.ops[cut].name] <= room for cut in program.cuts)
 
 
-def test_of_tensors_made_from_themselves_the_op_runs_too():
+def test_the_op_runs_if_inverses_would_compute_a_tensor_from_itself():
     ops = (
         Op("c", ("x",), ("w",), 1.0),
         Op("a", ("x",), ("s",), 1.0),
@@ -83,7 +85,7 @@ def test_of_tensors_made_from_themselves_the_op_runs_too():
     assert sorted(runs_where("c", "c'", "b")) == ["b", "c", "c'", "end"]
 
 
-def test_the_search_tells_the_sequence_that_proved_most(problems):
+def test_the_search_returns_the_sequence_of_the_best_bound(problems):
     graph = problems.unet(3)
     budget = int(0.6 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     search = BoundSearch(graph, budget)
@@ -93,7 +95,7 @@ def test_the_search_tells_the_sequence_that_proved_most(problems):
     assert estimate.overhead == pytest.approx(bound.overhead, abs=1e-4)
 
 
-def test_a_round_begins_with_what_is_suggested(problems):
+def test_a_round_starts_from_the_suggested_sequence(problems):
     graph = problems.unet(3)
     budget = int(0.6 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     good = Search(graph, budget)

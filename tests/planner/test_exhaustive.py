@@ -1,5 +1,4 @@
-"""The exhaustive search finds the cost that a plain one over single runs and frees finds, of problems of any shape, and
-whole small training steps within its number of states."""
+"""The exhaustive search finds the optimum of small problems of any shape."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LAWS = settings(derandomize=True, deadline=None, max_examples=200)
 
 @LAWS
 @given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
-def test_it_finds_the_cost_that_a_plain_search_finds(problems, seed, share, inverses):
+def test_the_cost_equals_that_of_a_plain_search_over_runs_and_frees(problems, seed, share, inverses):
     rng = Random(seed)
     graph = problems.scrambled(rng, rng.randint(2, 5))
     made = [t for op in graph.ops for t in op.writes]
@@ -52,7 +51,7 @@ def test_small_training_steps_are_solved(problems):
     assert costs[0] > costs[-1] == pytest.approx(graph.base_cost)
 
 
-def test_a_run_that_many_sets_could_make_room_for_does_not_take_for_ever(monkeypatch):
+def test_many_sets_of_tensors_to_free_are_searched_in_short_time(monkeypatch):
     """One of a chain's 24 tensors that are all read at the end must be run beside 13 others at most."""
     yields, freed = [], module._freed
 
@@ -71,7 +70,7 @@ def test_a_run_that_many_sets_could_make_room_for_does_not_take_for_ever(monkeyp
     assert len(yields) < 20 * module.MOST_STATES  # most lead to states that are known
 
 
-def test_no_floor_counts_an_op_that_a_problem_lets_schedules_leave_out():
+def test_the_bound_does_not_count_ops_that_schedules_may_leave_out():
     ops = (Op("a", (), ("t",), 1.0), Op("print", ("t",), (), 5.0), Op("b", ("t",), ("y",), 1.0))
     graph = TrainingGraph("silent", (Tensor("t", 1), Tensor("y", 1)), (), ("y",), ops)
     plan = Auto(time_limit=1, reuse=False).plan(graph, 2)

@@ -1,4 +1,4 @@
-"""The integer programs: the optimum of tiny problems in any order, plans that fit of larger ones."""
+"""The integer programs find the optimum of tiny problems, and plans that fit for larger ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tiny_problems_are_solved_to_the_exhaustive_optimum(seed, ops, inverses,
 
 
 @pytest.mark.parametrize("strategy", [Auto(time_limit=2), ILP()])
-def test_an_op_without_a_name_runs_and_so_does_one_that_writes_nothing(strategy):
+def test_ops_with_empty_names_and_ops_that_write_nothing_run(strategy):
     ops = (Op("", ("x",), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0), Op("says", ("x",), (), 1.0))
     graph = TrainingGraph("two", (Tensor("x", 1), Tensor("a", 2), Tensor("b", 2)), ("x",), ("b",), ops)
     assert set(runs_of(strategy.plan(graph, 5).schedule)) == {"", "b", "says"}
@@ -80,7 +80,7 @@ def test_larger_plans_pass_the_independent_checker(problems, checker, share):
     assert all(before <= after for (before, _), (after, _) in pairwise(told))
 
 
-def test_the_stages_find_what_the_known_schedule_misses(problems):
+def test_the_stage_program_finds_a_better_schedule_than_the_known_one(problems):
     graph = problems.chain(8)
     budget = int(0.7 * peak_of_base(graph))
     known = Anneal(moves=3).plan(graph, peak_of_base(graph))
@@ -95,7 +95,7 @@ def test_the_stages_find_what_the_known_schedule_misses(problems):
     assert found.estimate.cost == pytest.approx(best.estimate.cost)
 
 
-def test_ops_that_may_run_only_once_do(problems):
+def test_ops_that_may_run_only_once_run_once(problems):
     chain = problems.chain(8)
     budget = int(0.8 * peak_of_base(chain))
     again = runs_of(ILP(time_limit=1).plan(chain, budget).schedule)
@@ -105,7 +105,7 @@ def test_ops_that_may_run_only_once_do(problems):
     assert runs.count(repeated) == 1
 
 
-def test_with_inverses_the_floor_is_one_of_plans_that_use_them_too(problems):
+def test_the_bound_holds_for_plans_with_inverses(problems):
     chain = problems.chain(8)
     convs = [op for op in chain.ops if op.name.startswith("conv")]
     undo = [Op(f"undo {op.name}", then.writes, op.writes, 0.01 * op.cost) for op, then in pairwise(convs)]
@@ -118,7 +118,7 @@ def test_with_inverses_the_floor_is_one_of_plans_that_use_them_too(problems):
     assert plan.status == "feasible"
 
 
-def test_an_interruption_returns_the_best_so_far(problems):
+def test_an_interruption_returns_the_best_plan_so_far(problems):
     graph = problems.residual((1, 1))
 
     def interrupt(fraction, text):

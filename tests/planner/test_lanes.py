@@ -1,4 +1,6 @@
-"""Laws of two lanes: whatever the timing, the promised peak holds, data is there, and nobody waits for ever."""
+"""Plans on two lanes: at any speed of the lanes the promised peak holds, data is available, and no lane waits
+forever.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ def test_no_interleaving_exceeds_the_promised_peak(problems, seed):
 
 @PROFILE
 @given(seed=st.integers(0, 10**9))
-def test_no_wait_is_idle(problems, seed):
+def test_no_wait_is_redundant(problems, seed):
     """Without any one of its waits a lane would read too early, or hold more than the budget."""
     graph, plan, rng = draw(problems, seed, 8)
     budget = plan.estimate.peak + rng.choice([0, 10, 1000])
@@ -189,7 +191,7 @@ def test_two_lanes_take_no_longer_than_one(problems, seed):
 
 @PROFILE
 @given(seed=st.integers(0, 10**9))
-def test_plan_files_carry_lanes(problems, checker, seed):
+def test_plan_files_contain_the_lanes(problems, checker, seed):
     graph, plan, rng = draw(problems, seed, 12)
     laned = on_two_lanes(graph, plan, plan.estimate.peak + rng.choice([0, 10, 10**6]))
     if laned is None:
@@ -240,7 +242,7 @@ def test_a_chain_recovers_one_block_ahead(blocks):
     assert tight.lanes.makespan >= ahead.lanes.makespan
 
 
-def test_what_was_stored_can_be_recovered_at_any_distance():
+def test_a_larger_budget_lets_recovery_run_further_ahead():
     graph, plan = recovering(9)
     peaks = [on_two_lanes(graph, plan, plan.estimate.peak + 100 * k).lanes.peak for k in range(9)]
     assert peaks == sorted(peaks)

@@ -1,4 +1,4 @@
-"""Lower sets, boundaries, cut points, and the contractions that keep them few."""
+"""Lower sets, boundaries, cut points, and the contractions that keep their number small."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ views = st.builds(
 
 @PROFILE
 @given(view=views)
-def test_lower_sets_are_all_of_them_by_size(view):
+def test_all_lower_sets_are_found_in_order_of_size(view):
     expected = by_size({mask for mask in range(1 << len(view)) if is_lower_set(view, mask)})
     assert lower_sets(view, 1 << 9, "x") == expected
     assert set(pruned_lower_sets(view, 100)) <= set(expected)
@@ -60,7 +60,7 @@ def test_lower_sets_are_all_of_them_by_size(view):
 
 @PROFILE
 @given(view=views, most=st.integers(1, 6))
-def test_a_thinned_family_keeps_both_ends(view, most):
+def test_a_thinned_family_keeps_the_empty_and_the_full_set(view, most):
     thinned = pruned_lower_sets(view, most)
     assert {0, view.everything} <= set(thinned) <= set(pruned_lower_sets(view, 100))
     assert len(thinned) <= max(most + 3, 2)
@@ -116,7 +116,7 @@ def test_a_wide_graph_is_refused_at_once(problems):
 
 @PROFILE
 @given(seed=st.integers(0, 10**9), tape=st.booleans())
-def test_contraction_covers_the_forward_half_without_cycles(problems, seed, tape):
+def test_contraction_covers_the_forward_without_cycles(problems, seed, tape):
     rng = Random(seed)
     graph = (
         problems.random_training(rng, rng.randint(0, 20))
@@ -141,7 +141,7 @@ def test_contraction_covers_the_forward_half_without_cycles(problems, seed, tape
     assert sum(view.cost) == pytest.approx(sum(ix.cost[o] for o in forward))
 
 
-def test_forward_ops_that_wait_for_the_backward_are_not_forward():
+def test_ops_that_depend_on_the_backward_do_not_belong_to_the_forward():
     tensors = tuple(Tensor(t, 1) for t in "abcd")
     ops = (
         Op("f", (), ("a",), 1.0, 0, "forward"),

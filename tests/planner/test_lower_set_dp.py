@@ -1,4 +1,4 @@
-"""The dynamic program against brute force over all partitions, under the paper's formula."""
+"""The dynamic program over lower sets equals brute force over all partitions, under the paper's cost formula."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def plain_formula(view: ForwardGraph, chain: tuple[int, ...], charge_last: bool)
 
 @PROFILE
 @given(seed=st.integers(0, 10**9), nodes=st.integers(1, 8), charge_last=st.booleans(), share=st.floats(0, 1))
-def test_exact_dp_is_brute_force(seed, nodes, charge_last, share):
+def test_exact_dp_equals_brute_force(seed, nodes, charge_last, share):
     view, listed = listable(Random(seed), nodes)
     masks = lower_sets(view, 300, "x")
     chains = {chain: plain_formula(view, chain, charge_last) for chain in listed}
@@ -107,7 +107,7 @@ def test_exact_dp_is_brute_force(seed, nodes, charge_last, share):
 
 
 @pytest.mark.parametrize("unit", [1, 2**40])
-def test_the_least_budget_takes_no_more_passes_the_larger_the_sizes_are(unit, monkeypatch):
+def test_the_number_of_passes_for_the_smallest_budget_does_not_grow_with_sizes(unit, monkeypatch):
     view = random_view(Random(5), 8)
     view = replace(view, bytes=tuple(unit * size for size in view.bytes))
     dp, pass_, passes = prepare(view, lower_sets(view, 300, "x"), TICKS, True), lower_set_dp._asked, []
@@ -131,7 +131,7 @@ def test_approx_is_never_better_than_exact(view, share):
 
 @PROFILE
 @given(view=views, seed=st.integers(0, 10**9), ticks=st.integers(1, 30))
-def test_rounded_costs_are_overcharged_by_less_than_a_tick_a_block(view, seed, ticks):
+def test_rounding_adds_less_than_one_tick_per_block(view, seed, ticks):
     rng = Random(seed)
     view = ForwardGraph(
         view.members,
@@ -153,7 +153,7 @@ def test_rounded_costs_are_overcharged_by_less_than_a_tick_a_block(view, seed, t
 
 @PROFILE
 @given(view=views)
-def test_arrays_of_a_family_are_the_definitions(view):
+def test_the_arrays_of_a_family_equal_their_definitions(view):
     masks = lower_sets(view, 300, "x")
     family = prepare(view, masks, TICKS, True).family
     for i, mask in enumerate(masks):
@@ -165,7 +165,7 @@ def test_arrays_of_a_family_are_the_definitions(view):
     assert np.all(prepare(view, masks, TICKS, True, gradients=False).family.transient == 0)
 
 
-def test_more_than_64_nodes():
+def test_problems_of_more_than_64_nodes_are_solved():
     """Masks of several words: on a chain every pair of lower sets is a transition."""
     nodes = 150
     preds = tuple((1 << v) >> 1 for v in range(nodes))

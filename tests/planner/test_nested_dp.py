@@ -1,4 +1,4 @@
-"""Nested plans are Revolve's on equal layers, and reach below block partitions on any network."""
+"""Nested plans equal Revolve's on equal layers, and have smaller peaks than block partitions on any network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def revolve(layers: int, checkpoints: int) -> int:
 
 
 @pytest.mark.parametrize("layers", [7, 30, 100])
-def test_of_equal_layers_as_many_run_again_as_revolve_proves_necessary(layers):
+def test_equal_layers_need_as_many_reruns_as_revolve_proves(layers):
     graph = equal_layers(layers)
     plans = [p for p in NestedDP().curve(graph, ()) if p.estimate.reruns]
     assert len(plans) >= min(layers - 4, 20)
@@ -56,7 +56,7 @@ def test_of_equal_layers_as_many_run_again_as_revolve_proves_necessary(layers):
     assert plans[-1].estimate.peak <= (4 if layers < 50 else 5) * SIZE
 
 
-def test_no_schedule_is_better_on_few_layers():
+def test_plans_of_few_layers_are_optimal():
     graph = equal_layers(4)
     for slots in (4, 5, 6):
         exact = exhaustive(graph, slots * SIZE)
@@ -73,15 +73,15 @@ def test_equal_layers_are_solved_once():
     assert len(intervals(replace(chain, cost=costs), everywhere).first) == 400 * 401 // 2
 
 
-def test_a_thousand_layers_fit_where_a_few_do(checker):
+def test_a_thousand_layers_fit_in_the_memory_of_a_few(checker):
     assert NestedDP(plans=4).curve(equal_layers(1000), ())[-1].estimate.peak <= 9 * SIZE
 
 
-def test_the_smallest_peak_begins_there():
+def test_the_search_for_the_smallest_peak_starts_from_nested_plans():
     assert smallest_peak(equal_layers(150), moves=10).estimate.peak <= 7 * SIZE
 
 
-def test_the_smallest_peak_begins_with_the_least_of_all_tables(problems):
+def test_the_search_for_the_smallest_peak_starts_from_the_leanest_table(problems):
     """Here a table of coarser units has it."""
     tape, rng = problems.Tape(), Random(3)
     y = tape.x
@@ -93,13 +93,13 @@ def test_the_smallest_peak_begins_with_the_least_of_all_tables(problems):
 
 
 @pytest.mark.parametrize("shape", ["unet", "residual"])
-def test_the_least_peak_is_below_any_block_partitions(problems, shape):
+def test_the_smallest_peak_is_below_that_of_any_block_partition(problems, shape):
     graph = problems.unet() if shape == "unet" else problems.residual((2, 2, 2))
     least = {name: strategy(name).curve(graph, ())[-1].estimate.peak for name in ("nested_dp", "approx_dp")}
     assert least["nested_dp"] < least["approx_dp"]
 
 
-def test_blocks_of_several_nodes_where_there_are_many(problems):
+def test_large_problems_have_blocks_of_several_nodes(problems):
     graph = problems.residual()
     chain = block_chain(graph, 12)
     assert 6 <= len(chain) <= 12
@@ -108,7 +108,7 @@ def test_blocks_of_several_nodes_where_there_are_many(problems):
     assert len({o for ops in chain.backward for o in ops}) == len(graph.ops) - len(forward)
 
 
-def test_what_may_never_run_again_runs_once(problems):
+def test_ops_that_may_run_only_once_run_once(problems):
     graph = problems.residual((2, 2))
     once = tuple(op.name for op in graph.ops if op.phase == "forward")[::3]
     for plan in NestedDP().curve(replace(graph, never_rerun=once), ()):
@@ -116,7 +116,7 @@ def test_what_may_never_run_again_runs_once(problems):
         assert all(runs.count(name) == 1 for name in once)
 
 
-def test_delayed_gradients_of_weights_do_not_hold_the_chain_up():
+def test_weight_gradients_do_not_delay_the_chain():
     """Where all weights' gradients are computed at the end, each still runs when what it reads is there."""
     n = 40
     graph = equal_layers(n)
@@ -134,7 +134,7 @@ def test_delayed_gradients_of_weights_do_not_hold_the_chain_up():
     assert NestedDP().curve(graph, ())[-1].estimate.peak <= 9 * SIZE
 
 
-def test_what_only_waits_for_the_next_block_is_in_one_block_with_it():
+def test_a_term_of_a_sum_is_in_the_block_of_the_sum():
     """A sum of a long path and a short one: no backward op reads its terms."""
     tensors = tuple(Tensor(t, SIZE) for t in ("x", "a", "scaled", "sum", "g", "ga", "gx"))
     ops = (
@@ -156,7 +156,7 @@ def test_what_only_waits_for_the_next_block_is_in_one_block_with_it():
     assert chain.saved.tolist() == [SIZE, SIZE, SIZE]
 
 
-def test_no_gradient_waits_that_could_be_made_later():
+def test_a_gradient_is_computed_in_the_stage_that_reads_it():
     """An auxiliary loss at the third layer: its gradient is spread over the layer when that layer's turn comes."""
     graph = equal_layers(8)
     spread = Op("spread", ("aux",), ("g3 too",), 1.0, 0, "backward")
@@ -173,7 +173,7 @@ def test_no_gradient_waits_that_could_be_made_later():
     assert stage == next(k for k, ops in enumerate(chain.backward) if at + 1 in ops)
 
 
-def test_the_places_of_many_nodes_are_found_in_little_memory():
+def test_places_of_many_nodes_are_found_in_little_memory():
     chain = block_chain(equal_layers(2000), 2000)
     tracemalloc.start()
     try:
@@ -183,7 +183,7 @@ def test_the_places_of_many_nodes_are_found_in_little_memory():
         tracemalloc.stop()
 
 
-def test_an_interrupt_before_anything_is_known_is_one(monkeypatch):
+def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -196,7 +196,7 @@ def test_an_interrupt_before_anything_is_known_is_one(monkeypatch):
 
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])
-def test_costs_of_any_unit_make_the_same_plans(unit):
+def test_plans_do_not_depend_on_the_unit_of_costs(unit):
     graph = equal_layers(20)
     rescaled = replace(graph, ops=tuple(replace(op, cost=unit * op.cost) for op in graph.ops))
     plans = [NestedDP().curve(g, ()) for g in (graph, rescaled)]

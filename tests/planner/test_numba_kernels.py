@@ -1,4 +1,4 @@
-"""Machine code that numba keeps on disk outlives changes of the source."""
+"""The cache of compiled loops is valid only for the present source."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ import pytest
 from rematplan.planner.caches import numba_kernels
 
 
-def test_an_index_that_names_a_renamed_type_counts_as_empty():
+def test_a_cache_index_with_an_unknown_type_counts_as_empty():
     def load():
         raise AttributeError("Can't get attribute 'Renamed'")
 

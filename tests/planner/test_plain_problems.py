@@ -1,5 +1,6 @@
-"""Problems without phases of odd shapes: `auto` returns a checked plan without recomputation at the base order's peak,
-a cheapest one where another order needs less, and refuses in plain words what cannot be had."""
+"""Unusual problems without phases: auto recomputes nothing if the base order fits, finds a cheaper order if less is
+needed, and refuses impossible budgets.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ODD = {
 
 @pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.parametrize("name", ODD)
-def test_odd_problems_are_planned(name, keep_order, checker):
+def test_unusual_problems_are_planned(name, keep_order, checker):
     graph = ODD[name]
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     auto = Auto(time_limit=1, keep_order=keep_order, reuse=False)
@@ -58,7 +59,7 @@ def test_odd_problems_are_planned(name, keep_order, checker):
 
 
 @pytest.mark.parametrize("name", ["one op", "no edges", "all outputs", "all read by one"])
-def test_less_than_an_odd_problem_needs_is_refused(name):
+def test_a_budget_below_the_need_is_refused(name):
     graph = ODD[name]
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     with pytest.raises(InfeasibleBudget) as caught:

@@ -1,5 +1,4 @@
-"""What is known of plans, in memory and on disk: a later process begins where an earlier one ended, and a bad file
-costs no more than that."""
+"""The plan store in memory and on disk: later processes start from stored plans, and damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def test_a_later_process_is_never_worse_at_the_same_or_a_larger_budget(problems,
         assert later.budget == int(share * peak)
 
 
-def test_the_problem_with_inverses_begins_with_the_plain_ones_plan(problems):
+def test_a_problem_with_inverses_starts_from_the_plan_without_them(problems):
     plain = problems.residual((1, 1))
     sums = [op for op in plain.ops if op.name.startswith("add") and op.phase == "forward"]
     graph = replace(
@@ -90,7 +89,7 @@ def test_without_reuse_nothing_is_read_or_written(problems, folder):
     assert file.read_text() == written
 
 
-def test_what_does_not_fit_is_kept_too(problems):
+def test_plans_over_the_budget_are_stored_too(problems):
     graph = problems.chain(8)
     with pytest.raises(InfeasibleBudget) as caught:
         within(Auto(time_limit=0.1), graph, graph.input_bytes + 1)
@@ -114,7 +113,7 @@ def test_what_does_not_fit_is_kept_too(problems):
         *('{"plans": [["a", [99999]]]}', '{"plans": [["a", [0, "x"]]]}', '{"plans": [["a", [3]]]}'),
     ],
 )
-def test_a_damaged_file_counts_as_none(problems, folder, text):
+def test_a_damaged_file_counts_as_missing(problems, folder, text):
     graph = problems.chain(4)
     PlanStore().keep(graph, base(graph))
     (file,) = folder.iterdir()
@@ -138,7 +137,7 @@ def test_a_plan_of_a_known_gap_needs_no_search_at_its_budget_and_at_smaller_ones
     assert PlanStore().solved(again(graph), dear.estimate.peak - 1, 0.011, 1.0) is None
 
 
-def test_a_search_that_took_its_time_is_not_made_again(problems):
+def test_an_equally_long_search_is_not_repeated(problems):
     graph, store = problems.chain(8), PlanStore()
     plan = replace(base(graph), budget=base(graph).estimate.peak)
     store.keep(graph, plan, seconds=5.0)
@@ -147,7 +146,7 @@ def test_a_search_that_took_its_time_is_not_made_again(problems):
     assert store.solved(again(graph), plan.budget + 1, 0.0, 5.0) is None
 
 
-def test_plans_worse_in_every_way_are_dropped_and_the_latest_come_first(problems):
+def test_dominated_plans_are_dropped_and_the_latest_come_first(problems):
     graph = problems.chain(8)
     names = [op.name for op in graph.ops]
     wasteful = plan_from_runs(graph, [names[0], *names], "wasteful")
@@ -157,7 +156,7 @@ def test_plans_worse_in_every_way_are_dropped_and_the_latest_come_first(problems
     assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal", "base"]
 
 
-def test_no_more_is_kept_than_is_soon_read(problems, folder, monkeypatch):
+def test_the_size_of_a_file_is_limited(problems, folder, monkeypatch):
     monkeypatch.setattr(module, "PROBLEMS_KEPT", 3)
     for length in range(3, 9):
         PlanStore().keep(problems.chain(length), base(problems.chain(length)))
@@ -170,7 +169,7 @@ def test_no_more_is_kept_than_is_soon_read(problems, folder, monkeypatch):
     assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal"]
 
 
-def test_a_folder_that_cannot_be_made_is_no_error(problems, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_created_is_no_error(problems, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     graph = problems.chain(6)
@@ -178,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(problems, tmp_path, monkeypatc
     assert PlanStore().kept(graph) == ()
 
 
-def test_a_plan_is_got_for_its_problem_and_budget_alone(problems):
+def test_a_plan_is_returned_only_for_its_problem_and_budget(problems):
     graph, store = problems.chain(8), PlanStore()
     peak = base(graph).estimate.peak
     assert not store
@@ -192,7 +191,7 @@ def test_a_plan_is_got_for_its_problem_and_budget_alone(problems):
     assert store.get(graph, peak + 1) is store.get(larger, peak) is store.get(slower, peak) is None
 
 
-def test_other_costs_alone_take_the_same_plan_without_its_bound(problems):
+def test_a_problem_with_other_costs_gets_the_plan_without_its_bound(problems):
     graph, store = problems.chain(8), PlanStore()
     store.put(graph, 99, replace(base(graph), lower_bound=0.0, status="optimal"))
     dearer = replace(graph, ops=tuple(replace(op, cost=op.cost + 1) for op in graph.ops))
@@ -263,7 +262,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first(problems, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_and_pickles_hold_what_is_in_memory(problems, copied):
+def test_copies_and_pickles_contain_the_plans_in_memory(problems, copied):
     graph, store = problems.chain(8), PlanStore()
     store.put(graph, 1, base(graph))
     store.fixed["60%", ""] = 7

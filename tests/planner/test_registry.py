@@ -1,4 +1,4 @@
-"""Strategies by name, their options, and what wrong ones are told."""
+"""Strategies by name, their options, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rematplan.ir import UsageError
 from rematplan.planner.registry import STRATEGIES, strategy
 
 
-def test_names_and_summaries():
+def test_every_strategy_has_its_name_and_a_summary():
     assert {"auto", "store_all", "chen_sqrt", "chen_greedy", "approx_dp", "exact_dp"} <= set(STRATEGIES)
     for name, kind in STRATEGIES.items():
         assert kind.name == name
@@ -42,7 +42,7 @@ def test_options_are_fields_and_read_from_text():
         ("chen_greedy", {"grid": 0}, "grid is 0; it must be at least 1"),
     ],
 )
-def test_wrong_names_and_options_are_told_the_right_ones(name, options, message):
+def test_errors_for_wrong_names_and_options_list_the_right_ones(name, options, message):
     with pytest.raises(UsageError, match=message):
         strategy(name, **options)
 
@@ -52,7 +52,7 @@ def test_every_strategy_takes_a_time_limit(name):
     assert getattr(strategy(name, time_limit="2"), "time_limit", 2.0) == 2.0
 
 
-def test_auto_is_as_good_as_each_of_its_members(problems):
+def test_auto_is_as_good_as_each_strategy_it_runs(problems):
     graph = problems.residual((2, 2))
     kinds = [strategy(n) for n in STRATEGIES if n.endswith("_dp") or n.startswith("chen") or n == "store_all"]
     curves = [kind.curve(graph, ()) for kind in kinds]

@@ -1,4 +1,4 @@
-"""Laws of inversion in the planner: what is recoverable, valid plans, errors, anchors."""
+"""Inverses in the planner: recoverable tensors, valid plans, errors and anchors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def couplings(depth: int, gain: float = 1.0, ordinary: bool = False) -> Training
     )
 
 
-def test_the_activations_of_one_block_are_held_whatever_the_depth(checker):
+def test_the_activations_of_one_block_are_resident_at_any_depth(checker):
     peaks = []
     for depth in (2, 8, 40):
         graph = couplings(depth)
@@ -78,7 +78,7 @@ def test_an_ordinary_residual_chain_has_no_recovery():
     assert Reversible().curve(graph, ())[-1].estimate == no_recompute(graph).estimate
 
 
-def test_without_what_an_inverse_needs_there_is_no_recovery():
+def test_a_tensor_is_not_recovered_if_the_inverse_lacks_its_inputs():
     graph = couplings(4)
     assert len(recoveries(graph)) == 4
     once = replace(graph, never_rerun=tuple(o.name for o in graph.ops if o.name.startswith("f")))
@@ -132,7 +132,7 @@ def test_rounding_to_a_coarser_type_makes_errors_larger():
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_whatever_the_inverses_plans_are_valid(problems, checker, seed):
+def test_plans_are_valid_with_any_inverses(problems, checker, seed):
     rng = Random(seed)
     graph = problems.random_training(rng, rng.randint(3, 14))
     made = [t for o in graph.ops if o.phase == "forward" for t in o.writes]

@@ -1,4 +1,4 @@
-"""Frees are the best for a run sequence, and the simulator says what the independent checker says."""
+"""Tensors are freed as early as possible, and the simulator agrees with the independent checker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def best_peak(graph: TrainingGraph, runs: list[str]) -> int:
 
 @PROFILE
 @given(seed=st.integers(0, 10**9))
-def test_no_choice_of_frees_has_a_lower_peak(problems, seed):
+def test_no_other_choice_of_frees_has_a_lower_peak(problems, seed):
     rng = Random(seed)
     graph = problems.scrambled(rng, rng.randint(0, 4))
     runs = random_runs(graph, rng, 1)

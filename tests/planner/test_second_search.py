@@ -1,4 +1,4 @@
-"""The second annealing: it waits for the bound, ends with the first, and what it finds counts."""
+"""The second annealing starts after the search for the bound and ends with the first annealing; its plans count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rematplan.planner.bounds.search import BoundSearch
 from rematplan.planner.core.plan import plan_from_runs
 
 
-def test_it_searches_once_the_bound_has_ended_and_stops_at_once(problems):
+def test_it_starts_after_the_bound_and_stops_immediately(problems):
     graph = problems.residual((2, 2))
     budget = int(0.7 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     compile_kernels()
@@ -29,7 +29,7 @@ def test_it_searches_once_the_bound_has_ended_and_stops_at_once(problems):
     assert other.best.estimate.peak <= budget
 
 
-def test_it_does_not_begin_while_the_bound_is_searched_for(problems):
+def test_it_does_not_start_while_the_bound_is_searched(problems):
     graph = problems.residual((3, 4, 6, 3))
     budget = int(0.5 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     other = Search(graph, budget, seed=1)

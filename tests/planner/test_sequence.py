@@ -1,5 +1,4 @@
-"""The annealer's state stays what a count from scratch gives, whatever it does, and its sequences are valid
-plans."""
+"""The annealer's counts equal a count from scratch after any moves, and its sequences are valid plans."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def base_of(graph):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_state_is_exact_after_any_moves(seed):
+def test_the_state_is_exact_after_any_moves(seed):
     rng = random.Random(seed)
     graph = drawn(rng)
     budget = int(plan_from_runs(graph, base_of(graph), "base").estimate.peak * rng.uniform(0.5, 1))
@@ -82,7 +81,7 @@ def test_ops_that_no_output_needs_are_left_out():
     assert [op.name for op in needed_ops(effects)] == ["a", "b", "c", "d"]
 
 
-def test_starts_are_refused_that_miss_an_op_or_break_the_order():
+def test_starts_that_miss_an_op_or_break_the_order_are_refused():
     tensors = tuple(Tensor(t, 1) for t in "ab")
     ops = (Op("a", (), ("a",), 1.0), Op("b", (), ("b",), 1.0))
     graph = TrainingGraph("g", tensors, (), ("a", "b"), ops, ordered=("a", "b"))

@@ -1,5 +1,4 @@
-"""The moves for problems without phases: they leave valid sequences, count exactly and price removals as they turn
-out."""
+"""Moves for problems without phases give valid sequences with exact counts and exact prices of removals."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def loaded(graph, seed, share):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_drops_and_removals_leave_a_valid_sequence_that_is_counted_exactly(seed):
+def test_any_drops_and_removals_give_a_valid_sequence_with_exact_counts(seed):
     rng = random.Random(seed)
     graph = drawn(rng)
     annealer = loaded(graph, seed, rng.uniform(0.5, 1))
@@ -88,7 +87,7 @@ def test_any_drops_and_removals_leave_a_valid_sequence_that_is_counted_exactly(s
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_price_of_a_removal_is_exact_where_an_op_reads_nothing(seed):
+def test_the_price_of_a_removal_is_exact_if_an_op_reads_nothing(seed):
     """Random sequences of sources, run again and again, and of their readers."""
     rng = random.Random(seed)
     sources = [Op(f"s{i}", (), (f"t{i}",), float(rng.randint(1, 9))) for i in range(6)]
@@ -118,7 +117,7 @@ def test_the_price_of_a_removal_is_exact_where_an_op_reads_nothing(seed):
     assert checked >= 5
 
 
-def test_drops_that_pay_only_together_are_found():
+def test_drops_that_gain_only_together_are_found():
     """Five tensors can be made again from one large input: holding that pays for all five, for none alone."""
     parts = [f"p{i}" for i in range(5)]
     ops = [Op("root", (), ("root",), 100.0)]
@@ -135,7 +134,7 @@ def test_drops_that_pay_only_together_are_found():
 
 
 @pytest.mark.parametrize("keep_order", [False, True])
-def test_searches_of_equal_moves_are_equal(keep_order):
+def test_searches_with_equal_numbers_of_moves_are_equal(keep_order):
     graph = drawn(random.Random(5), ops=60)
     base = [op.name for op in needed_ops(graph)]
     budget = int(0.75 * plan_from_runs(graph, base, "base").estimate.peak)

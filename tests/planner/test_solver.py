@@ -1,4 +1,4 @@
-"""HiGHS in a process of its own: right answers, and an end when one is asked for."""
+"""The HiGHS solver in another process gives right answers, and ends when asked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hard(seed=0, size=60):
     return rows
 
 
-def test_programs_and_their_relaxations():
+def test_programs_and_their_relaxations_are_solved():
     with Solver() as solver:
         whole = solver.solve(cover(), 10, integer=True, gap=0.0)
         assert whole == Answer(pytest.approx(3.0), (1.0, 1.0, 0.0), True)
@@ -43,12 +43,12 @@ def test_programs_and_their_relaxations():
         assert hinted.dual == pytest.approx(3.0)
 
 
-def test_what_has_no_solution_is_infinitely_dear():
+def test_a_program_without_solution_has_infinite_cost():
     with Solver() as solver:
         assert solver.solve(cover(7.0), 10, integer=True, gap=0.0) == Answer(math.inf, None, True)
 
 
-def test_a_time_limit_holds_and_leaves_a_bound():
+def test_a_time_limit_holds_and_a_bound_is_returned():
     with Solver() as solver:
         began = time.monotonic()
         answer = solver.solve(hard(), 1, integer=True, gap=0.0)
@@ -66,7 +66,7 @@ def test_a_solve_is_ended_from_another_thread():
         assert time.monotonic() - began < 5
 
 
-def test_after_a_process_has_been_lost_another_one_answers():
+def test_a_new_process_replaces_a_lost_one():
     with Solver() as solver:
         solver.solve(cover(), 10, integer=True, gap=0.0)
         solver._process.kill()
@@ -82,7 +82,7 @@ def test_no_pipes_are_left_open():
     assert process.stdout.closed
 
 
-def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
+def test_programs_are_solved_in_this_process_if_no_other_can_start(monkeypatch):
     def refuse(*_args, **_more):
         raise OSError
 
@@ -91,7 +91,7 @@ def test_where_no_process_can_be_begun_this_one_solves(monkeypatch):
         assert solver.solve(cover(), 10, integer=True, gap=0.0).dual == pytest.approx(3.0)
 
 
-def test_what_highs_prints_is_no_part_of_an_answer():
+def test_output_of_highs_does_not_disturb_answers():
     prints = (
         "import os; from rematplan.planner.ilp import highs_process as p; "
         "p.respond = lambda request: (os.write(1, b'HighsMipSolverData'), request)[1]; p.main()"

@@ -1,4 +1,4 @@
-"""What bounds the smallest peak: the figures add up, and the floor is no higher than any peak."""
+"""The report on the smallest peak: its figures add up, and the stated lower bound is at most any peak."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def two_ops(output: int = 8) -> TrainingGraph:
     )
 
 
-def test_an_op_holds_what_it_reads_and_writes_and_its_workspace():
+def test_transients_are_reads_writes_and_workspace():
     found = transients(two_ops(), "g")
     assert (found.reads, found.writes, found.workspace, found.total) == (10, 8, 5, 23)
     assert str(found) == "op 'g' (reads 10 B + writes 8 B + workspace 5 B = 23 bytes)"
@@ -43,7 +43,7 @@ def test_the_parts_of_a_peak_sum_to_it(problems):
             assert cause.document()["floor"] == cause.floor.bytes
 
 
-def test_a_refusal_says_what_no_plan_can_have_less_than():
+def test_a_refusal_states_the_lower_bound_of_the_peak():
     with pytest.raises(InfeasibleBudget) as caught:
         plan_within(StoreAll(), two_ops(), 50)
     assert caught.value.floor == floor_text(two_ops())
@@ -62,7 +62,7 @@ def test_a_refusal_says_what_no_plan_can_have_less_than():
         (Auto(time_limit=0.5, reuse=False), "proven", "proven to be too small for any plan"),
     ],
 )
-def test_a_refusal_says_what_is_known_of_the_smallest_peak(problems, strategy, known, text):
+def test_a_refusal_states_how_certain_the_smallest_peak_is(problems, strategy, known, text):
     graph = problems.chain(12)
     budget = min_peak_bound(graph).bytes - 1
     with pytest.raises(InfeasibleBudget, match=text) as caught:
@@ -71,7 +71,7 @@ def test_a_refusal_says_what_is_known_of_the_smallest_peak(problems, strategy, k
     assert caught.value.smallest > budget
 
 
-def test_what_the_end_holds_can_bound_it_too():
+def test_the_outputs_at_the_end_can_bound_the_peak():
     graph = TrainingGraph(
         name="ends",
         tensors=tuple(Tensor(t, 10) for t in "abc"),

@@ -1,4 +1,4 @@
-"""A training step is told by the order in which its tensors are read, and planned as well without its marks as with."""
+"""Phases are inferred from the order in which tensors are read, and the plans are as good as with given phases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unmarked(graph: TrainingGraph) -> TrainingGraph:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_turn_of_a_network_is_found(problems, name):
+def test_the_phases_of_a_network_are_inferred(problems, name):
     graph = getattr(problems, name)(*NETWORKS[name])
     found = infer_phases(unmarked(graph))
     assert infer_phases(graph) is graph
@@ -29,7 +29,7 @@ def test_the_turn_of_a_network_is_found(problems, name):
     assert abs(backward[0] - backward[1]) <= 0.03 * len(graph.ops)
 
 
-def test_other_graphs_have_none(problems):
+def test_other_graphs_get_no_phases(problems):
     for seed in range(30):
         graph = unmarked(problems.scrambled(Random(seed), 60))
         assert infer_phases(graph) is graph
@@ -43,7 +43,7 @@ def test_other_graphs_have_none(problems):
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
-def test_a_network_without_marks_is_planned_to_the_optimum(problems, checker, share):
+def test_a_network_without_given_phases_is_planned_optimally(problems, checker, share):
     graph = unmarked(problems.residual((3, 4, 6, 3)))
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     plan = Auto(time_limit=8, reuse=False).plan(graph, int(share * base))
@@ -52,7 +52,7 @@ def test_a_network_without_marks_is_planned_to_the_optimum(problems, checker, sh
     assert replayed["peak"] == plan.estimate.peak <= plan.budget
 
 
-def test_block_strategies_plan_what_has_a_turn_only(problems):
+def test_block_strategies_plan_only_problems_with_phases(problems):
     graph = problems.residual((3, 4, 6, 3))
     peaks = [strategy("chen_sqrt").curve(g, ())[-1].estimate.peak for g in (graph, unmarked(graph))]
     assert peaks[0] == peaks[1]
