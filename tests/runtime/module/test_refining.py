@@ -10,12 +10,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from elsewhere import Elsewhere, begin_with_the_leanest
 from torch import Tensor, nn
 
 import rematplan
@@ -46,27 +47,6 @@ class Network(nn.Module):
         return self.norm(x).pow(2).mean()
 
 
-@dataclass
-class Elsewhere:
-    """Stands for the background process: it has the plans that a test gives, at the moments that a test says."""
-
-    searches: list[tuple[Any, int, Callable[[Plan | None, bool], None]]] = field(default_factory=list)
-
-    def submit(self, problem, budget, strategy, options, starts, heard) -> bool:
-        """See `BackgroundSearch.submit`."""
-        del strategy, options, starts
-        self.searches.append((problem, budget, heard))
-        return True
-
-    def find(self, at: int = -1, rank: int = 0) -> Plan:
-        """Have a search find the plan of that rank among those that fit, from the cheapest on."""
-        problem, budget, heard = self.searches[at]
-        fitting = [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]
-        plan = fitting[min(rank, len(fitting) - 1)]
-        heard(plan, False)
-        return plan
-
-
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     """The stand-in, and a quick search that gives a dear plan which leaves something to improve."""
@@ -76,16 +56,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Elsewhere()
     monkeypatch.setattr(refining, "shared", lambda: one)
-
-    def least(graph):
-        return min(ApproxDP().curve(graph, ()), key=lambda p: p.estimate.peak)
-
-    def search(self, graph, budget, progress=None, starts=()):
-        del self, progress, starts
-        return replace(least(graph), budget=budget, strategy="auto")
-
-    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", search)
-    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", least)
+    begin_with_the_leanest(monkeypatch.setattr)
     return one
 
 
