@@ -11,15 +11,30 @@ from collections.abc import Iterator, Sequence
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of, without_idle
+from rematplan.planner.pipeline.actions import RankActions
+from rematplan.planner.pipeline.rank_memory import in_flight
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.reversible import Reversible
 
 NAME = "dataflow"
 
 
+def starting_plans(
+    problems: Sequence[StageProblem], actions: RankActions
+) -> tuple[list[list[Plan]], list[int]]:
+    """Return for each stage of a rank the plans to start from, and the most bytes that a plan may keep.
+
+    Without a second micro-batch in flight nothing is saved by keeping less, and there is no such limit.
+    """
+    starts = [dataflow_plans(one) for one in problems]
+    if max(in_flight(actions).values()) == 1:
+        return starts, []
+    return starts, [one.measured(own[0]).kept_bytes for one, own in zip(problems, starts, strict=True)]
+
+
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """The plans that keep the fewest bytes of a micro-batch, of those of `Reversible` and of the one that runs the
-    forward again."""
+    """Return the plans that keep the fewest bytes of a micro-batch: of those of `Reversible`, and of the one that runs
+    the forward again."""
     found = list(_candidates(problem.graph, problem.boundary))
     kept = [problem.measured(plan).kept_bytes for plan in found]
     return [plan for plan, bytes_ in zip(found, kept, strict=True) if bytes_ == min(kept)]
@@ -36,7 +51,7 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """The plan of some runs, with what the next stage answers taken first where a later run reads it."""
+    """Return the plan of some runs, with what the next stage answers taken first where a later run reads it."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     turn = runs.index(boundary) + 1
     first: set[str] = set()

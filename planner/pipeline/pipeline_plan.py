@@ -20,6 +20,7 @@ from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
 from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
 from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline, most_in_flight
@@ -101,7 +102,8 @@ class PipelineSearch:
 
     ``chain``: the blocks to divide into stages. ``terms``: budget, link and other conditions. ``planner``: plans
     single stages. ``seconds``: no further cuts are planned after this time. ``planned``: for each rank and its
-    stages' blocks, its plans, or the error if none fits.
+    stages' blocks, its plans, or the error if none fits. ``least_kept``: whether the stages of a dataflow keep as
+    little between forward and backward as they can, whatever the budget.
     """
 
     chain: StageChain
@@ -110,6 +112,7 @@ class PipelineSearch:
     planner: StagePlanner
     progress: Progress = silent
     seconds: float = math.inf
+    least_kept: bool = True
     planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -226,7 +229,12 @@ class PipelineSearch:
             for stage, (start, end) in stages
         ]
         try:
-            return RankSearch(problems, self.schedule.actions[rank], self.terms.budget, planner).run()
+            actions = self.schedule.actions[rank]
+            starts, kept = (
+                starting_plans(problems, actions) if self.recovers and self.least_kept else ([], [])
+            )
+            search = RankSearch(problems, actions, self.terms.budget, planner, starts=starts, kept=kept)
+            return search.run()
         except InfeasibleBudget as error:
             return error
 

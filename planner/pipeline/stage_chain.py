@@ -47,7 +47,8 @@ class StageChain:
     ``block``: the block of each op, by base position. ``passages``: the paths of all tensors that ops compute.
     ``readers``: for each input, the blocks that read it, ascending. ``gradient_of``: the parameter of each gradient,
     by tensor names. ``whole``: for a parameter that several blocks read, the first and last of them. ``labels``:
-    names of parameters for messages.
+    names of parameters for messages. ``narrow``: whether stages begin only where no more bytes cross than at the
+    neighbouring blocks.
     """
 
     graph: TrainingGraph
@@ -58,6 +59,7 @@ class StageChain:
     gradient_of: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    narrow: bool = False
 
     def __len__(self) -> int:
         return self.blocks
@@ -89,7 +91,12 @@ class StageChain:
         parameter.
         """
         parted = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
-        return tuple(at for at in range(1, self.blocks) if at not in parted)
+        inner = {at: self.sends[at] for at in range(1, self.blocks)}
+
+        def is_narrow(at: int) -> bool:
+            return inner[at] <= min(inner.get(at - 1, inner[at]), inner.get(at + 1, inner[at]))
+
+        return tuple(at for at in inner if at not in parted and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
         """Check that no cut separates two readers of a parameter.

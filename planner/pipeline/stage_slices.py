@@ -15,8 +15,9 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
 """The names of the ops, and of the tensors they write: between a stage's forward and backward, and between its input's
 gradient and the weight gradients."""
-RECEIVE, SEND, ANSWER = "(receive)", "(send)", "(answer)"
-"""The ops of a stage that recovers its input: it receives the input, sends the output, and gets the output back."""
+RECEIVE, SEND, ANSWER, RETURN = "(receive)", "(send)", "(answer)", "(return)"
+"""The ops of a stage that recovers its input: it receives the input, sends the output, gets the output back, and
+returns the input with its gradient."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ class _Builder:
         ops = (*self._receive(), *self._ops())
         used = {t for op in ops for t in (*op.reads, *op.writes)} | {*inputs, *messages}
         marks = self._marks()
-        sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, SEND, *marks), 0)
+        sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, SEND, RETURN, *marks), 0)
         known = {op.name for op in ops}
         graph = TrainingGraph(
             name=f"{self.graph.name}, blocks {piece.start} to {piece.end - 1}",
             tensors=tuple(Tensor(t, sizes[t]) for t in sizes if t in used),
             inputs=(*inputs, *messages),
-            outputs=(*marks, *self._outputs(set(marks.values()))),
+            outputs=(*marks, *self._outputs(set(marks.values())), *(op.name for op in self._return())),
             ops=ops,
             inverses=(
                 *self._answer(),
@@ -172,6 +173,12 @@ class _Builder:
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
 
+    def _return(self) -> tuple[Op, ...]:
+        """Return the op after which what goes to the stage before is no longer needed."""
+        received = [self.ix.tensors[t] for t in self.piece.received] if self.recovers else []
+        reads = (*received, *self._returned(), BOUNDARY)
+        return (Op(RETURN, reads, (RETURN,), 0.0, 0, "backward"),) if received else ()
+
     def _returned(self) -> list[str]:
         """Return the tensors of the message back that this stage computes."""
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
@@ -182,8 +189,7 @@ class _Builder:
         In a split stage the message back leaves with the I.
         """
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
-        sent = [] if self.recovers else self._leaving()
-        leaving = [] if self.split else [*sent, *self._returned()]
+        leaving = [] if self.split or self.recovers else [*self._leaving(), *self._returned()]
         order = {name: at for at, name in enumerate(self.ix.tensors)}
         found = {t for t in (*results, *leaving) if t not in gradients}
         return tuple(sorted(found, key=order.__getitem__))
@@ -207,7 +213,7 @@ class _Builder:
         forward += send
         early = [rows[o] for o in self.backward if o not in self.late]
         if not self.split:
-            return (*forward, boundary, *early)
+            return (*forward, boundary, *early, *self._return())
         leave = dict.fromkeys((BOUNDARY, *self._leaving(), *self._returned()))
         done = Op(WEIGHTS, tuple(leave), (WEIGHTS,), 0.0, 0, "backward")
         return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
@@ -230,5 +236,5 @@ class _Builder:
         leaving = set(self._results() if self.recovers else self._leaving())
         makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]
-        messages = [op.name for op in (*self._receive(), *self._send())]
+        messages = [op.name for op in (*self._receive(), *self._send(), *self._return())]
         return [*makers, *messages, BOUNDARY, *((WEIGHTS, *early) if self.split else ())]

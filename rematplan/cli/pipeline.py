@@ -16,7 +16,7 @@ from rematplan.pipeline.schedules import SCHEDULES
 from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline, pipeline_to_json, save_pipeline
 from rematplan.plans.budgets import parse_budget
 
-AUTO = "auto"
+AUTO, DATAFLOW = "auto", "dataflow"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     began = time.perf_counter()
     costs = costs_of(args)
-    loaded = load_model(args, out, weightless=costs != PROFILE, inverses=args.inverses)
+    inverses = args.inverses or args.schedule == DATAFLOW
+    loaded = load_model(args, out, weightless=costs != PROFILE, inverses=inverses)
     source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
     asked = Asked(
@@ -134,11 +135,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
     """Return a note for each stage of a dataflow pipeline that keeps tensors from forward to backward."""
-    if plan.schedule.name != "dataflow":
+    if plan.schedule.name != DATAFLOW:
         return ()
     kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}
-    why = "from forward to backward: the budget has room for them, or no inverse recovers them"
-    return tuple(f"stage {stage} keeps {size} per micro-batch {why}" for stage, size in kept.items())
+    last = len(plan.stages) - 1
+    return tuple(
+        f"stage {stage} keeps {size} per micro-batch from forward to backward: "
+        f"{'it has only one in flight' if stage == last else 'no inverse recovers its input'}"
+        for stage, size in kept.items()
+    )
 
 
 def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:

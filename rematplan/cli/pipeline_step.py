@@ -64,7 +64,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
             )
         if args.verify and not wrong:
             compared = sum(one.compared for one in reports)
-            out.show(f"bit-equal to a single process: {compared} gradients, buffers and losses")
+            expected = max(one.expected for one in reports)
+            error = max(one.error for one in reports)
+            out.show(
+                f"within the predicted error {expected:.1e} of a single process: {compared} gradients (largest error "
+                f"{error:.1e}), buffers and losses (bit-equal)"
+                if expected
+                else f"bit-equal to a single process: {compared} gradients, buffers and losses"
+            )
         out.data(
             {
                 "ranks": [
@@ -75,6 +82,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                         "losses": list(one.losses),
                         "compared": one.compared,
                         "different": list(one.different),
+                        "expected": one.expected,
+                        "error": one.error,
                     }
                     for one in reports
                 ]

@@ -15,7 +15,6 @@ from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
-from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.pricing import priced
 from rematplan.plans.step_planner import StepPlanner
@@ -48,10 +47,6 @@ class DataflowPart:
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
-
-    def starts(self) -> list[Plan]:
-        """Plans that keep the least for a micro-batch."""
-        return dataflow_plans(self.problem)
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
         """The stage that follows a plan of its problem, in a group of processes."""

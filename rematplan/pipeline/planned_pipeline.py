@@ -240,9 +240,9 @@ def planned_in_order(
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if isinstance(cuts, str):
-        cuts = (
-            equal_cuts(exported(model, one_args, one_kwargs), stages) if cuts == "auto" else cuts.split(",")
-        )
+        narrow = order.name in CHANNELS  # no inverse recovers what is cut within a branch of a coupling
+        chosen = cuts.split(",") if cuts != "auto" else None
+        cuts = chosen or equal_cuts(exported(model, one_args, one_kwargs), stages, narrow)
     if len(cuts) != stages - 1:
         raise UsageError(f"{stages} stages need {stages - 1} cuts, not {len(cuts)}")
     modules = stage_modules(model, one_args, one_kwargs, cuts)

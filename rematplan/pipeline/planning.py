@@ -107,19 +107,28 @@ def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[P
     for name in names:
         if asked.schedule == AUTO and name == "dataflow" and not chain.chain.graph.inverses:
             continue  # nothing could be recovered
+        own = _narrow(chain, asked.stages) if name == "dataflow" else chain
         try:
-            schedule = _schedule(name, chain, asked)
-            search = PipelineSearch(
-                chain.chain, schedule, _terms(chain, asked, AMPLE), AutoStages(), progress
-            )
+            schedule = _schedule(name, own, asked)
+            ample = _terms(own, asked, AMPLE)
+            search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
             amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
         except UsageError as error:
             errors.append(error)
             continue
         some = True
-        yield PipelineSearch(chain.chain, schedule, _terms(chain, asked, amount), AutoStages(), progress)
+        yield PipelineSearch(own.chain, schedule, _terms(own, asked, amount), AutoStages(), progress)
     if not some:
         raise errors[0]
+
+
+def _narrow(chain: NamedChain, stages: int) -> NamedChain:
+    """Return the chain with cuts only where few bytes cross, if there are enough such places.
+
+    A cut within a branch of a coupling sends a tensor that no inverse recovers.
+    """
+    narrow = replace(chain, chain=replace(chain.chain, narrow=True))
+    return narrow if len(narrow.chain.allowed()) >= stages - 1 else chain
 
 
 def _largest_peak(search: PipelineSearch) -> int:

@@ -14,9 +14,10 @@ from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, held_by_torch
 from rematplan.planner.core.plan import plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.messages import CHANNELS
-from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import stage_planner
@@ -74,15 +75,13 @@ def rank_plan(
     Raises:
         InfeasibleBudget: none are known that fit; names the rank.
     """
-    mine = [parts[s] for s in order.stage_of_rank[rank]]
-    problems = [part.problem for part in mine]
-    starts = [part.starts() for part in mine if isinstance(part, DataflowPart)]
-    several = max(in_flight(order.actions[rank]).values()) > 1  # else nothing is saved by keeping less
-    kept = [one.measured(own[0]).kept_bytes for one, own in zip(problems, starts, strict=False) if several]
+    problems = [parts[s].problem for s in order.stage_of_rank[rank]]
+    actions = order.actions[rank]
+    starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
     planner = stage_planner(asked.chosen(), asked.time_limit / len(problems))
     try:
         seconds = asked.time_limit
-        return RankSearch(problems, order.actions[rank], budget, planner, seconds, starts, kept).run()
+        return RankSearch(problems, actions, budget, planner, seconds, starts, kept).run()
     except InfeasibleBudget as error:
         raise InfeasibleBudget(f"rank {rank}", budget, error.smallest, error.known) from None
 

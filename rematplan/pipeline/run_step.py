@@ -5,9 +5,10 @@ process.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ from torch import distributed, nn
 
 from rematplan.ir import UsageError
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.pipeline.planned_pipeline import plan_pipeline
+from rematplan.pipeline.planned_pipeline import Pipeline, planned_in_order
+from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.plans.budgets import parse_budget
+from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
+from rematplan.runtime.pipeline.draws import Seeded
+from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 SEED = 0
+LEAST_NORM = 1e-2
+"""The error of a gradient is relative to its norm, but at least to this share of the norm of all gradients."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class RankReport:
 
     ``promised``, ``measured``: peaks in bytes, parameters and buffers included. ``extra``: microseconds of
     recomputation for a micro-batch. ``losses``: on the rank of the last stage. ``compared``: the number of compared
-    tensors. ``different``: the names of those that are not bit-equal to a single process.
+    tensors. ``different``: the names of those that are not bit-equal to a single process; of a dataflow's gradients,
+    those whose relative error is more than ``expected``. ``error``: the largest relative error of a gradient.
     """
 
     promised: int
@@ -38,6 +48,8 @@ class RankReport:
     losses: tuple[float, ...] = ()
     compared: int = 0
     different: tuple[str, ...] = ()
+    expected: float = 0.0
+    error: float = 0.0
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
@@ -73,18 +85,9 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: float) -> RankReport:
     order = plan.schedule
     module, inputs, target = _model(plan, name)
-    pipe = plan_pipeline(
-        module.model,
-        inputs,
-        stages=order.stages,
-        microbatches=order.microbatches,
-        schedule=order.name,
-        budget=plan.budget,
-        cuts=plan.names,
-        costs=str(plan.model.get("costs", "profile")),
-        time_limit=time_limit,
-        ranks=[rank],
-    )
+    asked = PlanOptions(budget="min", time_limit=time_limit, costs=str(plan.model.get("costs", "profile")))
+    budget = parse_budget(str(plan.budget))
+    pipe = planned_in_order(module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank])
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
     schedule = pipe.schedule(stages, module.of)
@@ -103,18 +106,29 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
     if plain is None:
         return report
     names = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
-    wanted = _in_one_process(plain, inputs, target, order.microbatches)
-    different = _different(_tensors(module.model), _tensors(plain.model), names)
+    expected = _expected_error(pipe, stages)
+    wanted = _in_one_process(plain, inputs, target, pipe)
+    ours, theirs = _tensors(module.model), _tensors(plain.model)
+    errors = _gradient_errors(ours, theirs, names)
+    different = sorted(n for n in names if not torch.equal(ours[n], theirs[n]) or errors[n] > expected)
     if losses and list(report.losses) != wanted:
         different.append("the losses")
-    return RankReport(
-        report.promised,
-        report.measured,
-        report.extra,
-        report.losses,
-        len(names) + len(losses),
-        tuple(different),
+    return replace(
+        report,
+        compared=len(names) + len(losses),
+        different=tuple(different),
+        expected=expected,
+        error=max(errors.values(), default=0.0),
     )
+
+
+def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
+    """Return the largest relative error of a gradient that the inverses of all ranks are predicted to make."""
+    if pipe.order.name not in CHANNELS:
+        return 0.0
+    gathered: list[Any] = [None] * pipe.order.ranks
+    distributed.all_gather_object(gathered, (stages[0].error, stages[0].gain))
+    return gradient_error_of(gathered)
 
 
 def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tensor, ...], torch.Tensor]:
@@ -132,13 +146,23 @@ def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tens
 
 
 def _in_one_process(
-    module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, microbatches: int
+    module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline
 ) -> list[float]:
-    """Run one step of plain PyTorch with the same micro-batches, and return the losses."""
-    losses = []
+    """Run one step of plain PyTorch with the same micro-batches, and return the losses.
+
+    For a dataflow the model is cut as the pipeline is, and draws the same random numbers.
+    """
+    losses, microbatches = [], pipe.order.microbatches
     parts = [t.tensor_split(microbatches) for t in (*inputs, target)]
-    for *some, its in zip(*parts, strict=True):
-        loss = module.of(module.model(*some), its)
+    first = [t[0] for t in parts[:-1]]
+    channels = pipe.order.name in CHANNELS
+    cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if channels else []
+    for m, (*some, its) in enumerate(zip(*parts, strict=True)):
+        given: Any = tuple(some)
+        for stage, part in enumerate(cut):
+            with Seeded(0, 0, m, stage):
+                given = part(*(given if isinstance(given, tuple) else (given,)))
+        loss = module.of(given if cut else module.model(*given), its)
         loss.backward()
         losses.append(loss.item())
     for p in module.parameters():
@@ -151,12 +175,20 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _different(
+def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
-) -> list[str]:
-    """Return the names of tensors that differ, or whose gradients differ."""
+) -> dict[str, float]:
+    """Return the relative error of each tensor's gradient: 0 if it has the same bits, infinite if one is missing."""
+    wanted = [theirs[n].grad for n in names]
+    norms = [float(g.double().norm()) for g in wanted if g is not None]
+    least = LEAST_NORM * math.hypot(*norms) if norms else 0.0
 
-    def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        return one is other if one is None or other is None else torch.equal(one, other)
+    def error(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+        if one is None or other is None:
+            return 0.0 if one is other else math.inf
+        if torch.equal(one, other):
+            return 0.0
+        distance = float((one.double() - other.double()).norm())
+        return distance / (max(float(other.double().norm()), least) or 1.0)
 
-    return sorted(n for n in names if not (same(ours[n], theirs[n]) and same(ours[n].grad, theirs[n].grad)))
+    return {n: error(ours[n].grad, theirs[n].grad) for n in names}

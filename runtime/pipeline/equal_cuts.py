@@ -18,12 +18,14 @@ BALANCE = 10.0
 more."""
 
 
-def equal_cuts(graph: fx.Graph, stages: int) -> tuple[str, ...]:
+def equal_cuts(graph: fx.Graph, stages: int, narrow: bool = False) -> tuple[str, ...]:
     """Return the names of modules to cut at, so that the largest work of a stage is minimal. Among equal
     choices, fewest bytes cross the cuts.
 
     Dynamic programming over the number of stages: least[s][j] = min over i of max(least[s−1][i], work from i
     to j). O(stages · names²).
+
+    ``narrow``: whether to cut only where no more bytes cross than at the neighbouring places, if there are enough.
 
     Raises:
         UsageError: the model has too few places to cut at.
@@ -37,10 +39,13 @@ def equal_cuts(graph: fx.Graph, stages: int) -> tuple[str, ...]:
     work = [0.0, *accumulate(map(_work, ops))]
     ends = [0, *sorted(names), len(ops)]
     crossing = [_crossing(ops, end) for end in ends]
+    inner = range(1, len(ends) - 1)
+    few = [j for j in inner if crossing[j] <= min(crossing[k] for k in (j - 1, j, j + 1) if k in inner)]
+    allowed = {*(few if narrow and len(few) >= stages - 1 else inner), len(ends) - 1}
     least: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
     for _ in range(stages):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for j in range(1, len(ends)):
+        for j in sorted(allowed):
             row[j] = min(
                 (
                     (max(most, work[ends[j]] - work[ends[i]]), sent + crossing[j], (*cuts, j))

@@ -202,12 +202,11 @@ def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
         "--costs",
         "roofline",
     )
-    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 8)
-    ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--inverses", "--json").data
-    tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--inverses", "--json")
+    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 4)
+    ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
+    tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--json")
     assert tight.status == 0, tight.err
-    first = [said["plans"][0]["kept_bytes"] for said in (ample, tight.data)]
-    assert first[1] < 0.7 * first[0]
+    assert [said["plans"][0]["kept_bytes"] for said in (ample, tight.data)] == [0, 0]
     assert ample["in_flight"] == tight.data["in_flight"] == [3, 1]
 
 

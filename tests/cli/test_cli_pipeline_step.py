@@ -22,21 +22,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
-    program = [
-        sys.executable,
+def ranks_of(file: Path, processes: int) -> list[dict]:
+    """What the ranks of a pipeline report."""
+    command = [
         "-m",
-        "rematplan",
-        "pipeline-step",
-        str(file),
-        "--verify",
-        "--json",
-        "--time-limit",
-        "2",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--standalone",
+        "--no-python",
     ]
+    program = [sys.executable, "-m", "rematplan", "pipeline-step", str(file), "--verify", "--json"]
     done = subprocess.run(
-        [sys.executable, *command, *program],
+        [sys.executable, *command, *program, "--time-limit", "2"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -44,12 +42,30 @@ def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = json.loads(done.stdout)["ranks"]
-    assert [one["different"] for one in ranks] == [[], []]
+    return json.loads(done.stdout)["ranks"]
+
+
+def check(ranks: list[dict]) -> None:
+    assert all(one["different"] == [] for one in ranks)
     assert all(one["compared"] > 10 for one in ranks)
-    assert len(ranks[1]["losses"]) == 3
-    assert not ranks[0]["losses"]
+    assert [len(one["losses"]) for one in ranks] == [0] * (len(ranks) - 1) + [3]
     assert all(0.9 * one["promised"] <= one["measured"] <= one["promised"] for one in ranks)
+
+
+def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file) -> None:
+    check(ranks_of(file, 2))
+
+
+def test_a_dataflow_is_within_the_predicted_error_of_one_process(tmp_path) -> None:
+    file = tmp_path / "pipe.json"
+    sizes = ("revvit_s", "--depth", "6", "--width", "16", "--image", "32", "--classes", "5", "--batch", "2")
+    asked = ("--stages", "3", "--microbatches", "3", "--budget", "1GiB", "--time-limit", "2")
+    assert main(["pipeline", *sizes, *asked, "--schedule", "dataflow", "--quiet", "-o", str(file)]) == 0
+    plan = json.loads(file.read_text())
+    assert [one["kept_bytes"] for one in plan["plans"]][:-1] == [0, 0]  # of all stages with several in flight
+    ranks = ranks_of(file, 3)
+    check(ranks)
+    assert all(0 < one["error"] <= one["expected"] for one in ranks[:-1])
 
 
 def test_without_torchrun_the_message_states_the_command(call, file, monkeypatch) -> None:

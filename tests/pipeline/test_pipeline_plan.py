@@ -121,7 +121,7 @@ def test_states_grow_with_the_optimizer_and_buffers_with_micro_batches() -> None
     ]
     assert [s.gradients for s in plain.stages] == weights
     assert [s.torch_bytes for s in plain.stages] == [4 * chain.returns[3], 4 * chain.sends[3]]
-    assert [s.pending for s in plain.stages] == [0, chain.returns[3]]
+    assert [s.pending for s in plain.stages] == [chain.sends[3], chain.returns[3]]
     batch = search(chain, "1f1b", AMPLE, batch=frozenset({"x"})).run((3,))
     assert batch.stages[0].torch_bytes - plain.stages[0].torch_bytes == 4 * chain.graph.size["x"]
     assert plain.stages[0].states - batch.stages[0].states == chain.graph.size["x"]
