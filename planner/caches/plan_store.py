@@ -102,7 +102,7 @@ class PlanStore:
         while len(self._made) > IN_MEMORY:
             del self._made[next(iter(self._made))]
         self._latest = [*self._latest, (problem.structure, plan)][-NEAREST:]
-        self._join(problem, plan)
+        self.family(problem).add(problem, plan)
         if lasting:
             self.keep(problem, plan, seconds)
 
@@ -124,12 +124,13 @@ class PlanStore:
                 return known.changed(budget=budget)
         return None
 
-    def _join(self, problem: TrainingGraph, plan: Plan) -> None:
+    def family(self, problem: TrainingGraph) -> PlanFamily:
+        """Return the family of a problem's structure, which is made if there is none."""
         family = self._families.pop(problem.structure, None) or PlanFamily(problem)
         self._families[problem.structure] = family
         while len(self._families) > FAMILIES:
             del self._families[next(iter(self._families))]
-        family.add(problem, plan)
+        return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return plans of other problems of this process, as plans of this one: the latest of other structures,

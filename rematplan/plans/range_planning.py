@@ -11,6 +11,7 @@ from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.family.amounts import Amounts, amounts_of
@@ -51,7 +52,18 @@ class RangePlan:
         return sum(map(len, self.families.values()))
 
 
-def plan_range(problems: ProblemRange, budget: int, auto: Auto, progress: Progress = silent) -> RangePlan:
+def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:
+    """Return which of a store's plans fit within ``budget`` bytes at each size of a range, without a search."""
+    return _RangeSearch(problems, budget, Auto(), silent, store).result()
+
+
+def plan_range(
+    problems: ProblemRange,
+    budget: int,
+    auto: Auto,
+    progress: Progress = silent,
+    store: PlanStore | None = None,
+) -> RangePlan:
     """Plan all sizes of a range within ``budget`` bytes.
 
     The largest sizes come first: what fits there mostly fits below. Then sizes are searched at which nothing fits, and
@@ -59,26 +71,21 @@ def plan_range(problems: ProblemRange, budget: int, auto: Auto, progress: Progre
 
     Args:
         auto: its time limit is that of the whole range.
+        store: has plans to start with, and gets those that are found.
     """
     compile_kernels(progress)  # before the clock starts
-    search = _RangeSearch(problems, budget, auto, progress)
+    search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)
     for sizes in search.groups.values():
         search.plan_group(sizes, auto.time_limit * len(sizes) / len(problems.sizes))
-    rows = tuple(search.row(size) for size in problems.sizes)
-    unfit = [row.size for row in rows if not row.fits]
-    return RangePlan(
-        problems.dimension,
-        RangeProof(budget, rows),
-        frozenset(problems.captured),
-        frozenset(size for size in unfit if search.is_impossible(size)),
-        search.families,
-    )
+    return search.result()
 
 
 class _RangeSearch:
     """The planning of a range. ``groups``: sizes by structure, the largest amount of bytes first."""
 
-    def __init__(self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress) -> None:
+    def __init__(
+        self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress, store: PlanStore
+    ) -> None:
         self.problems, self.budget, self.auto, self.progress = problems, budget, auto, progress
         self.families: dict[str, PlanFamily] = {}
         self.amounts: dict[int, Amounts] = {}
@@ -89,9 +96,22 @@ class _RangeSearch:
             graph = problems.problem(size)
             self.amounts[size], self.structure[size] = amounts_of(graph), graph.structure
             self.groups.setdefault(graph.structure, []).append(size)
-            self.families.setdefault(graph.structure, PlanFamily(graph))
+            if graph.structure not in self.families:
+                self.families[graph.structure] = store.family(graph)
         for sizes in self.groups.values():
             sizes.sort(key=lambda size: self.amounts[size].total, reverse=True)
+
+    def result(self) -> RangePlan:
+        """What the plans that are known offer at each size."""
+        problems, rows = self.problems, tuple(self.row(size) for size in self.problems.sizes)
+        unfit = [row.size for row in rows if not row.fits]
+        return RangePlan(
+            problems.dimension,
+            RangeProof(self.budget, rows),
+            frozenset(problems.captured),
+            frozenset(size for size in unfit if self.is_impossible(size)),
+            self.families,
+        )
 
     def row(self, size: int) -> RangeRow[int]:
         """What the plans that are known offer at a size."""

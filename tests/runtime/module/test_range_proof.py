@@ -1,0 +1,88 @@
+"""A step's plans are proven at every size of a range, in agreement with captures of each size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rematplan.ir import UsageError
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.core.simulator import simulate
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.proving import prove_step
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+SIZES = range(2, 22)
+
+
+class Layers(nn.Module):
+    """Layers of attention; the bytes of scores are quadratic in the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its loss for x (batch, tokens, 8)."""
+        for layer in self.layers:
+            x = x + torch.softmax(layer(x) @ x.mT, -1) @ x.tanh()
+        return x.pow(2).mean()
+
+
+class Steps:
+    """The step at each size; it notes which sizes were asked for."""
+
+    def __init__(self) -> None:
+        self.module, self.asked = Layers(), set[int]()
+
+    def __call__(self, tokens: int) -> CapturedStep:
+        self.asked.add(tokens)
+        return capture(self.module, (torch.zeros(4, tokens, 8),), "layers")
+
+
+def planner(budget: str) -> StepPlanner:
+    return StepPlanner(
+        PlanOptions(budget=budget, costs="roofline", loss_memory=0, time_limit=1.0, refine=False)
+    )
+
+
+def test_a_proof_holds_at_sizes_that_were_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, one = Steps(), planner("70% of activations")
+    one(steps(SIZES[-1]))
+
+    def no_search(*_, **__):
+        raise AssertionError("the plan of the largest size fits below")
+
+    monkeypatch.setattr(Auto, "plan", no_search)
+    steps.asked = set()
+    found = prove_step(one, "tokens", SIZES, steps)
+    assert found.proof.holds
+    assert [row.size for row in found.proof.rows] == list(SIZES)
+    assert steps.asked == found.captured
+    assert len(steps.asked) < len(SIZES) - 10
+    for row in found.proof.rows[4::9]:
+        graph = one.problem(one.opened(steps(row.size)))
+        family = one.store.family(graph)
+        estimate = simulate(graph, family.plan(graph, row.member).schedule)
+        assert (estimate.peak, estimate.reruns) == (row.estimate.peak, row.estimate.reruns)
+        assert estimate.peak <= found.proof.budget
+
+
+def test_where_nothing_fits_it_is_searched_and_sizes_are_named() -> None:
+    steps = Steps()
+    one = planner("60% of activations")
+    one(steps(6))  # whose bytes are far too few for the largest
+    found = prove_step(one, "tokens", SIZES, steps)
+    assert found.proof.unfit == tuple(range(found.proof.unfit[0], SIZES[-1] + 1))
+    assert found.proof.unfit[0] > 6
+    assert SIZES[-1] in found.proven
+    plan = one(steps(found.proof.unfit[0] - 1)).plan
+    assert plan.peak <= found.proof.budget == plan.budget
+
+
+def test_the_least_budget_is_no_range_s() -> None:
+    with pytest.raises(UsageError, match="min differs from size to size"):
+        prove_step(planner("min"), "tokens", SIZES, Steps())
