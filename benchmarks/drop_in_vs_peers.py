@@ -1,17 +1,17 @@
-"""`plan_module` against what PyTorch itself offers for memory, in turn in one process.
+"""Compare `plan_module` with PyTorch's own methods of saving memory, alternately in one process.
 
 usage: python benchmarks/drop_in_vs_peers.py [NAME ...] [--rounds 5] [--time-limit 20]
 
-For each peer the measured peak (everything held: parameters, buffers, batch, activations, gradients, workspaces) and
-the least step time as a ratio to eager's; and beside it a plan whose budget is that peak. Also plans for a ladder of
-budgets down to below the leanest peer: of all our plans that were measured to be no slower than a peer, the least peak
-as a share of its own. A plan without a limit is measured before, beside nothing but eager: where so many models lie in
-one process, two of the same plan differ by up to a tenth.
+For each peer: its measured peak (parameters, buffers, batch, activations, gradients and workspaces), its least step
+time as a ratio to eager mode's, and the same for a plan whose budget is that peak. Then plans for a ladder of budgets
+down to below the leanest peer: the smallest peak of a plan that was measured to be no slower than a peer, as a share
+of the peer's peak. A plan without a limit is measured first, together with eager mode only: with many models in one
+process, two models with the same plan differ by up to a tenth.
 
-Peers: `torch.utils.checkpoint` per block; `checkpoint_sequential` over a network's sequence of blocks, √n segments;
-selective checkpointing per block that saves products, convolutions and attention; `activation_memory_budget`, by the
-min-cut partitioner without a compiler behind it. Checkpointing runs batch norm twice and so updates its statistics
-twice; the plans do not.
+Peers: `torch.utils.checkpoint` for each block; `checkpoint_sequential` over a network's sequence of blocks, with √n
+segments; selective checkpointing for each block, which saves products, convolutions and attention;
+`activation_memory_budget`, with the min-cut partitioner and without a compiler. Checkpointing runs batch norm twice
+and so updates its statistics twice; plans do not.
 """
 
 from __future__ import annotations

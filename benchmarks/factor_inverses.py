@@ -1,11 +1,11 @@
-"""Ways to invert real Kronecker factors: time, memory and the direction of the preconditioned gradient.
+"""Compare methods of inverting real Kronecker factors: time, memory, and direction of the preconditioned gradient.
 
     python benchmarks/factor_inverses.py --sizes 512,1024,2048 --steps 60
 
-A network of two wide layers learns scikit-learn's 1,797 digits; the factors A and G of its square layer, and that
-layer's gradient, are those of one batch of all digits then. Each form of the damped inverse is compared with the exact
-one in float64: the cosine of the two preconditioned gradients. Damping is a share of the factor's mean eigenvalue. One
-thread.
+A network with two wide layers is trained on scikit-learn's 1,797 digits. Then the factors A and G of its square
+layer, and the layer's gradient, are taken for one batch of all digits. Each form of the damped inverse is compared
+with the exact one in float64 by the cosine of the two preconditioned gradients. The damping is a share of the
+factor's mean eigenvalue. One thread is used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How near plans of other sizes come to a size's own search: points of overhead over a fresh search of `auto`, for the
-cheapest plan of the family that fits, for the best after tidying, and after four short anneals each.
+"""Measure how close plans of other sizes come to a new search, in points of overhead above a new search of `auto`.
 
-A network is captured at several lengths. The family begins with a curve at the largest one. Then each length is planned
-at fixed budgets in bytes, shares of the largest length's activations: by choosing from the family, by polishing what
-was chosen, and by a search. What polishing found joins the family before the next length. Costs are those of the
-roofline model.
+Compared are the cheapest plan of the family that fits, the best one after tidying, and the best one after four short
+anneals. A network is captured at several lengths. The family starts with a curve at the largest one. Then each length
+is planned at fixed budgets in bytes, which are shares of the largest length's activations: by choosing from the
+family, by polishing the chosen plans, and by a search. Polished plans join the family before the next length. Costs
+come from the roofline model.
 
 usage: python benchmarks/family.py [--only gpt12 bert unet] [--seconds 10] [--shares .5 .35 .25]
 """

@@ -1,16 +1,16 @@
-"""All that is worth knowing of a CUDA device, in one call of under eight minutes; `make gpu` runs it.
+"""Measure a CUDA device in one call of under eight minutes: tests, peaks, times. `make gpu` runs it.
 
 usage: python benchmarks/gpu.py [--device cuda] [--minutes 7.5] [--json gpu.json] [--table gpu.md] [--small]
 
-1. The tests that take a CUDA device.
-2. For ResNet-50, a GPT, U-Net and a Llama-like decoder, in float32 and bfloat16: eager mode, checkpointing per block
-   and torch.compile, and plans at four budgets (90 %, 70 % and 50 % of the peak without recomputation, and the least).
-   Each row has the plan's promise, the measured peak of allocated and of reserved bytes, and the step's time as a ratio
-   to eager mode's, all taken in turn in one process.
+1. The tests that use a CUDA device.
+2. For ResNet-50, a GPT, U-Net and a Llama-like decoder, in float32 and bfloat16: eager mode, checkpointing of each
+   block, torch.compile, and plans at four budgets (90 %, 70 % and 50 % of the peak without recomputation, and the
+   smallest). Each row has the plan's predicted peak, the measured peaks of allocated and of reserved bytes, and the
+   step's time as a ratio to eager mode's, all measured alternately in one process.
 3. The plan at 50 % with recomputation on a second stream.
 
-The files are written again after each network, so that an interrupted call leaves what it measured. Nothing is fetched
-from a network. Rows that the time does not suffice for are named as left out.
+The files are written again after each network, so an interrupted call leaves its results so far. Nothing is
+downloaded. Rows for which the time is too short are reported as left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What it costs a planned module to find its plan in a call, and torch.compile to check its guards, in one process.
+"""Measure how long a planned module takes to find its plan in a call, and torch.compile to check its guards.
 
 usage: python benchmarks/guard_times.py [NAME ...] [--rounds 15] [--calls 40]
 
-Both are timed in turn, round by round: ``finding``: the arguments, the module's state, the key and the guard of a call
-whose plan is known. ``guards``: a call of what torch.compile made with a backend that computes nothing. Prints medians
-over the rounds and their ranges in microseconds, and the median of the ratios of a round, which other load on the
-machine changes less. Exit status 1 over a network's limit of the median.
+Both are timed alternately in one process. ``finding``: the arguments, the module's state, the key and the guard of a
+call whose plan is known. ``guards``: a call of a module compiled by torch.compile with a backend that computes
+nothing. Prints medians over the rounds and their ranges in microseconds, and the median of the ratio within a round,
+which other load on the machine changes less. Exit status 1 if a network's median is above its limit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Training graphs at the granularity of layers, as Checkmate and MOCCASIN plan them: how many of `auto`'s plans are
-proven optimal in a few seconds, at shares of the given order's peak.
+"""Count how many plans of `auto` are proven optimal in a few seconds, for training graphs with layers as nodes.
 
-A node is a layer (a convolution, a normalisation, an activation, a sum ...); its backward node reads the gradients
-that reach the layer, its inputs and its output, and writes a gradient for each input. Parameters and their gradients
-are left out, as they are there. ResNet-50 has 349 ops and 745 reads; the graph published for it has 353 and 751. Costs
-are floating-point operations for convolutions and dense layers (twice as many backward), bytes for the rest.
+Such graphs are planned by Checkmate and MOCCASIN; budgets are shares of the given order's peak. A node is a layer (a
+convolution, a normalisation, an activation, a sum, ...). Its backward node reads the gradients that reach the layer,
+its inputs and its output, and writes a gradient for each input. Parameters and their gradients are left out, as in
+those papers. ResNet-50 has 349 ops and 745 reads; the graph published for it has 353 and 751. Costs are
+floating-point operations for convolutions and dense layers (twice as many in the backward), and bytes for all others.
 
 usage: python benchmarks/layer_graphs.py [NAME ...] [--shares .9 .8 .7 .6 .5] [--seconds 5] [--without-phases]
 """

@@ -1,6 +1,6 @@
-"""The networks that the planner's benchmarks plan, at the sizes of the papers, and the plans that they compare with.
+"""The networks for the planner's benchmarks, at the sizes of the papers, and the plans to compare with.
 
-Costs are a roofline model's of a data-centre GPU. Nothing here allocates a weight.
+Costs come from the roofline model of a data-centre GPU. No weights are allocated.
 """
 
 from __future__ import annotations

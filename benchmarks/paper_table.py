@@ -1,11 +1,13 @@
-"""The table of Kusumoto et al. 2019 («A graph theoretic framework of recomputation algorithms for memory-efficient
-backpropagation», arXiv:1905.11722, table 1) beside ours: the seven networks at the paper's batch sizes.
+"""Repeat table 1 of Kusumoto et al. 2019 («A graph theoretic framework of recomputation algorithms for
+memory-efficient backpropagation», arXiv:1905.11722): the seven networks at the paper's batch sizes, with the
+paper's figures and ours.
 
-Images are 224×224 but for PSPNet's 713×713 and U-Net's 448×448, whose peak without recomputation is nearest the
-paper's (which does not pad its convolutions and has no batch norm). GoogLeNet has its response norms written out, which
-hold more than the paper's fused ones. Peaks are simulated with frees at last use; 1 GB is 10⁹ bytes. The last columns:
-the share of the peak that is saved at the smallest budget, and the overhead that a plan has within the paper's own
-best peak, both peaks taken as shares of the peak without recomputation. Costs are a roofline model's of an a100.
+Images are 224×224, except 713×713 for PSPNet and 448×448 for U-Net; with that size its peak without recomputation is
+nearest the paper's U-Net (which does not pad its convolutions and has no batch norm). GoogLeNet's response norms are
+written out and hold more than the paper's fused ones. Peaks are simulated, with tensors freed at their last use; 1 GB
+is 10⁹ bytes. The last columns are the share of the peak that is saved at the smallest budget, and the overhead of a
+plan within the paper's best peak (both peaks as shares of the peak without recomputation). Costs come from the
+roofline model of an a100.
 
 usage: python benchmarks/paper_table.py [--only NAME ...] [--seconds 15]
 """

@@ -1,10 +1,12 @@
-"""Pipelines planned and simulated: peaks and extra time of each rank, dataflow over slow links, energy by device table.
+"""Plan and simulate pipelines: peaks and extra time of each rank, dataflow over slow links, energy by a table of
+devices.
 
     python benchmarks/pipelines.py [--quick] [--pictures FOLDER] [PART ...]
 
-Plans are for an A100 by its roofline model, without workspaces. 1F1B on 4 ranks, 16 micro-batches. Checkpointing runs
-each block of the network again (each coupling pair of a reversible one); ours has the greatest peak that any rank has
-with checkpoints. ``training`` runs small networks in one process, action by action in the order of the timeline.
+Plans are for an A100 by its roofline model, without workspaces. 1F1B runs on 4 ranks with 16 micro-batches.
+Checkpointing runs each block of the network again (in reversible networks each pair of couplings); the budget of the
+plans is the largest peak of a rank with checkpointing. ``training`` runs small networks in one process, action by
+action in the order of the timeline.
 """
 
 from __future__ import annotations

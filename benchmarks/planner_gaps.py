@@ -1,8 +1,8 @@
-"""Overhead, proven bound and gap of `auto` at shares f of the activation part, with the goal for each beside it; the
-least reachable budget; and a comparison with per-block checkpointing, Chen and both DPs.
+"""Measure overhead, lower bound and gap of `auto` at shares f of the activations, each with its goal; the smallest
+budget; and a comparison with per-block checkpointing, Chen's strategies and both dynamic programs.
 
-f = (budget − inputs − outputs) ÷ (no-recompute peak − inputs − outputs). Planning is timed end to end, block
-strategies, bound and search included, by the wall clock; a first run's compilation is done before.
+f = (budget − inputs − outputs) ÷ (no-recompute peak − inputs − outputs). Planning is timed by the wall clock,
+including block strategies, bound and search; the loops are compiled before.
 
 usage: python benchmarks/planner_gaps.py [--only NAME ...] [--shares .8 .6 .5 .4 .3] [--no-rivals]
        python benchmarks/planner_gaps.py --problems a.json b.json

@@ -1,12 +1,13 @@
-"""The promise in bytes: `plan_module` at shares of eager mode's own measured peak, zoo and Hugging Face models.
+"""Check that plans keep their budgets: `plan_module` at shares of eager mode's measured peak, zoo and Hugging Face
+models.
 
 usage: python benchmarks/promise.py [NAME ...] [--time-limit 10]
 
-At 90, 70, 50 and 30 % of what eager mode was measured to hold: the measured peak of the planned step, from inputs to
-gradients with the loss between, as a share of the budget (never above 1), the overhead, and whether outputs, gradients,
-buffers and the random state after the step are equal to eager mode's, bit by bit; or the smallest peak that is
-reachable, as the typed error says it while planning.
-Exit status 1 if a promise is broken. Sizes are small; the Hugging Face models need `transformers`.
+At 90, 70, 50 and 30 % of eager mode's measured peak, it prints the planned step's measured peak as a share of the
+budget (it must not exceed 1), from inputs to gradients including the loss; the overhead; and whether outputs,
+gradients, buffers and the random state after the step equal eager mode's, bit by bit. If no plan fits, it prints the
+smallest peak that the error states. Exit status 1 if a plan exceeds its budget or bits differ. Sizes are small; the
+Hugging Face models need `transformers`.
 """
 
 from __future__ import annotations

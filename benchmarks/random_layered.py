@@ -1,15 +1,16 @@
-"""Random layered graphs after appendix A of «Neural Topological Ordering for Computation Graphs» (arXiv:2207.05899),
-and what `auto` reaches on them at shares of the given order's peak, beside what MOCCASIN and FastSA publish for theirs.
+"""Plan random layered graphs after appendix A of «Neural Topological Ordering for Computation Graphs»
+(arXiv:2207.05899) with `auto`, at shares of the given order's peak, and print the figures that MOCCASIN and FastSA
+publish for their graphs.
 
-The published graphs' names state a width ratio, a variability of the layers' widths of 0.75, an edge density of 0.2
-and a density of skip connections of 0.14; what else is here was read off the published graph of 100 nodes.
+The names of the published graphs state a width ratio, a variability of the layers' widths of 0.75, an edge density of
+0.2 and a density of skip connections of 0.14. All else was derived from the published graph of 100 nodes.
 
-Graphs of one size differ threefold in how much they ask for, and no overhead says much without the column «in order»:
-what a plan in the given order pays at least, by what must be held or run again at that order's peak. At 250 ops it is
-0.0–0.9 and 0.2–2.8 % at shares of .9 and .8 over the first twelve seeds, seed 0 the highest; for the published graph
-0.26 and 1.07 %. At 1000 ops it is above the 0.7 % that MOCCASIN publishes for .9 for each of the first four seeds.
-
-MOCCASIN's and FastSA's published figures are of other graphs of the same kind.
+Graphs of one size differ by a factor of three in the overhead they need, so an overhead means little without the
+column «in order»: a lower bound of the overhead in the given order, from the tensors that must be resident or
+recomputed at that order's peak. At 250 ops it is 0.0–0.9 and 0.2–2.8 % at shares of .9 and .8 over the first twelve
+seeds, with seed 0 the highest; for the published graph it is 0.26 and 1.07 %. At 1000 ops it is above the 0.7 % that
+MOCCASIN publishes for .9 for each of the first four seeds. The published figures are for other graphs of the same
+kind.
 
 usage: python benchmarks/random_layered.py [--ops 100 250 500 1000] [--shares .9 .8 .7] [--seeds 1] [--keep-order]
 """

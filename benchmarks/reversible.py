@@ -1,11 +1,11 @@
-"""Inversion measured: memory against depth, errors against their prediction, and the strategies side by side.
+"""Measure inversion: memory by depth, errors against their predictions, and all strategies side by side.
 
     python benchmarks/reversible.py [--quick] [--overlap | --compare]
 
-Networks are chains of additive couplings of two-layer functions (GELU), 128 features a half, on the CPU. Peaks are the
-allocator's, above what is held at entry and without the gradients, which every step holds at its end. Errors: of what
-inverses bring back, relative (L2), the worst on the way, each compared with the true tensor; of the gradients, all of
-them as one vector, against plain autograd.
+The networks are chains of additive couplings whose functions have two layers (GELU), with 128 features per half, on
+the CPU. Peaks come from the allocator, above the bytes held at the step's start and without the gradients, which
+every step holds at its end. Errors are relative (L2): the largest error of a recovered tensor, compared with the true
+one; and that of all gradients as one vector, compared with plain autograd.
 """
 
 from __future__ import annotations

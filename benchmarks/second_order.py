@@ -1,11 +1,12 @@
-"""Second-order optimizers against others: loss by steps and CPU seconds, iterations to a target as the batch grows.
+"""Compare second-order optimizers with others: loss by steps and by CPU seconds, and iterations to a target by batch
+size.
 
     python benchmarks/second_order.py autoencoder --seconds 4 --folder build
     python benchmarks/second_order.py classifier --batches 64,256,1024,1797
 
-One thread, fixed seeds. Each optimizer runs with three values of each of its two main settings; the best of the nine
-runs counts. The learning rate falls to zero over a run. Needs scikit-learn (its 1,797 real digits) and, for SOAP,
-pytorch_optimizer: pip install rematplan[benchmarks].
+One thread and fixed seeds are used. Each optimizer runs with three values of each of its two main settings, and the
+best of the nine runs counts. The learning rate falls to zero over a run. It needs scikit-learn (for its 1,797 real
+digits) and, for SOAP, pytorch_optimizer: pip install rematplan[benchmarks].
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What Kronecker statistics cost: a step with them, with and without every tenth, against eager mode, in turn.
+"""Measure the cost of Kronecker statistics: steps with statistics, and with statistics in every tenth step, against
+eager.
 
 usage: python benchmarks/statistics_cost.py [resnet50|resnet18|gpt ...] [--batch 8] [--image 224] [--width 64]
        [--budget 64GiB] [--fisher mc] [--every 10] [--rounds 5] [--costs profile]
 
-For each way of taking statistics: the least CPU time of a step with them ÷ eager, the same spread over --every steps,
-what the statistics add to the plan's own overhead, the factors' bytes beside the peaks of both plans, and the measured
-peak ÷ the planned one.
+For each kind of statistics: the least CPU time of a step with them ÷ eager mode's; the same, spread over --every
+steps; the overhead that they add to the plan's; the factors' bytes and the peaks of both plans; and the measured peak
+÷ the planned one.
 """
 
 from __future__ import annotations

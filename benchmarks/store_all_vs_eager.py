@@ -1,9 +1,10 @@
-"""The executor's own cost: the schedule that recomputes nothing against eager autograd, in turn in one process.
+"""Measure the executor's cost: the schedule that recomputes nothing against eager autograd, alternately in one
+process.
 
 usage: python benchmarks/store_all_vs_eager.py [NAME] [--batch 8] [--image 224] [--width 64] [--rounds 7]
 
-Prints the least and the median step time of each and their ratios. Without recomputation the two run the same kernels,
-so that the ratio is what the generated function costs; 1.05 is its limit.
+Prints the least and the median step time of each, and their ratios. Without recomputation both run the same kernels,
+so the ratio is the cost of the generated function; its limit is 1.05.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Elastic weight consolidation on split digits: a second task without forgetting the first.
+"""Elastic weight consolidation on two tasks: a network learns a second task without forgetting the first.
 
 A network learns to tell even from odd among small digits (0 to 4), then among large ones (5 to 9). Before the second
-task the curvature of the first is taken where it ended, by a planned step with statistics: F ≈ (G / samples) ⊗
-(A / rows) for each layer. The second task's loss then gets a quadratic penalty, λ/2 (w − w₁)ᵀ F (w − w₁) (Kirkpatrick
-et al. 2017; with Kronecker factors: Ritter, Botev and Barber 2018), so that weights that mattered for the first stay
-where they were.
+task, a planned step with statistics computes the curvature of the first task's loss at the trained weights w₁: F ≈ (G
+/ samples) ⊗ (A / rows) for each layer. The second task's loss gets the quadratic penalty λ/2 (w − w₁)ᵀ F (w − w₁)
+(Kirkpatrick et al. 2017; with Kronecker factors: Ritter, Botev and Barber 2018), so weights that matter for the first
+task change little.
 """
 
 import copy
@@ -39,7 +39,9 @@ PLACES = {
 
 
 def digits(count: int, labels: range, seed: int) -> tuple[Tensor, Tensor]:
-    """Pictures of 10 × 8 numbers of seven segments, shifted, with strokes of different strength and with noise."""
+    """Return pictures of random digits in seven segments, shifted, with noise and strokes of different strength; and
+    y % 2.
+    """
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(labels.start, labels.stop, (count,), generator=generator)
     x = torch.zeros(count, 12, 10)
@@ -52,13 +54,13 @@ def digits(count: int, labels: range, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: nn.Module, task: tuple[Tensor, Tensor]) -> float:
-    """The share of a task's pictures that are told right."""
+    """Return the share of a task's pictures that are classified correctly."""
     with torch.no_grad():
         return float((model(task[0]).argmax(1) == task[1]).float().mean())
 
 
 def train(model: nn.Module, task: tuple[Tensor, Tensor], penalty: Callable[[], Tensor] | None = None) -> None:
-    """Thirty epochs of Adam on the cross entropy and a penalty."""
+    """Train for thirty epochs with Adam on the cross entropy, plus a penalty if there is one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     x, y = task
     generator = torch.Generator().manual_seed(0)
@@ -71,11 +73,13 @@ def train(model: nn.Module, task: tuple[Tensor, Tensor], penalty: Callable[[], T
 
 
 def consolidated(model: nn.Module, x: Tensor, strength: float) -> Callable[[], Tensor]:
-    """The penalty for leaving the weights as they are now, by their importance for ``x``."""
+    """Return the penalty for changing the model's present weights, weighted by their importance for the inputs
+    ``x``.
+    """
     planned = rematplan.plan_module(
         model, (x,), budget="1GiB", time_limit=2, statistics=rematplan.Kronecker(fisher="type-2")
     )
-    planned(x).sum().backward()  # any loss: labels are the model's own
+    planned(x).sum().backward()  # any loss works: the statistics draw labels from the model
     layers = rematplan.planning(planned).statistics().factors
     model.zero_grad()
     parameters = dict(model.named_parameters())

@@ -1,10 +1,11 @@
-"""A Laplace approximation from the statistics of a planned step: how sure a network is, inside of its data and outside.
+"""A Laplace approximation from the statistics of a planned step: how certain a network is, within its data and
+beyond.
 
-The posterior of the weights is a normal distribution around the trained ones, of precision F + τ I, where F is the
+The posterior of the weights is a normal distribution around the trained weights with precision F + τ I. F is the
 Fisher matrix of all data, (G / samples) ⊗ (A / rows) times the number of samples (Ritter, Botev and Barber 2018). The
-eigenvectors of both factors give the variance of predictions without ever making F. `laplace-torch` (its ``Kron``),
-`curvlinops` and others keep the same two factors of each layer; their scale here is what
-`rematplan.runtime.statistics.factors` states.
+eigenvectors of both factors give the variance of predictions without computing F. `laplace-torch` (its ``Kron``),
+`curvlinops` and others use the same two factors for each layer; `rematplan.runtime.statistics.factors` states the
+scale of the factors here.
 """
 
 import torch
@@ -17,18 +18,22 @@ NOISE, PRIOR = 0.1, 1.0
 
 
 class Posterior:
-    """A normal distribution of a model's weights around the present ones, layer by layer."""
+    """A normal distribution of a model's weights around the present ones, for each layer."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model = model
         statistics = rematplan.Kronecker(fisher="type-2", likelihood="gaussian", loss_reduction="sum")
         planned = rematplan.plan_module(model, (x,), budget="1GiB", time_limit=2, statistics=statistics)
-        planned(x).sum().backward()  # any loss: the Hessian of a Gaussian's needs no targets
+        planned(
+            x
+        ).sum().backward()  # any loss works: the Hessian of a Gaussian likelihood does not depend on targets
         self.layers = rematplan.planning(planned).statistics().factors
         model.zero_grad()
 
     def deviation(self, x: Tensor) -> Tensor:
-        """The standard deviation of the predictions for ``x`` (samples, 1), linear in the weights."""
+        """Return the standard deviation of the predictions for ``x`` (samples, 1), with a model that is linear in the
+        weights.
+        """
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         slopes = jacrev(lambda now: functional_call(self.model, now, (x,))[:, 0])(parameters)
         variance = torch.zeros(len(x))

@@ -1,7 +1,7 @@
-"""A file that another framework wrote: SqueezeNet, exported by Caffe2 in 2017, for inference and with a batch of one.
+"""Train a file of another framework: SqueezeNet, exported for inference by Caffe2 in 2017, with a batch of one.
 
-It is among the test data of the `onnx` package, without weights. rematplan binds another batch size, adds a loss, plans
-the training step at 70 % of its peak and checks every gradient against plain autograd.
+The file is among the test data of the `onnx` package, without weights. rematplan changes the batch size, adds a loss,
+plans the training step at 70 % of its peak, and compares every gradient with plain autograd.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Which of these GPUs can train a 6-layer GPT-2 at a batch of 16, and at what price? Nobody needs to own one.
+"""Which GPUs can train a 6-layer GPT-2 at a batch of 16, and how much extra time does it take? No GPU is needed to
+find out.
 
-The network is captured without weights or data, so it takes no memory here. A roofline model of each device states what
-an op costs; the planner then finds, for each share of the peak, the least extra time.
+The network is captured without weights and data, so it takes no memory. A roofline model of each device gives the
+cost of each op. The planner then finds the least extra time for each share of the peak.
 """
 
 import rematplan

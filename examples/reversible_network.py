@@ -1,9 +1,10 @@
-"""A network of additive couplings, whose activations need not be kept: each layer's input is computed from its output.
+"""A network of additive couplings, whose activations need not be kept: each layer's input is computed from its
+output.
 
-y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁)   gives back   x₂ = y₂ − G(y₁), x₁ = y₁ − F(x₂).
+From y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁) follow x₂ = y₂ − G(y₁), x₁ = y₁ − F(x₂).
 
-No special module is needed. With `inverses=True` the planner finds the inverses in the graph, and activations no longer
-grow with the depth. Gradients are then equal within rounding errors.
+No special module is needed. With the strategy ``reversible`` the planner finds the inverses in the graph, and the
+memory of activations no longer grows with the depth. Gradients then equal plain autograd's within rounding errors.
 """
 
 import torch
@@ -13,7 +14,7 @@ import rematplan
 
 
 class Coupling(nn.Module):
-    """Two halves, each changed by a function of the other."""
+    """A block with two halves, to each of which a function of the other is added."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -21,7 +22,7 @@ class Coupling(nn.Module):
         self.g = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both halves, changed."""
+        """Return both halves after the additions."""
         first, second = x.chunk(2, dim=1)
         first = first + self.f(second)
         second = second + self.g(first)
@@ -29,7 +30,7 @@ class Coupling(nn.Module):
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of a mean square."""
+    """Return the gradients of a mean square."""
     model.zero_grad()
     model(x).square().mean().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]

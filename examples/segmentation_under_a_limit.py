@@ -1,7 +1,7 @@
-"""Segmentation at a high resolution under a memory limit: eager mode dies, the planned step trains.
+"""Segmentation at high resolution under a memory limit: eager mode fails, the planned step trains.
 
-The limit is the operating system's own (`RLIMIT_AS`, the size of the process's address space), set after planning.
-First the plain U-Net takes a step and fails; then the planned one, with the same weights, takes several.
+The limit is set by the operating system (`RLIMIT_AS`, the size of the process's address space) after planning. The
+plain U-Net fails in its first step; the planned one, with the same weights, trains for several steps.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import rematplan
 from rematplan.models import build
 
 SIDE = 320
-"""Pixels of the image's side."""
+"""The side of the image in pixels."""
 LIMIT = 0.75
-"""What the process may take beyond its present size, as a share of the step's peak without recomputation."""
+"""The memory that the process may take in addition, as a share of the step's peak without recomputation."""
 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, masks: torch.Tensor
 ) -> float:
-    """One step of gradient descent; returns the loss."""
+    """Make one step of gradient descent and return the loss."""
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(images), masks)
     loss.backward()
@@ -32,7 +32,7 @@ def train_step(
 
 
 def bytes_of_process() -> int:
-    """The size of this process's address space."""
+    """Return the size of this process's address space."""
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[0]) * resource.getpagesize()
 
@@ -40,10 +40,10 @@ def bytes_of_process() -> int:
 c_library = ctypes.CDLL(None)
 c_library.mallopt(
     -3, 2**18
-)  # M_MMAP_THRESHOLD: a tensor's memory goes back to the system as soon as it is freed
+)  # M_MMAP_THRESHOLD: a tensor's memory is returned to the system as soon as it is freed
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # each thread has a stack of its own in the address space
+torch.set_num_threads(1)  # each further thread has a stack in the address space
 images, masks = torch.randn(2, 3, SIDE, SIDE), torch.randint(2, (2, SIDE, SIDE))
 model = build("unet", width=16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -56,7 +56,7 @@ print(
 )
 
 gc.collect()
-c_library.malloc_trim(0)  # memory that planning has freed goes back to the system
+c_library.malloc_trim(0)  # return memory that planning has freed to the system
 limit = bytes_of_process() + int(LIMIT * free.plan.peak)
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 try:

@@ -1,4 +1,4 @@
-"""`train_before.py` within half of its memory: three lines more. It prints the same losses, to the last digit."""
+"""`train_before.py` within half of its memory, by three more lines. It prints the same losses, to the last digit."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input plus what the block adds to it."""
+        """Return the input plus the output of the block's layers."""
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 

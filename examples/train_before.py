@@ -1,4 +1,4 @@
-"""A training script as anyone writes it. `train_after.py` is the same script with three changed lines."""
+"""An ordinary training script. `train_after.py` is the same script with three more lines."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input plus what the block adds to it."""
+        """Return the input plus the output of the block's layers."""
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 

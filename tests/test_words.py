@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "ir",
     "ir/onnx",
+    "examples",
     "models",
     "planner",
     "planner/annealing",
