@@ -47,7 +47,7 @@ MORE_TESTS = ("tests/runtime/execute/test_two_lanes.py", "tests/runtime/execute/
 COMPILING = 60.0
 """Seconds that must be left for torch.compile to be tried: it takes about that for one of the networks."""
 PLANNING = 3.0
-"""Seconds for each plan's search, beside the profile of the ops, which is measured once a network."""
+"""Seconds for each plan's search, in addition to profiling the ops, which is done once per network."""
 
 
 Maker: TypeAlias = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]]]

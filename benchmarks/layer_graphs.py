@@ -84,7 +84,7 @@ class Network:
         return self.add("up", [x], (channels, height * by, width * by))
 
     def cat(self, x: int, y: int) -> int:
-        """Channels beside each other."""
+        """Return the concatenation along the channels."""
         (first, *size), (second, *_) = self.layers[x].shape, self.layers[y].shape
         return self.add("cat", [x, y], (first + second, size[0], size[1]))
 

@@ -213,8 +213,8 @@ def priced_for(graph: TrainingGraph, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def depth(quick: bool, folder: Path | None) -> None:
-    """The greatest peak of the middle stages beside states and gradients, against depth, ranks and micro-batches."""
-    print("RevViT-S, micro-batch 1, inner stage next to the first; bytes beside parameters and gradients")
+    """Print the largest peak of the middle stages, without states and gradients, by depth, ranks and micro-batches."""
+    print("RevViT-S, micro-batch 1, inner stage next to the first; bytes without parameters and gradients")
     rows: dict[str, list[int]] = {"keep": [], "checkpoint": [], "dataflow": []}
     couplings = (1, 2, 4) if quick else (1, 2, 4, 8)
     for ranks, microbatches, each in [(4, 16, c) for c in couplings] + [(4, 64, 2), (8, 16, 2)]:

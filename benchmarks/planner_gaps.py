@@ -39,7 +39,7 @@ GOALS: dict[str, dict[float, float]] = {
     "densenet161": dict.fromkeys((0.8, 0.6, 0.5, 0.4), 0.4),
     "10k ops": dict.fromkeys((0.5, 0.3), 0.1),
 }
-"""The gap, in points, that is to be reached, by network and f; where none stands the cell is open."""
+"""The goal for the gap, in points, by network and f; cells without an entry have no goal."""
 
 SECONDS = 15.0
 LARGE, LARGE_SECONDS = 5000, 60.0

@@ -85,7 +85,7 @@ def sounds() -> dict[str, Any]:
 
 
 def pairs() -> dict[str, Any]:
-    """Images and what stands under them."""
+    """Return images with their captions."""
     return {**tokens(), "pixel_values": torch.randn(4, 3, 64, 64), "return_loss": True}
 
 

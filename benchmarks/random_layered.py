@@ -32,7 +32,7 @@ from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import Run
 
 VARIABILITY = 0.75
-"""A layer's width lies within this share of the mean."""
+"""A layer's width differs from the mean by at most this share of it."""
 SKIPS = 0.14
 """Share of the edges that pass over a layer or more."""
 REACH = 0.15
@@ -59,10 +59,12 @@ OTHERS = {
 
 
 def random_layered(ops: int, edges: int, ratio: float, seed: int = 0) -> TrainingGraph:
-    """A graph of ``ops`` ops, one source and one sink among them, and ``edges`` reads, in a random depth-first order.
+    """Return a graph of ``ops`` ops, including one source and one sink, and ``edges`` reads, in a random depth-first
+    order.
 
-    Between them stand layers of √(ops · ratio) ops in the mean. An op reads ops of the layer before that stand about
-    where it stands in its own layer; every op is read and reads. Some edges lead to a layer further behind instead.
+    Between source and sink are layers with a mean of √(ops · ratio) ops. An op reads ops of the previous layer that
+    are at about its own position in the layer. Every op reads something and is read. Some edges lead further than the
+    next layer.
     """
     rng = random.Random(seed)
     layers = _layers(ops, ratio, rng)
@@ -93,7 +95,7 @@ def _layers(ops: int, ratio: float, rng: random.Random) -> list[list[int]]:
 
 
 def _by_distance(above: list[int], below: list[int], rng: random.Random) -> list[tuple[float, int, int]]:
-    """Every pair, with how far apart the two stand across their layers, blurred a little."""
+    """Return all pairs of ops in two layers, each with the distance of their positions, with some noise."""
     places = [{node: (i + 0.5) / len(layer) for i, node in enumerate(layer)} for layer in (above, below)]
     return [(abs(places[0][u] - places[1][v]) * rng.uniform(0.5, 1.0), u, v) for u in above for v in below]
 

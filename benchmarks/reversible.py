@@ -116,7 +116,7 @@ def true_values(model: nn.Module, step: CapturedStep, x: Tensor) -> dict[str, Te
 
 
 def errors_of(model: nn.Module, step: CapturedStep, plan: Plan, x: Tensor) -> tuple[float, float]:
-    """The worst error brought back, and the gradients'."""
+    """Return the largest error of a recovered tensor, and the error of the gradients."""
     truth, errors = true_values(model, step, x), [0.0]
     recorded = tuple(
         c if is_exact(c) else replace(c, target=Recorder(c, truth[c.results[0] or ""], errors))

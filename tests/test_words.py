@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "ir",
     "ir/onnx",
+    "benchmarks",
     "examples",
     "models",
     "planner",
@@ -26,6 +27,7 @@ ROOMS = (
     "planner/bounds",
     "planner/caches",
     "planner/core",
+    "planner/family",
     "planner/ilp",
     "planner/overlap",
     "planner/pipeline",

@@ -1,9 +1,9 @@
-"""The search for the smallest peak, recomputation unlimited. Budgets ``min`` and ``least``, refusals and tight budgets
-share it, so that none of them reports a larger peak than another finds.
+"""The search for the smallest peak with unlimited recomputation.
 
-It lowers the peak in four ways, each from the smallest peak so far: block plans of little memory; eviction; descents,
-which aim a little below the smallest peak; and, when these gain nothing more, what a search at a given budget does, for
-budgets clearly below it.
+The budgets ``min`` and ``least``, refusals and tight budgets all use it, so none of them reports a larger peak than
+another finds. It lowers the peak by four methods, each from the smallest peak so far: block plans with small peaks;
+eviction; descents, which aim slightly below the smallest peak; and, when these gain nothing more, ordinary searches
+for budgets clearly below the smallest peak.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ def least_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
-    """Return the plan of the smallest peak found. No start that keeps the order has a smaller one.
+    """Return the plan with the smallest peak that is found. It is never larger than that of a start that keeps the
+    order.
 
-    A problem with inverses is searched without them first, unless a start is as lean as the block plans.
+    A problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
 
     Args:
         graph: the problem, with phases if it is a training step.
         effort: what the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done and a short text.
-        aim: bytes; a plan whose peak is no larger ends the search.
-        keep_order: whether first runs keep the base order.
+        aim: bytes; a plan with a peak of at most this ends the search.
+        keep_order: whether the first runs of all ops keep the base order.
         seed: of the random choices.
 
     Raises:
-        KeyboardInterrupt: before any plan was found. Later the best so far is returned, and ``effort.interrupted`` is
-            set.
+        KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and
+            ``effort.interrupted`` is set.
     """
     blocks = leanest_plans(graph, math.inf if effort.moves else effort.began + BLOCKS * effort.total)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
@@ -95,7 +96,10 @@ def _report(progress: Progress, done: float, _overhead: float | None) -> None:
 
 @dataclass
 class _Lowering:
-    """One problem's search. ``until``: what the effort may have spent at its end. ``aim``: bytes that are enough."""
+    """The search for one problem.
+
+    ``until``: what the effort may have spent at its end. ``aim``: bytes that are small enough.
+    """
 
     graph: TrainingGraph
     effort: SearchBudget
@@ -105,7 +109,7 @@ class _Lowering:
     keep_order: bool
 
     def run(self, starts: Sequence[Plan], report: Report) -> Plan:
-        """Return the plan of the smallest peak."""
+        """Return the plan with the smallest peak."""
         base = no_recompute(self.graph)
         annealer = Annealer(self.graph, keep_order=self.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
@@ -133,8 +137,10 @@ class _Lowering:
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
-        """Lower the peak in two searches. The second does without the leanest start, from which there may be no way
-        down."""
+        """Lower the peak in two searches.
+
+        The second does not start from the leanest start, from which no move may lead lower.
+        """
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
         rest = [runs for runs in starts if runs != least]
@@ -169,8 +175,9 @@ class _Lowering:
 
     @property
     def _width(self) -> int:
-        """How many searches run at the same time; one if moves are counted, because the result would depend on the
-        number of cores."""
+        """The number of searches at the same time: one if moves are counted, so that the result does not depend on
+        the cores.
+        """
         return 1 if self.effort.moves or (os.cpu_count() or 1) < 2 else 2
 
     def _search(self, budget: int, k: int, report: Report) -> Search:

@@ -1,7 +1,9 @@
-"""Plans of a stage that is answered with what it sent: what inverses recover is given up, or all but the input is.
+"""Plans for a stage of a dataflow pipeline, which gets its output back from the next stage in its backward (the
+*answer*).
 
-Between a stage's forward and its backward the first kind keeps what no inverse leads to; for invertible stages nothing.
-The second kind runs the stage's forward again (Chen et al., «Training deep nets with sublinear memory cost», 2016).
+Of the first kind are plans that keep, between forward and backward, only what no inverse can recover from the answer;
+for invertible stages that is nothing. Of the second kind is the plan that keeps only the input, and runs the stage's
+forward again (Chen et al., «Training deep nets with sublinear memory cost», 2016).
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.reversible import Reversible
 
 NAME = "dataflow"
+"""The strategy's name in these plans."""
 
 
 def starting_plans(
     problems: Sequence[StageProblem], actions: RankActions
 ) -> tuple[list[list[Plan]], list[int]]:
-    """Return for each stage of a rank the plans to start from, and the most bytes that a plan may keep.
+    """Return, for each stage of a rank, plans to start from, and the most bytes that a plan may keep per micro-batch.
 
-    Without a second micro-batch in flight nothing is saved by keeping less, and there is no such limit.
+    With a single micro-batch in flight there is no such limit (the second list is empty): keeping less would save
+    nothing.
     """
     starts = [dataflow_plans(one) for one in problems]
     if max(in_flight(actions).values()) == 1:
@@ -33,8 +37,10 @@ def starting_plans(
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """Return the plans that keep the fewest bytes of a micro-batch: of those of `Reversible`, and of the one that runs
-    the forward again."""
+    """Return the plans that keep the fewest bytes per micro-batch.
+
+    The candidates are the plans of `Reversible`, and the plan that runs the forward again.
+    """
     found = list(_candidates(problem.graph, problem.boundary))
     kept = [problem.measured(plan).kept_bytes for plan in found]
     return [plan for plan, bytes_ in zip(found, kept, strict=True) if bytes_ == min(kept)]
@@ -51,7 +57,7 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan of some runs, with what the next stage answers taken first where a later run reads it."""
+    """Return the plan of a sequence of runs, with the answers received first if a later run reads them."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     turn = runs.index(boundary) + 1
     first: set[str] = set()

@@ -1,4 +1,6 @@
-"""Stages of a dataflow pipeline: their problems, and stages of its engine that follow given plans."""
+"""The stages of a dataflow pipeline: their planning problems, and the stages of the engine that follow given
+plans.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,16 @@ from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LOSS
 
 STATES = ("parameter", "buffer", "constant", LIBRARIES)
-"""Kinds of inputs that are there during the whole step."""
+"""The kinds of inputs that exist during the whole step."""
 LOSS_BYTES = 8
-"""Of the loss of a micro-batch, which is kept to the end of the step."""
+"""The bytes of a micro-batch's loss, which is kept until the end of the step."""
 SMALL = 1e-6
-"""The relative error of an answer by which its growth is predicted."""
+"""The relative error of an answer for which the growth of errors is computed."""
 
 
 @dataclass(frozen=True)
 class DataflowPart:
-    """A stage of ``stages``, its step and its planning problem."""
+    """A captured stage with its planning problem. ``number``: of the stage. ``stages``: how many there are."""
 
     number: int
     stages: int
@@ -49,7 +51,7 @@ class DataflowPart:
     problem: StageProblem
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """The stage that follows a plan of its problem, in a group of processes."""
+        """Return the engine's stage that follows a plan of the problem, for the processes in ``group``."""
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
         kept = self.problem.measured(plan).kept_bytes
@@ -59,14 +61,17 @@ class DataflowPart:
 def dataflow_part(
     stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
 ) -> DataflowPart:
-    """Capture a stage and price its steps.
+    """Capture a stage and make its planning problem.
 
     Args:
-        planner: says what costs are asked for, and what a loss holds; the last stage alone has one.
-        template: the figures of the stage that no plan changes.
+        stage: the stage's module and arguments.
+        planner: determines the costs, and the memory of the loss, which only the last stage has.
+        template: the figures of the stage that do not depend on the plan.
+        number: the stage's number.
+        stages: the number of stages.
 
     Raises:
-        ModelError: it cannot be captured.
+        ModelError: the stage cannot be captured.
     """
     first, last = number == 0, number == stages - 1
     named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
@@ -97,23 +102,23 @@ def dataflow_part(
 def dataflow_stages(
     part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
 ) -> list[DataflowStage]:
-    """This process's stage.
+    """Return this process's stage, in a list.
 
     Raises:
-        UsageError: it would be wrapped; or the processes do not exchange messages over gloo.
+        UsageError: the stage is to be wrapped, the processes do not use gloo, or the stage is not on a CPU.
     """
     if wrapped:
         raise UsageError(
-            "stages of a dataflow run without autograd and cannot be wrapped; take gpipe or 1f1b"
+            "stages of a dataflow run without autograd and cannot be wrapped; use schedule gpipe or 1f1b"
         )
     own = group if group is not None else distributed.group.WORLD
     assert own is not None
     if distributed.get_backend(own) != "gloo":
         backend = distributed.get_backend(own)
-        raise UsageError(f"a dataflow sends its messages over gloo, and this group has {backend}")
+        raise UsageError(f"a dataflow sends its messages over gloo, but this process group uses {backend}")
     device = next((t.device for t in part.stage.module.parameters()), torch.device("cpu"))
     if device.type != "cpu":
-        raise UsageError(f"a dataflow runs on CPUs, and stage {part.number} is on {device}")
+        raise UsageError(f"a dataflow runs on CPUs, but stage {part.number} is on {device}")
     return [part.of_engine(plan, own)]
 
 
@@ -122,8 +127,11 @@ def _answers(step: CapturedStep) -> frozenset[str]:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
-    """The predicted relative error of what inverses recover from an exact answer, and the factor by which the answer's
-    own error grows."""
+    """Return the predicted relative error of tensors recovered from an exact answer, and the growth of the answer's
+    error.
+
+    The growth is the error of the recovered tensors ÷ the error of the answer.
+    """
     exact = worst_error(graph, schedule)
     noisy = replace(
         graph, inverses=tuple(replace(i, noise=SMALL) if i.name in answers else i for i in graph.inverses)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline by rank: captured, their budgets in bytes, and their plans."""
+"""Capture the stages of each rank of a pipeline, turn its budget into bytes, and plan its stages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ Part = CapturedStage | DataflowPart
 
 
 def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule) -> Part:
-    """Capture a stage for its schedule.
+    """Capture a stage for its schedule, and return it with its planning problem.
+
+    ``number``: the stage's number.
 
     Raises:
-        ModelError: it cannot be captured.
+        ModelError: the stage cannot be captured.
     """
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     template = held_by_torch(order, number, stage, device)
@@ -45,10 +47,10 @@ def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, st
 
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
-    """A budget in bytes; a share is of the largest peak of a rank that keeps all.
+    """Return a pipeline's budget in bytes. A percentage refers to the largest peak of a rank without recomputation.
 
     Raises:
-        UsageError: neither.
+        UsageError: the budget is neither bytes nor a percentage.
     """
     if stated.kind == "bytes":
         return int(stated.amount)
@@ -70,10 +72,12 @@ def rank_plan(
     budget: int,
     asked: PlanOptions,
 ) -> RankPlan:
-    """The plans of a rank's stages. Of a dataflow each keeps as little for a micro-batch as is known.
+    """Return the plans of a rank's stages within ``budget`` bytes.
+
+    In a dataflow pipeline, each stage keeps as few bytes per micro-batch as is known to be possible.
 
     Raises:
-        InfeasibleBudget: none are known that fit; names the rank.
+        InfeasibleBudget: no plans are found that fit. The error names the rank.
     """
     problems = [parts[s].problem for s in order.stage_of_rank[rank]]
     actions = order.actions[rank]
@@ -93,11 +97,13 @@ def given_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """The plans of a rank that were made before.
+    """Return a rank's plans from plans that were made before.
+
+    ``plans``: by the stage's number, as JSON data.
 
     Raises:
-        InfeasibleBudget: they do not fit.
-        ProblemError: they are of other stages.
+        InfeasibleBudget: they exceed the budget.
+        ProblemError: they belong to other stages.
     """
     mine = order.stage_of_rank[rank]
     own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)
