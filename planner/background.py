@@ -1,4 +1,4 @@
-"""The parent's side of `worker`: searches that go on in another process."""
+"""Searches for plans in another process: the parent's side of `worker`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.search_job import names_of, plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
-"""Called in the background thread with each better plan, and whether the search has ended."""
+"""A callback for a search, called in another thread with each better plan (or None) and whether the search has
+ended.
+"""
 
 LOG = logging.getLogger("rematplan")
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search under way: what it is of, and who hears of it."""
+    """A search in progress. ``process``: the process that searches. ``heard``: see `Heard`."""
 
     process: subprocess.Popen[bytes]
     problem: TrainingGraph
@@ -37,10 +39,11 @@ class _Search:
 
 
 class BackgroundSearch:
-    """Searches in a process that is started at the first one and serves all later ones, one after the other.
+    """Searches for plans in another process.
 
-    The process can crash or be killed at any time: searches under way then end without a plan, and the next request
-    starts another process. Usable from several threads.
+    The process is started by the first search and serves all later ones, one after the other. It may crash or be
+    killed at any time: searches in progress then end without a plan, and the next search starts another process. May
+    be used from several threads.
     """
 
     def __init__(self) -> None:
@@ -59,12 +62,15 @@ class BackgroundSearch:
         starts: Sequence[Plan],
         heard: Heard,
     ) -> bool:
-        """Have a problem searched for ``budget`` bytes; whether a process could be started.
+        """Start the search for a problem, and return whether that was possible: a process must be started.
 
         Args:
-            strategy, options: as for `registry.strategy`.
+            problem: the problem.
+            budget: bytes.
+            strategy: the name of a strategy.
+            options: its options, as for `registry.strategy`.
             starts: known plans of the problem.
-            heard: see `Heard`; its last call says that the search has ended, whatever happened.
+            heard: called with the results. In its last call the search has ended, whatever happened.
         """
         number = {name: k for k, name in enumerate(names_of(problem))}
         with self._lock:
@@ -90,7 +96,7 @@ class BackgroundSearch:
             return True
 
     def stop(self) -> None:
-        """End the process, and with it all searches under way."""
+        """Kill the process; all searches in progress end."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
@@ -99,11 +105,11 @@ class BackgroundSearch:
 
     @property
     def pid(self) -> int | None:
-        """The process's number, if there is one."""
+        """The process id; None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """The process, started where there is none that lives. After a fork the child starts one of its own."""
+        """Return the process; start it if none is alive. After a fork, the child starts a separate process."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         if self._owner != os.getpid():
@@ -115,7 +121,7 @@ class BackgroundSearch:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for the parent
+                start_new_session=True,  # Ctrl-C must not reach this process
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         except (OSError, ValueError) as error:
@@ -162,7 +168,7 @@ _shared: list[BackgroundSearch] = []
 
 
 def shared() -> BackgroundSearch:
-    """The one of this process."""
+    """Return the `BackgroundSearch` that everything in this Python process shares."""
     if not _shared:
         _shared.append(BackgroundSearch())
     return _shared[0]

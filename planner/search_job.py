@@ -1,4 +1,4 @@
-"""The search for one request of `worker`: short searches from plans of other sizes, then longer and longer ones."""
+"""The search for one request of `worker`: first short searches from plans of other sizes, then longer ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import LIMIT, strategy
 
 SHARES = (0.1, 0.3, 1.0)
-"""Of the time that is left, what each of the successive searches gets: a plan that is much better is used soon."""
+"""For each of the longer searches, its share of the remaining time.
+
+The first is short, so that a better plan is used soon.
+"""
 
 Answer = dict[str, Any]
 
@@ -28,10 +31,10 @@ def names_of(problem: TrainingGraph) -> list[str]:
 
 
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan that an answer states, simulated again.
+    """Return the plan in an answer; it is simulated again.
 
     Raises:
-        ProblemError, ValueError, LookupError: it states none.
+        ProblemError, ValueError, LookupError: the answer has no valid plan.
     """
     names = names_of(problem)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
@@ -46,7 +49,7 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 
 
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
-    """Return the fields of an answer that state a plan."""
+    """Return the fields of an answer that describe a plan."""
     number = {name: k for k, name in enumerate(names_of(problem))}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
@@ -57,11 +60,11 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """A request and what was found for it.
+    """A request, and the plans found for it.
 
     Args:
         request: see `worker`.
-        store: has the plans on disk, and gets those that are found.
+        store: has the plans on disk; new plans are added to it.
 
     Raises:
         ProblemError, UsageError, KeyError, TypeError, ValueError: the request is malformed.
@@ -83,8 +86,10 @@ class SearchJob:
         )
 
     def polish(self) -> Iterator[Answer]:
-        """Yield an answer for each better plan of short searches; nothing without plans of other sizes, or if a plan
-        that needs no search is on disk."""
+        """Yield an answer for each better plan that short searches find.
+
+        They need plans of other sizes to start from, and are skipped if a plan on disk needs no search.
+        """
         if len(self.starts) < 2 or self._solved() is not None:
             return
         seed, keep_order = getattr(self.strategy, "seed", 0), getattr(self.strategy, "keep_order", False)
@@ -92,11 +97,11 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Yield an answer for each better plan of the longer searches.
+        """Yield an answer for each better plan that the longer searches find. An empty answer lets the caller do
+        something else.
 
-        Args:
-            urgent: called often; if it returns True, the search is interrupted, and goes on with the time that is left
-                when the iterator is asked again. An empty answer gives the caller a chance for something else.
+        ``urgent``: called often. If it returns True, the search is interrupted; it continues with the remaining time
+        when the iterator is advanced.
         """
         known = self._solved()
         if known is not None:
@@ -126,7 +131,7 @@ class SearchJob:
         return {"done": True, "seconds": time.monotonic() - self.began}
 
     def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:
-        """A plan, if the search finds one, and whether it was interrupted."""
+        """Search once; return the plan, if there is one, and whether the search was interrupted."""
         interrupted = False
 
         def report(_fraction: float, _text: str) -> None:
@@ -149,7 +154,7 @@ class SearchJob:
         return self.store.solved(self.problem, self.budget, self.gap, self.limit)
 
     def _take(self, plan: Plan) -> Iterator[Answer]:
-        """An answer, if the plan is better than all before it or has a lower bound."""
+        """Yield an answer if the plan is better than all earlier ones or has a lower bound."""
         self.found.append(plan)
         better = self.best is None or _cost(plan) < _cost(self.best) or plan.lower_bound is not None
         self.best = min((p for p in (plan, self.best) if p is not None), key=_cost)

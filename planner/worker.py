@@ -1,12 +1,13 @@
 """A process that searches for better plans while its parent trains: ``python -m rematplan.planner.worker``.
 
-`background.BackgroundSearch` starts it and talks to it over pipes, one line of JSON a message. It never imports torch,
-runs at low priority, and ends as soon as its parent does. One process a machine and user searches at a time: eight
-processes that train one model have its plan searched once, and find it on disk.
+`background.BackgroundSearch` starts the process and communicates with it over pipes, one line of JSON per message.
+The process never imports torch, runs at low priority, and ends with its parent. On one machine, only one such process
+of a user searches at a time: if eight processes train one model, its plan is searched once, and the others find it on
+disk.
 
 A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes, ``strategy`` and ``options``, and
-``starts`` (sequences of positions among the problem's ops, then its inverses). Each answer has the ``id``, ``done``,
-``seconds`` of the search and, where there is a plan, ``runs``, ``strategy``, ``lower_bound``, ``status``.
+``starts`` (sequences of positions among the problem's ops, followed by its inverses). Each answer has ``id``,
+``done``, ``seconds`` of the search and, if there is a plan, ``runs``, ``strategy``, ``lower_bound`` and ``status``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.search_job import Answer, SearchJob
 
 NICE = 10
-"""What is added to the process's niceness: training goes first."""
+"""The increment of the process's niceness, so that training goes first."""
 WATCH = 1.0
-"""Seconds between two looks whether the parent is still there."""
+"""Seconds between checks whether the parent is alive."""
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A block that no other such process of this user is in; where no file can be locked, all may be in it."""
+    """Ensure that no other such process of this user is in the block at the same time, if files can be locked."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -46,7 +47,9 @@ def _alone() -> Iterator[None]:
 
 
 def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
-    """Queue the requests; at the stream's end the parent is gone, or wants no more."""
+    """Put requests into the queue. At the end of the stream the parent has ended or needs no more: end this
+    process.
+    """
     for line in stream:
         with suppress(ValueError):
             requests.put(json.loads(line))
@@ -54,21 +57,24 @@ def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
 
 
 def _watch(parent: int) -> None:
-    """End this process when its parent has ended. The pipe's end alone does not tell that where the parent has forked:
-    its children hold the pipe open."""
+    """End this process when its parent has ended.
+
+    The end of the pipe is not enough: if the parent has forked, its children hold the pipe open.
+    """
     while os.getppid() == parent:
         time.sleep(WATCH)
     os._exit(0)
 
 
 def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer], None]) -> None:
-    """Answer a request, and all that arrive meanwhile, until none is left.
+    """Answer a request and all that arrive meanwhile.
 
-    Short searches for a new request go before the longer ones of earlier requests, which are interrupted for them. Of
-    several requests the latest goes first: its size is the likeliest to come again.
+    Short searches for a new request interrupt longer searches of earlier requests. Of several requests the latest
+    goes first: its sizes are the most likely to occur again.
 
     Args:
-        waiting: gets further requests from another thread.
+        first: the first request.
+        waiting: a queue that gets further requests from another thread.
         answer: sends an answer.
     """
     requests: list[Answer] = [first]
@@ -108,7 +114,7 @@ def main() -> None:
     with suppress(OSError, AttributeError):
         os.nice(NICE)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # solvers print there
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # solvers print to standard output
     requests: queue.Queue[Answer] = queue.Queue()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()

@@ -16,11 +16,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """What tells problems of one structure (`TrainingGraph.structure`) apart.
+    """The numbers in which problems of one structure (`TrainingGraph.structure`) differ.
 
     ``sizes``: bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: bytes, of
     the ops, then of the inverses. ``costs``: of the ops, then of the inverses. ``fixed``: bytes of the inputs.
-    ``base_cost``: of running every op once. ``once``: positions of the ops that may run only once.
+    ``base_cost``: the cost of running every op once. ``once``: positions of the ops that may run only once.
     """
 
     sizes: Ints

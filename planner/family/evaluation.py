@@ -17,10 +17,10 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What the members of a family hold and cost for one problem.
+    """The peaks and costs of a family's members for one problem.
 
-    ``peaks``: bytes, equal to what `simulate` computes. ``costs``: within rounding errors of what `simulate` computes.
-    ``allowed``: whether a member runs no op again that may run only once.
+    ``peaks``: bytes, equal to those of `simulate`. ``costs``: equal to those of `simulate` up to rounding errors.
+    ``allowed``: for each member, whether it respects the ops that may run only once.
     """
 
     peaks: Ints
@@ -50,10 +50,10 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The events of several members in one row, so that one cumulative sum evaluates all of them.
+    """The events of several members in one array, so that one cumulative sum evaluates all of them.
 
-    Tensors are t where they become resident and T + t where they are freed, for T tensors. Each member begins with a
-    row that runs nothing: its peak is never less than the inputs.
+    With T tensors, event t makes tensor t resident and event T + t frees it. Each member begins with a row without a
+    run, since its peak is at least the bytes of the inputs.
     """
 
     events: Ints

@@ -1,4 +1,4 @@
-"""A schedule by position: what is allocated and freed at each of its steps, for tensors of any sizes."""
+"""A schedule by position: the tensors that each step allocates and frees, for any sizes of the tensors."""
 
 from __future__ import annotations
 

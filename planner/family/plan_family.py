@@ -1,4 +1,4 @@
-"""A family: the plans of one structure that are the best at some sizes that were met, for any other sizes."""
+"""A family: plans of one structure that are good at sizes met so far, evaluated for any other sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SIZES_MET = 6
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """``met``: amounts at which members were found. ``evaluations``: of all members, at each of them."""
+    """The members at one moment.
+
+    ``met``: the amounts for which members were found. ``evaluations``: of all members for each.
+    """
 
     members: tuple[Member, ...]
     stack: Stack
@@ -33,9 +36,9 @@ class _State:
 class PlanFamily:
     """Plans of one structure.
 
-    The first member runs every op once. Another is kept as long as it is on the Pareto front of peak and cost at sizes
-    that were met; above `MEMBERS` the one leaves whose absence costs least there (`_gains`). Usable from several
-    threads: a change replaces the whole state.
+    The first member runs every op once. Any other is kept while it is on the Pareto front of peak and cost at some
+    size met. If there are more than `MEMBERS`, the member with the smallest gain (`_gains`) is dropped. May be used
+    from several threads: each change replaces the whole state.
 
     Args:
         graph: any problem of the structure.
@@ -54,7 +57,7 @@ class PlanFamily:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members; positions in an `Evaluation` are positions in it."""
+        """The members, in the order of the positions in an `Evaluation`."""
         return self._state.members
 
     @property
@@ -150,11 +153,12 @@ class PlanFamily:
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
 
     def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
-        """Return plans of a problem from which a search for a budget (bytes) can begin: the ``count`` cheapest members
-        that fit, and the one over it by the fewest bytes.
+        """Return plans from which a search for a budget (bytes) can start.
+
+        They are the ``count`` cheapest members that fit, and the member that exceeds the budget by the fewest bytes.
 
         Raises:
-            ProblemError: the problem is of another structure.
+            ProblemError: the problem has another structure.
         """
         amounts = amounts_of(graph)
         over = self.nearest_over(amounts, budget)
@@ -162,7 +166,7 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in members)
 
     def knows_other_sizes(self, graph: TrainingGraph) -> bool:
-        """Whether a problem of other sizes than these was met."""
+        """Return whether a problem of other sizes was met before."""
         amounts = amounts_of(graph)
         return any(
             met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met
@@ -182,7 +186,7 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
-    """The amounts that were met and these: the largest, and the latest ones."""
+    """Return the amounts met so far and new ones: the largest and the latest are kept."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
     if len(met) <= SIZES_MET:
         return met
@@ -192,8 +196,11 @@ def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
 
 
 def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:
-    """What each member is worth: the area of the (peak, overhead) plane that only it dominates, summed over all
-    sizes met; infinite for the cheapest and the leanest at any of them (Beume, Naujoks and Emmerich 2007, SMS-EMOA)."""
+    """Return the gain of each member: the area of the (peak, overhead) plane that only it dominates, summed over all
+    sizes met.
+
+    It is infinite for the cheapest and the leanest member at any size (Beume, Naujoks and Emmerich 2007, SMS-EMOA).
+    """
     gains = np.zeros(evaluations[0].peaks.size)
     for found, amounts in zip(evaluations, met, strict=True):
         front = np.array(found.front())
