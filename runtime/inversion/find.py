@@ -65,8 +65,8 @@ def with_inverses(
         renormalise: add, for every batch norm in training, an op without running statistics that computes the
             same result. Needed if an op that makes an output, such as new running statistics, may run only
             once.
-        own_seeds: whether each random call has a seed of its own, so that it may run again even if its result is
-            small.
+        own_seeds: whether each random call has a separate seed, so that it may run again even if its result
+            is small.
     """
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()

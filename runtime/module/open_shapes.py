@@ -1,5 +1,5 @@
-"""Steps that were captured with open sizes, for the calls of a planned module: which shapes they serve, and why not
-others."""
+"""The captures with open sizes of a planned module: which shapes they serve, and why other shapes are
+captured separately."""
 
 from __future__ import annotations
 
@@ -23,38 +23,45 @@ from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.open_step import OpenStep
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-"""Types of values among a forward's outputs that hold no size which is not seen."""
+"""Types of values among a forward's outputs that cannot contain a hidden size."""
 MISSES = 2
-"""Captures with open sizes that served no other shape met so far, in a row, after which no further one is made."""
+"""The number of consecutive captures with open sizes that served no other known shape, after which no more
+are made."""
 SHAPES_MET = 1024
-"""The number of shapes of which it is remembered that they were met."""
+"""The number of shapes that are remembered as met."""
 REMEMBERED = 4
-"""Shapes that a new capture with open sizes is tried on."""
+"""The number of known shapes against which a new capture with open sizes is checked."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a forward was found to do: its step, before there is a plan of it; the structure and the leaves of its
-    outputs; and what it depends on."""
+    """The result of tracing a forward.
+
+    ``step``: its step before planning. ``outputs``, ``constants``: the structure and the leaves of its
+    outputs, as in `FlatModel`. ``guard``: what else it depends on.
+    """
 
     step: CapturedStep
     outputs: pytree.TreeSpec
     constants: tuple[Any, ...]
     guard: guards.Guard
     count: int
-    """Of the tensors among the outputs."""
+    """The number of tensors among the outputs."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Stands for a `torch.Size` among the outputs."""
+    """Represents a `torch.Size` among the outputs."""
 
     sizes: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class OpenForward:
-    """A forward with open sizes. ``guard``, ``constants``: with open sizes."""
+    """A forward with open sizes.
+
+    ``step``, ``constants``, ``guard``: as in `Found`, with open sizes. ``attributes``: as in `FlatModel`.
+    """
 
     step: OpenStep
     outputs: pytree.TreeSpec
@@ -64,8 +71,13 @@ class OpenForward:
     count: int
 
     def found(self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]) -> Found | None:
-        """The forward for a batch; None if it is another one. ``state``: of the module; None if it is known to be the
-        same."""
+        """Return the forward for a batch; None if it does not hold for that batch.
+
+        ``state``: the module's state; None if it is known to be the same.
+
+        Raises:
+            NotSymbolic: the sizes of the batch cannot be used, although the guard holds.
+        """
         if not self.step.guard.holds(batch):
             return None
         sizes = self.step.sizes(batch)
@@ -79,10 +91,10 @@ class OpenForward:
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
-    """The leaves of a forward's outputs, with open sizes.
+    """Return the leaves of a forward's outputs, with open sizes.
 
     Raises:
-        NotSymbolic: one is of a type that may hold sizes that are not seen.
+        NotSymbolic: one has a type that may contain hidden sizes.
     """
     return [_open(c, table) for c in constants]
 
@@ -108,12 +120,13 @@ def _closed(constant: Any, sizes: Sequence[int]) -> Any:
 
 @dataclass
 class OpenShapes:
-    """The forwards with open sizes for one way of calling a module.
+    """The forwards with open sizes for calls that differ only in sizes.
 
-    ``known``: batches (of fakes) of shapes that were captured on their own, and what was found. ``reason``: why no
-    further capture with open sizes is made, if that is so. ``fixed``: the number of captures of single shapes.
-    ``served``: how often a shape took its step from a forward with open sizes. ``exceptions``: why single shapes did
-    not.
+    ``forwards``: the newest first. ``known``: shapes that were captured separately: fake batches, and the
+    results. ``met``: all shapes so far. ``misses``: how many captures with open sizes in a row served no
+    other known shape. ``reason``: why no more captures with open sizes are made; empty if they are.
+    ``fixed``: the number of shapes that were captured separately. ``served``: how often a shape got its step
+    from a forward with open sizes. ``exceptions``: why some shapes did not.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -126,7 +139,7 @@ class OpenShapes:
     exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
-        """Return one for a copy of the module."""
+        """Return a copy, for a copy of the module."""
         return replace(
             self,
             forwards=list(self.forwards),
@@ -137,7 +150,7 @@ class OpenShapes:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why shapes are captured on their own."""
+        """Why shapes are captured separately; empty if there is no reason."""
         return tuple(filter(None, (self.reason, *self.exceptions)))
 
     def find(
@@ -147,9 +160,10 @@ class OpenShapes:
         opened: Callable[[], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return what the forward does for a batch: an instance of a forward with open sizes, or found by a capture.
+        """Return the forward for a batch: from a forward with open sizes, or by capturing it.
 
-        The first shape is captured on its own, so that training does not wait for the longer capture with open sizes.
+        The first shape is captured separately, so that training does not wait for the longer capture with
+        open sizes.
 
         Args:
             state: the module's state.
@@ -205,8 +219,8 @@ class OpenShapes:
         return found
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
-        """Compare a new forward with shapes that were captured on their own. Return whether it serves one, and the
-        forward with the names of calls and values of such a step.
+        """Compare a new forward with shapes that were captured separately. Return whether it serves one of
+        them, and the forward with the names of calls and values of that shape's step.
 
         Raises:
             NotSymbolic: it makes other calls.

@@ -171,8 +171,8 @@ class Planning:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the most recent call (or of the plan made last, before any call). Its status is ``refining``
-        while a better one is searched for."""
+        """The plan of the most recent call (or the plan made last, before any call). Its status is
+        ``refining`` while a better one is being searched for."""
         return self._planned._rematplan.last.running.shown
 
     @property

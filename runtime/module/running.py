@@ -31,7 +31,7 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan; its status says whether a better one is still searched for."""
+        """The plan, with a status that says whether a better one is being searched for."""
         searching = self.refinement is not None and self.refinement.working
         return replace(self.plan, status="refining") if searching else self.plan
 

@@ -1,8 +1,9 @@
-"""Messages between neighbours of a pipeline: a fixed number of places, receives posted ahead, credits.
+"""Messages between neighbouring ranks of a pipeline, with flow control by credits.
 
-A sender has as many places as credits. It fills one only after the receiver has begun to use the message that was in
-it, which the receiver acknowledges; so no more messages than credits are under way. The receiver has as many receives
-posted. It hands the tensors of a message over as they are, and posts a receive into new ones in their place.
+A sender has as many buffers as credits. It reuses a buffer only after the receiver has acknowledged that it
+began to use the message that was in it, so at most that many messages are in transit. The receiver posts as
+many receives ahead. It passes the received tensors on without copying them, and posts the next receive into
+new tensors.
 """
 
 from __future__ import annotations
@@ -19,32 +20,45 @@ from torch.distributed import ProcessGroup
 from rematplan.ir import ProcessEnded
 
 MOST_TENSORS = 64
-"""Of a message."""
+"""The largest number of tensors in a message."""
 ACKNOWLEDGEMENT = 1
-"""Numbers in an acknowledgement."""
+"""Bytes of an acknowledgement."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbour by its rank in a group. ``tag``: tells the messages of one direction from others; messages of one
-    direction come in order."""
+    """A neighbouring rank.
+
+    ``group``: the processes of the pipeline. ``rank``: its rank in the group. ``tag``: distinguishes the
+    messages of one direction from all others. Messages of one direction arrive in order.
+    """
 
     group: ProcessGroup
     rank: int
     tag: int
 
     def sending(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to send the tensor of a number of a message."""
+        """Begin to send a tensor and return the pending operation. ``number``: the tensor's position in its
+        message.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         with self.reached():
             return distributed.isend(tensor, group=self.group, group_dst=self.rank, tag=self._tag(number))
 
     def receiving(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to receive into a tensor."""
+        """Begin to receive into a tensor and return the pending operation. ``number``: the tensor's position
+        in its message.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         with self.reached():
             return distributed.irecv(tensor, group=self.group, group_src=self.rank, tag=self._tag(number))
 
     def wait(self, work: Any) -> None:
-        """Wait until a sending or receiving is over.
+        """Wait until a pending operation is finished.
 
         Raises:
             ProcessEnded: the neighbour has ended.
@@ -56,7 +70,7 @@ class Peer:
         return self.tag * (MOST_TENSORS + 1) + number
 
     def reached(self) -> _Reached:
-        """A block in which errors of the connection are told in a line."""
+        """Return a context manager that reports errors of the connection in one line, as a ProcessEnded."""
         return _Reached(self.rank)
 
 
@@ -65,7 +79,7 @@ class _Reached:
     rank: int
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
@@ -78,8 +92,11 @@ class _Reached:
 class Sender:
     """The sending end of one direction, for one step.
 
-    ``like``: tensors such as a message has, which may have no data. ``credits``: messages at most that are not
-    acknowledged.
+    Args:
+        peer: the receiving neighbour.
+        like: tensors with the shapes and types of a message; they may be on the meta device.
+        credits: the largest number of messages that are not acknowledged.
+        messages: the number of messages in the step.
     """
 
     def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
@@ -89,7 +106,8 @@ class Sender:
         self.acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy a message into a place, zeros for what is None, and begin to send it; waits for a credit."""
+        """Copy a message into a free buffer and begin to send it. Wait for a credit first if there is none.
+        None is sent as zeros."""
         at = self.count % self.credits
         if self.count >= self.credits:
             self._one_back()
@@ -102,7 +120,7 @@ class Sender:
         self.count += 1
 
     def finish(self) -> None:
-        """Wait until all messages are used."""
+        """Wait until all messages are acknowledged and sent."""
         while self.acknowledged:
             self._one_back()
         for at in range(len(self.works)):
@@ -119,7 +137,14 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of one direction, for one step of so many messages."""
+    """The receiving end of one direction, for one step.
+
+    Args:
+        peer: the sending neighbour.
+        like: tensors with the shapes and types of a message; they may be on the meta device.
+        credits: the number of receives that are posted ahead.
+        messages: the number of messages in the step.
+    """
 
     def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
         self.peer, self.like, self.left = peer, list(like), messages
@@ -130,7 +155,7 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors of the next message, which are the caller's; waits for it."""
+        """Wait for the next message and return its tensors, which are not reused."""
         tensors, works = self.posted.popleft()
         for work in works:
             self.peer.wait(work)
@@ -142,7 +167,7 @@ class Receiver:
         return tensors
 
     def finish(self) -> None:
-        """Wait until the last acknowledgements have left."""
+        """Wait until the last acknowledgements are sent."""
         while self.answers:
             self.peer.wait(self.answers.popleft())
 

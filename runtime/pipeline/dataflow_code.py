@@ -1,6 +1,8 @@
-"""A stage's schedule as two functions without autograd, which meet the neighbours' messages where the plan says so.
+"""Code generation for a stage of a dataflow pipeline: its schedule as two functions without autograd, which
+call hooks to exchange messages with the neighbouring stages.
 
-What crosses from the forward to the backward function is one list; for a stage that inverses recover whole it is empty.
+The forward function returns a list of the values that the backward function needs. If inverses recover the
+stage's whole input, the list is empty.
 """
 
 from __future__ import annotations
@@ -20,32 +22,36 @@ from rematplan.runtime.problem.loss_boundary import LOSS
 
 
 class Hooks(Protocol):
-    """What is done with the results of a stage's two functions, where its plan says so."""
+    """Callbacks that the two functions of a stage call for their results, at the positions that the plan
+    chooses."""
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The outputs, in order: for the next stage, or for a loss."""
+        """Receive the outputs, in order: for the next stage, or for the loss."""
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The buffers' new content, in the order of `StageCode.buffers`."""
+        """Receive the buffers' new content, in the order of `StageCode.buffers`."""
 
-    def give_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """The inputs as recovered, and the gradients of some of them, in the order of `StageCode.returned`."""
+    def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Receive the recovered inputs, and the gradients of the inputs in `StageCode.returned`, in that
+        order."""
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """A parameter's gradient, by the parameter's name in the step."""
+        """Receive a parameter's gradient. ``parameter``: its name in the step."""
 
     def seed(self, draw: int) -> None:
-        """The random call of this number is about to run."""
+        """Seed the generator for the next random call. ``draw``: the number of that call."""
 
 
 @dataclass(frozen=True)
 class StageCode:
     """A compiled stage.
 
-    ``forward(handed, hooks, *inputs)`` gives the list of what is kept; ``backward(handed, hooks, held, *inputs)``
-    empties it. ``handed``: the values that the neighbours' messages give; each is taken out as it is used. ``inputs``:
-    what is there all the time. ``buffers``: those that get new content. ``returned``: the positions of the inputs that
-    have gradients. ``crossing``: the values that are kept. ``draws``: how many random calls there are.
+    ``source``: the source of both functions. ``forward(handed, hooks, *inputs)`` returns the list of values
+    that are kept for the backward; ``backward(handed, hooks, held, *inputs)`` takes that list and empties it.
+    ``handed``: names of the values that messages contain; the functions take each out of a dictionary when
+    they use it. ``inputs``: the inputs that exist during the whole step. ``buffers``: the outputs that are
+    new contents of buffers. ``returned``: positions of the inputs that get gradients. ``crossing``: names of
+    the values that are kept for the backward. ``draws``: the number of random calls.
     """
 
     source: str
@@ -60,10 +66,15 @@ class StageCode:
 
 
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
-    """Compile a schedule of a stage's `with_dataflow_boundary`.
+    """Compile a schedule of a stage into a forward and a backward function.
+
+    Args:
+        step: the stage's step, made by `dataflow_step`.
+        schedule: a schedule of its problem, made by `with_dataflow_boundary`.
+        last: whether the stage is the last one.
 
     Raises:
-        ProblemError: it names an op that the step does not have.
+        ProblemError: the schedule names an op that the step does not have.
     """
     writer = _StageWriter(step, schedule, last)
     source = writer.stage()
@@ -83,17 +94,21 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 
 
 def check_crossing(code: StageCode) -> None:
-    """Refuse a compiled stage whose backward gets anything but parameters, buffers, seeds and messages.
+    """Refuse a compiled stage that keeps a value from its forward for its backward.
 
     Raises:
-        ProblemError: names what crosses from the forward to the backward.
+        ProblemError: it keeps some. The message names them.
     """
     if code.crossing:
-        raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward to its backward")
+        raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")
 
 
 class _StageWriter(Writer):
-    """``fixed``: the inputs that nobody hands over. ``leaves``: the position of each gradient's last free."""
+    """Writes a stage's schedule as two functions.
+
+    ``fixed``: the inputs that are in no message. ``leaves``: for each gradient, the position of its last
+    free.
+    """
 
     def __init__(self, step: CapturedStep, schedule: Schedule, last: bool) -> None:
         super().__init__(
@@ -116,11 +131,11 @@ class _StageWriter(Writer):
         self.taken_over: set[str] = set()
 
     def of_kind(self, kind: str) -> tuple[StepOutput, ...]:
-        """The step's outputs of a kind."""
+        """Return the step's outputs of one kind."""
         return tuple(o for o in self.step.outputs if o.kind == kind)
 
     def stage(self) -> str:
-        """Both functions."""
+        """Return the source of both functions."""
         turn, values = self.schedule.index(Run(LOSS)), [i.value for i in self.fixed]
         names = self.take(values)
         self.steps(0, turn)
@@ -142,7 +157,7 @@ class _StageWriter(Writer):
         return f"{forward}\n\n{self.function(f'backward(handed, hooks, held, {names})')}"
 
     def _outputs_leave(self, turn: int) -> None:
-        """The last stage's outputs go to a loss; what no later op reads of them is not kept."""
+        """Pass the last stage's outputs to the loss. Those that no later op reads are not kept."""
         outputs = [o.value for o in self.of_kind("output")]
         self.lines.append(f"hooks.send({self.tuple_of(map(self.use, outputs))})")
         later = {
@@ -156,7 +171,7 @@ class _StageWriter(Writer):
             self.alive.pop(storage, None)
 
     def steps(self, start: int, end: int) -> None:
-        """The steps of the schedule from one position to another."""
+        """Write the steps of the schedule from ``start`` to ``end`` (exclusive)."""
         for at in range(start, end):
             one: Step = self.schedule[at]
             if isinstance(one, Free) and self.leaves.get(one.tensor) == at:
@@ -177,12 +192,12 @@ class _StageWriter(Writer):
         if self.of_kind("buffer"):
             self.lines.append(f"hooks.renew({self._values('buffer')})")
 
-    def _give_back(self) -> None:
+    def _send_back(self) -> None:
         recovered, gradients = self._values("recovered input"), self._values("input gradient")
-        self.lines.append(f"hooks.give_back({recovered}, {gradients})")
+        self.lines.append(f"hooks.send_back({recovered}, {gradients})")
 
     def _turn(self) -> None:
-        """Between the two functions."""
+        """Write nothing: the loss is computed between the two functions."""
 
     def _values(self, kind: str) -> str:
         return self.tuple_of(self.use(o.value) for o in self.of_kind(kind))
@@ -205,6 +220,6 @@ class _StageWriter(Writer):
 MARKERS: Mapping[str, Callable[[_StageWriter], None]] = {
     SEND: _StageWriter._send,
     LOSS: _StageWriter._turn,
-    RETURN: _StageWriter._give_back,
+    RETURN: _StageWriter._send_back,
 }
-"""What is written for each op of the problem that is none of the step."""
+"""How to write those ops of the problem that are not calls of the step."""

@@ -1,9 +1,11 @@
-"""The engine of a dataflow pipeline: a rank's actions, in order, over channels to its neighbours.
+"""The engine of a dataflow pipeline: it runs a rank's actions in order, with channels to the neighbouring
+ranks.
 
-Forwards and backwards of different micro-batches pass each other. The next stage returns what a stage sent, with its
-gradient; inverses lead from it to what the stage received. Gradients of all micro-batches are added up (`sync`), or
-the weights are updated after every few of a stage's backwards (`async`), so that a forward and its backward have other
-weights, as in Rivaud et al., «PETRA: parallel end-to-end training with reversible architectures», ICLR 2025.
+Forwards and backwards of different micro-batches overlap. The next stage returns what a stage sent it,
+together with its gradient, and inverses recover the stage's input from that. Either the gradients of all
+micro-batches are summed (`sync`), or each stage updates its weights after every few backwards (`async`), so
+that a forward and its backward use different weights, as in Rivaud et al., «PETRA: parallel end-to-end
+training with reversible architectures», ICLR 2025.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from rematplan.runtime.pipeline.dataflow_stage import DataflowStage, StageHooks,
 from rematplan.runtime.pipeline.stage_modules import check_fixed
 
 FORWARD_TAG, BACKWARD_TAG = 7001, 7002
-"""Tell the messages of the two directions from each other and from those of others."""
+"""The tags that distinguish messages of the two directions from each other and from other messages."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """``every``: after so many backwards of a stage ``optimizer`` updates its weights, with the mean of their
-    gradients. ``most_drift``: the relative error up to which a recovered input is accepted."""
+    """When a stage of an `async` pipeline updates its weights.
+
+    ``every``: the number of backwards between two updates, with the mean of their gradients. ``optimizer``:
+    makes the updates. ``most_drift``: the largest accepted relative error of a recovered input.
+    """
 
     every: int
     optimizer: torch.optim.Optimizer
@@ -36,12 +41,15 @@ class Updates:
 
 @dataclass
 class DataflowSchedule:
-    """Runs one rank's stage.
+    """Runs the stage of one rank.
 
-    ``actions``: kind (F or B) and micro-batch, in order. ``credits``: messages of one direction that a stage may have
-    sent and its neighbour not begun to use. ``loss_fn``: of the last stage's output and a micro-batch of targets.
-    ``scale_grads``: whether the gradients of a step are divided by the number of micro-batches. ``updates``: those of
-    `async`. ``seed``: of random calls, with the number of the ``steps`` run so far.
+    ``actions``: kind (F or B) and micro-batch, in order. ``microbatches``: their number in a batch.
+    ``credits``: the largest number of messages of one direction that are not in use yet by the receiver.
+    ``loss_fn``: a function of the last stage's output and a micro-batch of targets. ``scale_grads``: whether
+    the gradients of a step are divided by the number of micro-batches. ``updates``: the updates of an `async`
+    pipeline; None for `sync`. ``seed``: the seed of random calls. ``steps``: the number of steps run so far,
+    which also enters the seeds. ``drift``: the largest relative error of a recovered input so far, measured
+    only with ``updates``.
     """
 
     stage: DataflowStage
@@ -55,7 +63,7 @@ class DataflowSchedule:
     steps: int = 0
     drift: float = 0.0
     backwards: int = field(default=0, init=False)
-    """Of the stage since the last update."""
+    """The number of backwards since the last update."""
 
     def step(
         self,
@@ -68,16 +76,21 @@ class DataflowSchedule:
         """Run all micro-batches of a batch.
 
         Args:
-            args, kwargs: of the model, on the first rank; tensors are cut along their first dimension.
-            target: of the whole batch, on the last rank.
-            losses: gets the loss of each micro-batch, on the last rank.
-            return_outputs: whether the last rank keeps and returns the outputs of the whole batch; by default none are
-                kept, so that memory does not grow with the number of micro-batches.
+            args: the model's positional arguments, on the first rank; tensors are split along their first
+                dimension.
+            target: the targets of the whole batch, on the last rank.
+            losses: a list to which the last rank appends the loss of each micro-batch.
+            return_outputs: whether the last rank keeps and returns the outputs of the whole batch. By default
+                it does not, so that memory does not grow with the number of micro-batches.
+            kwargs: the model's keyword arguments, on the first rank.
+
+        Returns:
+            The outputs of the batch, on the last rank with ``return_outputs``; else None.
 
         Raises:
-            ModelError: updates have made a recovered input wrong by more than is accepted.
+            ModelError: a recovered input has a larger error than is accepted, because of updates.
             ProcessEnded: a neighbour has ended.
-            UsageError: the batch is another than the pipeline was planned for.
+            UsageError: the batch differs from the one for which the pipeline was planned.
         """
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         state = torch.get_rng_state() if self.stage.code.draws else None
@@ -100,7 +113,7 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a backward; update the weights if it is time."""
+        """Count a backward, and update the weights if enough have run."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return
@@ -109,10 +122,12 @@ class DataflowSchedule:
             if p.grad is not None:
                 p.grad.div_(self.updates.every)
         self.updates.optimizer.step()
-        self.updates.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are counted
+        self.updates.optimizer.zero_grad(
+            set_to_none=False
+        )  # the budget counts the gradients, so they stay allocated
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-        """For each micro-batch the tensors of the batch."""
+        """Return the batch's tensors for each micro-batch; an empty list on all ranks except the first."""
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
@@ -135,7 +150,7 @@ class DataflowSchedule:
 
 
 class _Step:
-    """A step under way: its channels, and what is kept on the way."""
+    """One step in progress: its channels, and what it keeps."""
 
     def __init__(
         self,
@@ -149,7 +164,7 @@ class _Step:
         self.outputs: list[tuple[torch.Tensor, ...]] | None = (
             [] if return_outputs and owner.stage.is_last else None
         )
-        self.made: dict[int, tuple[torch.Tensor, ...]] = {}  # of the last stage, until the loss
+        self.made: dict[int, tuple[torch.Tensor, ...]] = {}  # outputs of the last stage, until the loss
         self.samples: dict[int, list[list[float]]] = {}
         stage, m = owner.stage, owner.microbatches
         if stage.is_last:
@@ -178,20 +193,20 @@ class _Step:
         )
 
     def forward(self, m: int) -> None:
-        """The forward of a micro-batch."""
+        """Run the forward of a micro-batch."""
         inputs = self.received.take() if self.received else list(self.batch[m])
         if self.owner.updates and self.received:
             self.samples[m] = sample(inputs)
         self.stage.forward(m, self._hooks(m), inputs)
 
     def backward(self, m: int) -> None:
-        """The backward of a micro-batch, and what follows it."""
+        """Run the backward of a micro-batch, and the update that may follow."""
         answer = self.answered.take() if self.answered else self._loss(m)
         self.stage.backward(m, self._hooks(m), self.batch[m] if self.batch else (), answer)
         self.owner.update()
 
     def finish(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until all messages are delivered."""
         for channel in (self.sent, self.returned, self.received, self.answered):
             if channel is not None:
                 channel.finish()
@@ -200,16 +215,16 @@ class _Step:
         def keep(outputs: Sequence[torch.Tensor]) -> None:
             self.made[m] = tuple(outputs)
 
-        def give_back(message: Sequence[torch.Tensor | None]) -> None:
+        def send_back(message: Sequence[torch.Tensor | None]) -> None:
             self._check_drift(m, message)
             if self.returned:
                 self.returned.send(message)
 
         sends = self.sent.send if self.sent else keep
-        return StageHooks(self.stage, (self.owner.seed, self.owner.steps, m), sends, give_back)
+        return StageHooks(self.stage, (self.owner.seed, self.owner.steps, m), sends, send_back)
 
     def _loss(self, m: int) -> list[torch.Tensor]:
-        """The gradients of the last stage's outputs."""
+        """Return the gradients of the last stage's outputs."""
         made = self.made.pop(m)
         if self.outputs is not None:
             self.outputs.append(made)
@@ -225,7 +240,7 @@ class _Step:
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in given if t.requires_grad]
 
     def _check_drift(self, m: int, message: Sequence[torch.Tensor | None]) -> None:
-        """Compare a recovered input with the one that was received, where weights have changed since."""
+        """Compare a recovered input with the one that was received, in an `async` pipeline."""
         updates = self.owner.updates
         if updates is None or m not in self.samples:
             return
@@ -241,7 +256,8 @@ class _Step:
 
 
 def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
-    """The relative error to expect of a pipeline's gradients, given each stage's error and gain, in order."""
+    """Return the expected relative error of a pipeline's gradients. ``stages``: the error and the gain of
+    each stage, in order (see `DataflowStage`)."""
     error = worst = 0.0
     for own, gain in reversed(stages):
         error = gain * error + own

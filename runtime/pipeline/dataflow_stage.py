@@ -19,18 +19,20 @@ from rematplan.runtime.pipeline.draws import seed_of
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 SAMPLED = 32
-"""Numbers of each input by which a recovered one is compared with the one received."""
+"""The number of elements of each input by which a recovered input is compared with the received one."""
 WRAPPER = "model."
-"""How names begin in captured steps."""
+"""The prefix of parameter and buffer names in captured steps."""
 
 
 @dataclass(eq=False)
 class DataflowStage:
-    """One stage of ``stages``.
+    """One stage of a dataflow pipeline, on its rank.
 
-    ``step``, ``code``: what it runs. ``group``: the processes of the pipeline. ``kept``: bytes of a micro-batch that
-    cross from forward to backward. ``error``: the relative error of what it sends back that inverses are predicted to
-    make of an exact answer; ``gain``: the factor by which an answer's own error grows.
+    ``number``: its index among ``stages``. ``stage``: its module and the shapes of its messages. ``step``,
+    ``code``: its step, captured and compiled. ``group``: the processes of the pipeline. ``kept``: bytes per
+    micro-batch that are kept from forward to backward. ``error``: the predicted relative error of what it
+    sends back, if what it gets back is exact. ``gain``: the factor by which it multiplies an error of what it
+    gets back. ``held``: the values kept for the backward, by micro-batch.
     """
 
     number: int
@@ -49,36 +51,44 @@ class DataflowStage:
 
     @property
     def submod(self) -> nn.Module:
-        """The module, with the model's own parameters and buffers."""
+        """The stage's module, with the model's parameters and buffers."""
         return self.stage.module
 
     @property
     def is_first(self) -> bool:
-        """Whether it reads the batch."""
+        """Whether the stage reads the batch."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether a loss is made of its outputs."""
+        """Whether the loss is computed from the stage's outputs."""
         return self.number == self.stages - 1
 
     @property
     def onwards(self) -> list[torch.Tensor]:
-        """Tensors without data such as it sends on."""
+        """Meta tensors like those of the messages to the next stage."""
         return list(self.stage.outputs)
 
     @property
     def back(self) -> list[torch.Tensor]:
-        """Tensors without data such as it sends back: its inputs, and gradients of those that need them."""
+        """Meta tensors like those of the messages to the previous stage: its inputs, and the gradients of
+        those that require them."""
         return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Tensors without data such as the next stage returns to it."""
+        """Meta tensors like those of the messages that the next stage returns: the outputs, and the gradients
+        of those that require them."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
-        """Run the forward; ``inputs``, which it empties: the batch's tensors for the first stage, else what came."""
+        """Run the forward of a micro-batch.
+
+        Args:
+            microbatch: its number.
+            hooks: get the results.
+            inputs: the received tensors, or on the first stage those of the batch. The list is emptied.
+        """
         batch = dict(enumerate(inputs)) if self.is_first else {}
         given = {} if self.is_first else self._handed("batch", inputs)
         inputs.clear()
@@ -88,9 +98,17 @@ class DataflowStage:
     def backward(
         self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
     ) -> None:
-        """Run the backward; ``answer``, which it empties: outputs (not of the last stage) and their gradients."""
+        """Run the backward of a micro-batch.
+
+        Args:
+            microbatch: its number.
+            hooks: get the results.
+            batch: the micro-batch's tensors, on the first stage; else empty.
+            answer: the outputs as returned by the next stage (none on the last stage), and their gradients.
+                The list is emptied.
+        """
         given = self._answered(answer)
-        answer.clear()  # so that only what the backward has not used yet is held
+        answer.clear()  # so that each tensor is freed after its last use in the backward
         with torch.no_grad():
             self.code.backward(given, hooks, self.held.pop(microbatch), *self._fixed(dict(enumerate(batch))))
 
@@ -101,7 +119,7 @@ class DataflowStage:
         return self._handed("answer", outputs) | self._handed("tangent", every)
 
     def _handed(self, kind: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
-        """What the compiled functions take of tensors, by value."""
+        """Return the tensors of a message by the names of the values that the compiled functions take."""
         wanted = [i for i in self.step.inputs if i.kind == kind and i.value in self.code.handed]
         return {i.value: _laid_out(tensors[int(i.target)], self.step.values[i.value].fake) for i in wanted}
 
@@ -116,7 +134,7 @@ class DataflowStage:
 
 
 def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A tensor as the step was captured with; zeros for None."""
+    """Return a tensor with the strides of ``like``, copied if necessary; zeros for None."""
     if tensor is not None and tensor.stride() == like.stride():
         return tensor
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -125,10 +143,11 @@ def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StageHooks:
-    """What is done with the results of one forward or backward of a stage; see `dataflow_code.Hooks`.
+    """Callbacks for one forward or backward of a stage; see `dataflow_code.Hooks`.
 
-    ``sends``: gets the outputs; ``returns``: gets the recovered inputs and their gradients, None for a gradient that
-    there is none of. ``key``: seed, step and micro-batch.
+    ``sends``: is called with the outputs. ``returns``: is called with the recovered inputs and the gradients
+    of those that require them, None where there is none. ``key``: seed, step and micro-batch, for random
+    calls.
     """
 
     stage: DataflowStage
@@ -137,37 +156,37 @@ class StageHooks:
     returns: Callable[[Sequence[torch.Tensor | None]], None]
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """See `dataflow_code.Hooks`."""
+        """Pass the outputs on."""
         self.sends(outputs)
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """See `dataflow_code.Hooks`."""
+        """Write the buffers' new content."""
         for o, new in zip(self.stage.code.buffers, buffers, strict=True):
             self.stage.named[o.target].copy_(new)
 
-    def give_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """See `dataflow_code.Hooks`."""
+    def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Pass the recovered inputs and their gradients on."""
         found = dict(zip(self.stage.code.returned, gradients, strict=True))
         wanted = (at for at, t in enumerate(self.stage.stage.inputs) if t.requires_grad)
         self.returns([*recovered, *(found.get(at) for at in wanted)])
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """See `dataflow_code.Hooks`."""
+        """Add a gradient to ``.grad`` of a parameter."""
         add_gradient(self.stage.named[parameter], gradient)
 
     def seed(self, draw: int) -> None:
-        """See `dataflow_code.Hooks`."""
+        """Seed the default generator for a random call."""
         torch.default_generator.manual_seed(seed_of(*self.key, self.stage.number, draw))
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """A few numbers of each tensor of real numbers, evenly spread."""
+    """Return some elements, evenly spaced, of each floating-point tensor."""
     flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
     return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
 
 
 def distance(found: Sequence[Sequence[float]], true: Sequence[Sequence[float]]) -> float:
-    """The relative error (L2) of samples."""
+    """Return the L2 norm of the difference of two samples divided by that of ``true``; 0 if that is 0."""
     pairs = [(a, b) for one, other in zip(found, true, strict=True) for a, b in zip(one, other, strict=True)]
     norm = math.sqrt(math.fsum(b * b for _, b in pairs))
     return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / norm if norm else 0.0

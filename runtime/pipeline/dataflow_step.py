@@ -1,8 +1,10 @@
-"""A stage's step in a dataflow of invertible stages: its input is a tensor like others, which inverses recover.
+"""The step of a stage in a pipeline of invertible stages, whose input is an ordinary tensor that inverses
+recover.
 
-A captured step has its batch, and the gradients of its outputs, from begin to end. Here each is handed over by a call
-of its own and goes after its last read. The next stage returns what was sent, with its gradient, and inverses lead from
-it to what was received: Gomez et al., «The reversible residual network», NeurIPS 2017, across processes.
+A captured step has its batch and the gradients of its outputs from beginning to end. Here a separate call
+takes each of them from a message, and it is freed after its last read. The next stage returns what was sent
+to it, together with its gradient, and inverses recover the stage's input from that: Gomez et al., «The
+reversible residual network», NeurIPS 2017, across processes.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from rematplan.runtime.inversion.find import with_inverses
 from rematplan.runtime.problem.loss_boundary import LATE, LOSS
 
 SEND, RETURN = "(send)", "(return)"
-"""The ops that stand for sending a stage's outputs on, and its inputs with their gradients back; and their tensors
-without bytes."""
+"""The op that represents sending the outputs to the next stage, and the op that represents returning the
+inputs with their gradients to the previous one; also the names of their zero-byte tensors."""
 KEPT_BACK = (*LATE, "recovered input")
-"""The kinds of a step's outputs that its backward half gives."""
+"""The kinds of a step's outputs that its backward half computes."""
 
 
 @dataclass(frozen=True)
 class Handed:
-    """The target of a call whose result somebody hands over when it runs. It takes no time and makes nothing.
+    """The target of a call that takes its result from a message. It costs nothing and allocates nothing.
 
-    ``size``, ``stride``: of the result, which is the memory of what is handed over.
+    ``size``, ``stride``: of the result, a view of the received tensor.
     """
 
     size: tuple[int, ...]
@@ -46,11 +48,11 @@ class Handed:
 
     @classmethod
     def like(cls, fake: torch.Tensor) -> Handed:
-        """For a result that is laid out as a tensor."""
+        """Return the target for a result with the shape and strides of ``fake``."""
         return cls(tuple(fake.shape), tuple(fake.stride()))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result."""
+        """Return the received tensor with that shape and these strides."""
         return tensor.as_strided(self.size, self.stride)
 
     def __str__(self) -> str:
@@ -60,12 +62,13 @@ class Handed:
 def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
-    """Return the step of a stage that is handed what it reads, with its inverses.
+    """Return the step of a stage that takes its inputs from messages, with its inverses.
 
     Args:
-        named: parameters and buffers by the names that the step knows them by.
-        first: whether it reads the batch, which its owner keeps: it is not handed over, and nothing is sent back.
-        last: whether a loss is made of its outputs: nobody returns them.
+        step: the stage's captured step.
+        named: the real parameters and buffers by name.
+        first: whether the stage is the first. Its batch is no message, and it returns nothing.
+        last: whether the stage is the last. The loss is computed from its outputs, which nobody returns.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -106,7 +109,8 @@ def dataflow_step(
 
 
 def _answered(step: CapturedStep) -> CapturedStep:
-    """Return the step with an inverse for each of its outputs that fills a storage: the next stage returns it."""
+    """Return the step with an inverse for each output that fills a storage: take it from the next stage's
+    message."""
     values, inputs, inverses = dict(step.values), [], []
     for o in step.outputs:
         value = step.values[o.value]
@@ -124,22 +128,24 @@ def _answered(step: CapturedStep) -> CapturedStep:
 
 
 def _whole(fake: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its storage, element by element."""
+    """Return whether a tensor is contiguous and covers its storage."""
     return fake.is_contiguous() and fake.untyped_storage().nbytes() == fake.nbytes
 
 
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """Return the problem of a `dataflow_step`: its outputs leave before the next stage returns them.
+    """Return the problem of a `dataflow_step`, in which outputs are freed before the next stage returns them.
 
-    New buffers, and outputs that are sent, leave at `SEND`, in the forward half; the last stage's outputs when the loss
-    has been computed of them; recovered inputs and their gradients at `RETURN`. What gives new content to buffers runs
-    once.
+    New buffers, and outputs that are sent, leave at `SEND` in the forward half; the last stage's outputs
+    leave when the loss has been computed from them; recovered inputs and their gradients leave at `RETURN`.
+    Ops that read a buffer which gets new content run once.
 
     Args:
-        last: see `dataflow_step`.
-        loss_bytes: what a loss holds at its peak, the outputs not included.
+        step: the stage's step.
+        graph: its planning problem.
+        last: whether the stage is the last.
+        loss_bytes: the peak bytes of the loss, without the outputs.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     given = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
@@ -164,9 +170,8 @@ def with_dataflow_boundary(
     renewed = renewed_buffers(step)
     once = [op.name for op in graph.ops if not renewed.isdisjoint(op.reads)]
     once += [call.name for call in step.calls if isinstance(call.target, Handed)]
-    drawing = {
-        call.name for call in step.calls if call.seeded
-    }  # each has a seed of its own, and may run again
+    # Each random call has a separate seed, so it may run again.
+    drawing = {call.name for call in step.calls if call.seeded}
     once += [name for name in graph.never_rerun if name not in drawing]
     leaving = {*(t for t in early if t in graph.producer), *returned}
     return replace(

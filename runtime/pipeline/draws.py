@@ -1,5 +1,8 @@
-"""Random numbers of a dataflow pipeline: each random call has a seed of its own, so that no state of a generator is
-kept from a forward to its backward, and one process can draw the same numbers."""
+"""Random numbers of a dataflow pipeline.
+
+Each random call has a separate seed. So no generator state is kept from a forward to its backward, and a
+single process can draw the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,25 @@ import torch
 from rematplan.runtime.graph.compat import TorchDispatchMode
 
 STATE = 5056
-"""Bytes of the state of PyTorch's generator on a CPU."""
+"""Bytes of the state of PyTorch's CPU generator."""
 
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int:
-    """The seed of a random call: the ``draw``-th of its stage's forward, for a micro-batch of a step."""
+    """Return the seed of a random call: the ``draw``-th call in the forward of a stage, for one micro-batch
+    of a step."""
     text = struct.pack("<5q", seed, step, microbatch, stage, draw)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Seeded(TorchDispatchMode):
-    """A block in which one process draws what a stage of a dataflow pipeline draws in one forward.
+    """Draws, inside the block, the numbers that a stage of a dataflow pipeline draws in one forward, in a
+    single process.
 
     Args:
-        seed, step, microbatch, stage: as in `seed_of`.
+        seed: the pipeline's seed.
+        step: the number of the step.
+        microbatch: the number of the micro-batch.
+        stage: the number of the stage.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int, stage: int) -> None:
