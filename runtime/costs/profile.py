@@ -9,20 +9,20 @@ by op.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from rematplan.ir.cache_folder import cache_folder, read_cached, report_damage, write_cached
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
+from rematplan.runtime.costs.profile_cache import load_costs, save_costs
 from rematplan.runtime.costs.roofline import flops, moved_bytes
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.call_cost import CallCost
@@ -78,14 +78,14 @@ def profile_costs(
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = (cache or cache_folder()) / f"profile-{_machine(step.device)}.json"
-    known = _load(file)
+    known = load_costs(file)
     missing = {s: name for name, s in calls.items() if s not in known}
     times: dict[str, list[float]] = {}
     try:
         unprofiled(partial(_measure_all, step, missing, known, times, progress))
     finally:
         if missing and not _busy(times):
-            _save(file, known)
+            save_costs(file, {s: known[s] for s in missing if s in known})
     # A collective would wait for other processes, which may not measure anything.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 
@@ -353,22 +353,3 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
-
-
-def _load(file: Path) -> dict[str, CallCost]:
-    """Return the cache's entries. A damaged file counts as empty, since everything can be measured again."""
-    data = read_cached(file)
-    if data is None:
-        return {}
-    try:
-        return {
-            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
-            for k, (cost, workspace, results, library) in data.items()  # type: ignore[attr-defined]
-        }
-    except (ValueError, TypeError, AttributeError) as error:
-        report_damage(file, str(error))
-        return {}
-
-
-def _save(file: Path, known: Mapping[str, CallCost]) -> None:
-    write_cached(file, json.dumps({k: astuple(c) for k, c in (_load(file) | dict(known)).items()}))

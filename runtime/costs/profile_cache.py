@@ -1,0 +1,101 @@
+"""The file of measured costs, of which this process remembers the content: it is read again only when another process
+has changed it, and written no more often than costs a small share of the time."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import TypeAlias
+
+from rematplan.ir.cache_folder import read_cached, report_damage, write_cached
+from rematplan.runtime.graph.call_cost import CallCost
+
+SHARE = 20
+"""A file is written again after this many times the seconds that writing it took, or when the process ends."""
+Stamp: TypeAlias = tuple[int, int, int] | None
+
+
+@dataclass
+class _Content:
+    """What is known of a file. ``stamp``: the file's identity when it was read or written. ``entries``: its own and
+    those that are ``unsaved``. ``due``: the time from which on it may be written again."""
+
+    stamp: Stamp = None
+    entries: dict[str, CallCost] = field(default_factory=dict)
+    unsaved: dict[str, CallCost] = field(default_factory=dict)
+    due: float = 0.0
+
+
+_contents: dict[Path, _Content] = {}
+_lock = RLock()
+
+
+def load_costs(file: Path) -> dict[str, CallCost]:
+    """Return the costs in a file, by signature. A damaged file counts as empty, since everything can be measured
+    again."""
+    with _lock:
+        return dict(_known(file).entries)
+
+
+def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
+    """Add costs to a file, now or later."""
+    with _lock:
+        known = _known(file)
+        known.entries.update(costs)
+        known.unsaved.update(costs)
+        if time.monotonic() >= known.due:
+            _write(file, known)
+
+
+def _known(file: Path) -> _Content:
+    known = _contents.setdefault(file, _Content())
+    stamp = _stamp(file)
+    if stamp is None or stamp != known.stamp:
+        known.stamp, known.due = stamp, 0.0
+        known.entries = {**_read(file), **known.unsaved}
+    return known
+
+
+def _stamp(file: Path) -> Stamp:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(file: Path) -> dict[str, CallCost]:
+    data = read_cached(file)
+    if data is None:
+        return {}
+    try:
+        return {
+            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
+            for k, (cost, workspace, results, library) in data.items()  # type: ignore[attr-defined]
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        report_damage(file, str(error))
+        return {}
+
+
+def _write(file: Path, known: _Content) -> None:
+    began = time.monotonic()
+    rows = {k: (c.time, c.workspace, c.results, c.library) for k, c in known.entries.items()}
+    write_cached(file, json.dumps(rows))
+    known.unsaved.clear()
+    known.stamp = _stamp(file)
+    ended = time.monotonic()
+    known.due = ended + SHARE * (ended - began)
+
+
+@atexit.register
+def _write_all() -> None:
+    for file, known in _contents.items():
+        if known.unsaved and file.parent.is_dir():
+            _write(file, _known(file))
