@@ -39,7 +39,11 @@ class Assertion:
 
 @dataclass
 class SpeculatedAssertions:
-    """The assertions of a forward, in the order in which it evaluates their conditions."""
+    """The assertions of a forward, in the order in which it evaluates their conditions.
+
+    ``known``: the assertions found so far. ``asked``: the number of conditions that the present trace has
+    evaluated.
+    """
 
     known: list[Assertion] = field(default_factory=list)
     trial: bool | None = None
@@ -51,8 +55,8 @@ class SpeculatedAssertions:
         self.asked = 0
 
     def next(self) -> Assertion | None:
-        """Return the assertion for the condition that the forward evaluates now; None if its outcome is
-        unknown."""
+        """Return the assertion for the condition that the forward evaluates now; for the first unknown one,
+        the outcome on trial. None if there is neither."""
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]

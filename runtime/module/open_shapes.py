@@ -60,7 +60,8 @@ class _Shape:
 class OpenForward:
     """A forward with open sizes.
 
-    ``step``, ``constants``, ``guard``: as in `Found`, with open sizes. ``attributes``: as in `FlatModel`.
+    ``step``, ``constants``, ``guard``: as in `Found`, with open sizes. ``outputs``, ``count``: as in `Found`.
+    ``attributes``: as in `FlatModel`.
     """
 
     step: OpenStep

@@ -26,8 +26,8 @@ class Recent:
         self._used[key] = next(self._clock)
 
     def trim(self, entries: dict[Any, list[Any]]) -> None:
-        """Drop entries until there are no more than the limit: of the keys that were used longest ago, and of one key
-        the oldest. The entry that was added last to the key used last stays."""
+        """Drop entries until there are no more than the limit: first those of the keys that were used longest
+        ago, and within a key the oldest. The newest entry of the key that was used last is kept."""
         while sum(map(len, entries.values())) > self.limit:
             oldest = min(entries, key=lambda key: self._used.get(key, -1))
             del entries[oldest][0]

@@ -96,7 +96,8 @@ class ShapeOptions:
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the arguments with ranges by name. One that is left out, or None, is left out here."""
+        """Return the tensors among the arguments that have ranges, by name; arguments that are absent or None
+        are skipped."""
         if not self.ranges:
             return {}
         signature = inspect.signature(type(model).forward)

@@ -37,7 +37,7 @@ class Refinement(Protocol):
         """Whether a better plan was found since the last call of `take`."""
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the better plan, and what ``compiled`` returned for it."""
+        """Return the better plan, and what the function passed to `begin` returned for it."""
 
     @property
     def working(self) -> bool:
