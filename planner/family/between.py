@@ -8,18 +8,34 @@ does not, and such sizes have to be captured.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
+import numpy as np
+
 from rematplan.ir import Op, ProblemError, TrainingGraph
-from rematplan.planner.family.workspaces import traffic_of, workspaces_between, workspaces_of
+from rematplan.planner.family.amounts import Amounts, Ints, amounts_of
+from rematplan.planner.family.workspaces import Workspaces, traffic_of, workspaces_between, workspaces_of
 
 DEGREE = 2
 CHECKS = 2
 """The least number of captured sizes, in addition to those that determine the polynomials, at which these hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Positions among a problem's tensors: of those that ops write, of the inputs, and of what each op and inverse
+    reads and writes (``counts`` of them, up to ``ends``)."""
+
+    written: Ints
+    inputs: Ints
+    moved: Ints
+    counts: Ints
+    ends: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +85,28 @@ class Between:
         except ProblemError:
             return False
 
+    def amounts(self, size: int) -> Amounts:
+        """Return the amounts of the problem at a size between captured ones, without the problem itself.
+
+        Raises:
+            ProblemError: the size is outside of the range.
+        """
+        below, above = self._neighbours(size)
+        here = np.array(self.bytes_at(size), dtype=np.int64)
+        at = self._places
+        moved = np.concatenate(([0], np.cumsum(here[at.moved])))
+        traffic = moved[at.ends] - moved[at.ends - at.counts]
+        (a, measured_a), (b, measured_b) = self._known[below], self._known[above]
+        costs = a.costs + (size - below) / (above - below) * (b.costs - a.costs)
+        return Amounts(
+            sizes=here[at.written],
+            workspaces=workspaces_between(measured_a, measured_b, traffic),
+            costs=costs,
+            fixed=int(here[at.inputs].sum()),
+            base_cost=math.fsum(costs[: len(self.captured[below].ops)].tolist()),
+            once=a.once,
+        )
+
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size in the range.
 
@@ -80,10 +118,7 @@ class Between:
         """
         if size in self.captured:
             return self.captured[size]
-        if not self.sizes[0] <= size <= self.sizes[-1]:
-            raise ProblemError(f"size {size} is not between {self.sizes[0]} and {self.sizes[-1]}")
-        at = bisect_left(self.sizes, size)
-        below, above = self.sizes[at - 1], self.sizes[at]
+        below, above = self._neighbours(size)
         low, high = self.captured[below], self.captured[above]
         tensors = tuple(replace(t, bytes=b) for t, b in zip(low.tensors, self.bytes_at(size), strict=True))
         bare = replace(low, tensors=tensors, fixed_split={})
@@ -95,6 +130,30 @@ class Between:
             for a, b, w in zip(_recipes(low), _recipes(high), workspaces, strict=True)
         ]
         return replace(bare, ops=tuple(recipes[:count]), inverses=tuple(recipes[count:]))
+
+    def _neighbours(self, size: int) -> tuple[int, int]:
+        if not self.sizes[0] < size <= self.sizes[-1]:
+            raise ProblemError(f"size {size} is not between {self.sizes[0]} and {self.sizes[-1]}")
+        at = bisect_left(self.sizes, size)
+        return self.sizes[at - 1], self.sizes[at]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Amounts, Workspaces]]:
+        return {size: (amounts_of(graph), workspaces_of(graph)) for size, graph in self.captured.items()}
+
+    @cached_property
+    def _places(self) -> _Places:
+        graph = self.captured[self.sizes[0]]
+        number = {t.name: i for i, t in enumerate(graph.tensors)}
+        moved = [[number[t] for t in (*op.reads, *op.writes)] for op in _recipes(graph)]
+        counts = np.array([len(row) for row in moved], dtype=np.int64)
+        return _Places(
+            written=np.array([number[t] for t in graph.producer], dtype=np.int64),
+            inputs=np.array([number[t] for t in graph.inputs], dtype=np.int64),
+            moved=np.array([t for row in moved for t in row], dtype=np.int64),
+            counts=counts,
+            ends=np.cumsum(counts),
+        )
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:

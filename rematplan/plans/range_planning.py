@@ -14,7 +14,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.family.amounts import Amounts, amounts_of
+from rematplan.planner.family.amounts import Amounts
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
 from rematplan.plans.size_ranges import ProblemRange
@@ -93,11 +93,11 @@ class _RangeSearch:
         self.groups: dict[str, list[int]] = {}
         self.began = time.monotonic()
         for size in problems.sizes:
-            graph = problems.problem(size)
-            self.amounts[size], self.structure[size] = amounts_of(graph), graph.structure
-            self.groups.setdefault(graph.structure, []).append(size)
-            if graph.structure not in self.families:
-                self.families[graph.structure] = store.family(graph)
+            structure, self.amounts[size] = problems.amounts(size)
+            self.structure[size] = structure
+            self.groups.setdefault(structure, []).append(size)
+            if structure not in self.families:
+                self.families[structure] = store.family(problems.problem(size))
         for sizes in self.groups.values():
             sizes.sort(key=lambda size: self.amounts[size].total, reverse=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.family.amounts import Amounts, amounts_of
 from rematplan.planner.family.between import Between, between
 
 EACH = 12
@@ -26,8 +27,18 @@ class ProblemRange:
         """Return the problem at a size of the range."""
         if size in self.captured:
             return self.captured[size]
+        return self._span(size).problem(size)
+
+    def amounts(self, size: int) -> tuple[str, Amounts]:
+        """Return the structure and the amounts of the problem at a size of the range."""
+        if size in self.captured:
+            return self.captured[size].structure, amounts_of(self.captured[size])
+        span = self._span(size)
+        return span.captured[span.sizes[0]].structure, span.amounts(size)
+
+    def _span(self, size: int) -> Between:
         (span,) = (span for span in self.spans if span.sizes[0] < size < span.sizes[-1])
-        return span.problem(size)
+        return span
 
 
 def problems_over(
