@@ -12,6 +12,7 @@ from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.progress import print_log
+from rematplan.plans.proving import prove_ranges
 from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.autograd_function import finish_backward
@@ -115,6 +116,10 @@ def plan_module(
             ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
             first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
             smallest, so that training does not wait for the capture with open sizes, which the second shape needs.
+            For every size from 2 on, the other dimensions at their largest, it is proven here that a known plan fits.
+            If none does, more is searched; what is still missing is an error that names the sizes, or a warning if
+            ``on_infeasible`` states another reaction. (Nothing is proven with a saved plan, inverses, accumulation,
+            several micro-batches in flight or the budget ``min``.)
         max_plans: the number of plans that are kept. When there are more, those that were not used for longest are
             dropped; they are made again when they are needed.
         inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
@@ -203,9 +208,11 @@ def plan_module(
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
-    planned = planned_module(model, StepPlanner(asked, named=named), shapes, statistics)
+    planner = StepPlanner(asked, named=named)
+    planned = planned_module(model, planner, shapes, statistics)
     for positional, named_ones in shapes.first_calls(model, args, kwargs or {}):
         Planning(planned).prepare(*positional, **named_ones)
+    prove_ranges(planned, planner, shapes, model, args, kwargs or {})
     check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
     return planned  # type: ignore[return-value]
 

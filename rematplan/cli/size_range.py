@@ -12,7 +12,7 @@ from typing import Any
 from rematplan.cli.arguments import one_strategy, strategy_options
 from rematplan.cli.output import Output
 from rematplan.cli.source import load
-from rematplan.ir import TrainingGraph, UnfitSizes, UsageError, show_bytes
+from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.family.range_proof import RangeRow
@@ -21,12 +21,10 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget
 from rematplan.plans.range_planning import RangePlan, plan_range
 from rematplan.plans.size_ranges import ProblemRange, problems_over
-from rematplan.report.range_tables import range_table, show_sizes
+from rematplan.report.range_tables import range_table
 
 BUDGETS = ("80%", "60%", "40%")
 """What `curve` draws if no budget is named: shares of the no-recompute peak at the largest size."""
-NAMED = 5
-"""Unfit ranges that an error names, at most."""
 COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_percent", "captured")
 
 
@@ -64,7 +62,8 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
     seconds = time.perf_counter() - start
     out.show(*notes, range_table(_title(problems), plan))
     out.data(_document(problems, [plan], notes) | {"planning_seconds": seconds})
-    _refuse_unfit(plan)
+    if plan.refusal:
+        raise UnfitSizes(plan.refusal)
     return 0
 
 
@@ -119,21 +118,6 @@ def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
     """The budget in bytes: shares are of the largest size's peak, ``min`` is the smallest that it can reach."""
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest).estimate.peak)
-
-
-def _refuse_unfit(plan: RangePlan) -> None:
-    unfit = plan.proof.unfit
-    if not unfit:
-        return
-    shown = show_sizes(unfit).split(", ")
-    more = f" and {len(shown) - NAMED} more ranges" if len(shown) > NAMED else ""
-    smallest = min(row.estimate.peak for row in plan.proof.rows if not row.fits)
-    proven = "; it is proven that none can" if plan.proven == set(unfit) else ""
-    raise UnfitSizes(
-        f"no plan is known within {show_bytes(plan.proof.budget)} at {plan.dimension} = "
-        f"{', '.join(shown[:NAMED])}{more} ({len(unfit)} of {len(plan.proof.rows)} sizes){proven}; the smallest "
-        f"peak at any of these is {show_bytes(smallest)} ({smallest} bytes)"
-    )
 
 
 def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:

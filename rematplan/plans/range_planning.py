@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rematplan.ir import InfeasibleBudget
+from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.strategy import Auto
@@ -17,7 +17,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.family.amounts import Amounts
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
-from rematplan.plans.size_ranges import ProblemRange
+from rematplan.plans.size_ranges import ProblemRange, show_sizes
 
 CURVE = 5
 """The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
@@ -25,6 +25,8 @@ CURVE_SHARE, FIT_SHARE = 0.4, 0.3
 """Shares of the time for the curve at the largest size, and for sizes at which nothing fits yet."""
 SEARCHES = 6
 """Searches at sizes at which nothing fits yet, at most."""
+NAMED = 5
+"""The number of unfit ranges that a refusal names."""
 STARTS = 12
 """Plans of other sizes from which a size is polished."""
 POLISH = 0.1
@@ -50,6 +52,22 @@ class RangePlan:
     def members(self) -> int:
         """The number of plans in all families."""
         return sum(map(len, self.families.values()))
+
+    @property
+    def refusal(self) -> str:
+        """Which sizes do not fit and why, as text; empty if all do."""
+        unfit, proof = self.proof.unfit, self.proof
+        if not unfit:
+            return ""
+        shown = show_sizes(unfit).split(", ")
+        more = f" and {len(shown) - NAMED} more ranges" if len(shown) > NAMED else ""
+        smallest = min(row.estimate.peak for row in proof.rows if not row.fits)
+        proven = "; it is proven that none can" if self.proven == set(unfit) else ""
+        return (
+            f"no plan is known within {show_bytes(proof.budget)} at {self.dimension} = {', '.join(shown[:NAMED])}"
+            f"{more} ({len(unfit)} of {len(proof.rows)} sizes){proven}; the smallest peak at any of these is "
+            f"{show_bytes(smallest)} ({smallest} bytes)"
+        )
 
 
 def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:

@@ -63,6 +63,17 @@ def problems_over(
     return ProblemRange(dimension, tuple(sizes), dict(sorted(captured.items())), tuple(spans))
 
 
+def show_sizes(sizes: Sequence[int]) -> str:
+    """Format sizes in ascending order: ``1, 40..64``."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if parts and parts[-1][-1] == size - 1:
+            parts[-1].append(size)
+        else:
+            parts.append([size])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}..{p[-1]}" for p in parts)
+
+
 def _samples(sizes: Sequence[int]) -> list[int]:
     """The sizes that are captured first: all of a few; else the ends, their neighbours and three between, even and
     odd."""

@@ -50,14 +50,3 @@ def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
     """Return the places of the rows to show."""
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})
-
-
-def show_sizes(sizes: Sequence[int]) -> str:
-    """Format sizes in ascending order: ``1, 40..64``."""
-    parts: list[list[int]] = []
-    for size in sizes:
-        if parts and parts[-1][-1] == size - 1:
-            parts[-1].append(size)
-        else:
-            parts.append([size])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}..{p[-1]}" for p in parts)

@@ -21,6 +21,7 @@ from rematplan.ir import ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
@@ -307,6 +308,18 @@ def compiled_plan(planned: nn.Module) -> CompiledPlan:
         UsageError: the module is not planned.
     """
     return Planning(planned)._planned._rematplan.last.compiled
+
+
+def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
+    """Return the step that is planned for these arguments of a planned module, without a plan of it.
+
+    Raises:
+        UsageError: the module is not planned.
+        ModelError: the forward cannot be captured.
+    """
+    module = Planning(planned)._planned
+    runner: Runner = module._rematplan
+    return runner.step(module, args, kwargs)
 
 
 OURS = ("plan", "plans", "source", "prepare")

@@ -251,6 +251,13 @@ class Runner:
             if self.recorder:
                 self._measured(entry, self.recorder)
 
+    def step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
+        """Return the step that is planned for these arguments, without a plan of it."""
+        with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
+            leaves, spec = flattened_call(args, kwargs)
+            state = self._state(planned)
+            return with_expected_tangents(self._found(planned, leaves, spec, state).step, self.arrived)
+
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
         accumulating = any(_gradient(state.named.get(name)) is not None for name in entry.targets)
@@ -415,6 +422,11 @@ class Runner:
     def _compile(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
+        return self._planned(self._found(planned, leaves, spec, state), state)
+
+    def _found(
+        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
+    ) -> Found:
         tracing = Tracing(self.name, planned, leaves, spec, state)
         tracing.check()
         key = guards.open_key(leaves, spec), state.key
@@ -422,8 +434,7 @@ class Runner:
         self.shapes[key] = shapes  # the latest of them
         while len(self.shapes) > self.asked.max_plans:
             del self.shapes[next(iter(self.shapes))]
-        found = shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
-        return self._planned(found, state)
+        return shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
 
     def _planned(self, forward: Found, state: guards.ModuleState) -> CacheEntry:
         whole, captured = forward.step, with_expected_tangents(forward.step, self.arrived)

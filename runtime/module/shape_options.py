@@ -14,6 +14,8 @@ from rematplan.ir import UsageError
 
 MAX_PLANS = 64
 """The default number of plans that a planned module keeps."""
+Axis = tuple[int, int, int]
+"""A dimension, its smallest and its largest size."""
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 """By the name of an argument of a forward and a dimension, the smallest and the largest size."""
 
@@ -78,20 +80,35 @@ class ShapeOptions:
         if not self.ranges:
             return [given]
         self.check(model, args, kwargs)
+        smallest = {axis: min(axis[2], max(axis[1], 2)) for axis in self.axes}
+        return [
+            self.call_of_sizes(model, args, kwargs, {}),
+            given,
+            self.call_of_sizes(model, args, kwargs, smallest),
+        ]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The dimensions that vary: (dimension, smallest size, largest size). Arguments with the same range of the same
+        dimension, such as tokens and their mask, vary together."""
+        rows = ((dim, *sizes) for dims in self.ranges.values() for dim, sizes in dims.items())
+        return tuple(dict.fromkeys(rows))
+
+    def call_of_sizes(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[Axis, int]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other sizes, their numbers repeated or left out. A dimension that is not among
+        ``sizes`` has its largest one."""
+        wanted = {
+            name: {dim: sizes.get((dim, low, high), high) for dim, (low, high) in dims.items()}
+            for name, dims in self.ranges.items()
+        }
         tensors = self._tensors(model, args, kwargs)
-
-        def resized(largest: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            sizes = {
-                name: {dim: high if largest else min(high, max(low, 2)) for dim, (low, high) in dims.items()}
-                for name, dims in self.ranges.items()
-            }
-            other = {id(tensor): _resized(tensor, sizes[name]) for name, tensor in tensors.items()}
-            return (
-                tuple(other.get(id(arg), arg) for arg in args),
-                {name: other.get(id(arg), arg) for name, arg in kwargs.items()},
-            )
-
-        return [resized(largest=True), given, resized(largest=False)]
+        other = {id(tensor): _resized(tensor, wanted[name]) for name, tensor in tensors.items()}
+        return (
+            tuple(other.get(id(arg), arg) for arg in args),
+            {name: other.get(id(arg), arg) for name, arg in kwargs.items()},
+        )
 
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from rematplan import api
 from rematplan.cli import main
 from rematplan.planner.family.range_proof import RangeProof
-from rematplan.report.range_tables import show_sizes
+from rematplan.plans.size_ranges import show_sizes
 
 SIZES = list(range(1, 15))
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rematplan.ir import UsageError
+import rematplan
+from rematplan.ir import UnfitSizes, UsageError
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.core.simulator import simulate
+from rematplan.plans import proving
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.proving import prove_step
 from rematplan.plans.step_planner import StepPlanner
@@ -23,7 +28,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Its loss for x (batch, tokens, 8)."""
@@ -86,3 +91,69 @@ def test_where_nothing_fits_it_is_searched_and_sizes_are_named() -> None:
 def test_the_least_budget_is_no_range_s() -> None:
     with pytest.raises(UsageError, match="min differs from size to size"):
         prove_step(planner("min"), "tokens", SIZES, Steps())
+
+
+RANGES = {"x": {1: (1, 20)}}
+
+
+def module(**more: Any) -> nn.Module:
+    given = {
+        "budget": "70% of activations",
+        "costs": "roofline",
+        "loss_memory": 0,
+        "refine": False,
+        "time_limit": 1.0,
+    }
+    return rematplan.plan_module(Layers(), (torch.zeros(4, 20, 8),), shape_ranges=RANGES, **{**given, **more})
+
+
+def test_a_module_with_ranges_is_proven_with_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs, prove = [], proving.prove_step
+
+    def noted(*args: Any) -> Any:
+        proofs.append(prove(*args))
+        return proofs[-1]
+
+    monkeypatch.setattr(proving, "prove_step", noted)
+    planned = module()
+    (proof,) = proofs
+    assert [row.size for row in proof.proof.rows] == list(range(2, 21))
+    assert proof.proof.holds
+    stats = rematplan.planning(planned).stats()
+    assert (stats.captures, stats.open_captures) == (1, 1)
+    for tokens in (13, 7):
+        planned(torch.ones(4, tokens, 8)).backward()
+        assert planned.plan.peak <= planned.plan.budget == proof.proof.budget
+
+
+@pytest.mark.parametrize("reaction", [None, "raise", "least"])
+def test_sizes_without_a_plan_are_an_error_or_a_warning(
+    monkeypatch: pytest.MonkeyPatch, reaction: str | None
+) -> None:
+    prove = proving.prove_step
+
+    def unfit(*args: Any) -> Any:
+        found = prove(*args)
+        rows = tuple(replace(row, fits=row.size not in (5, 6)) for row in found.proof.rows)
+        return replace(found, proof=replace(found.proof, rows=rows))
+
+    monkeypatch.setattr(proving, "prove_step", unfit)
+    message = "the size of dimension 1 = 5..6 .2 of 19 sizes"
+    if reaction == "least":
+        with pytest.warns(UserWarning, match=message):
+            module(on_infeasible=reaction)
+    else:
+        with pytest.raises(UnfitSizes, match=message):
+            module(on_infeasible=reaction)
+
+
+def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "MOST_STEPS", 3)
+    with pytest.warns(UserWarning, match="at every size of dimension 1 from 2 to 20 is not proven"):
+        module()
+
+
+@pytest.mark.parametrize("more", [{"accumulate": True}, {"budget": "min"}, {"inverses": True}])
+def test_what_is_not_proven_is_not_tried(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    monkeypatch.setattr(proving, "prove_step", None)
+    module(**more)
