@@ -1,6 +1,7 @@
-"""One torch thread: the suite runs in several processes, which would otherwise fight over the cores. And a cache of its
-own: no test reads or writes the user's. On CUDA the workspace with which cuBLAS gives the same bits each time, to be
-said before cuBLAS is first used."""
+"""Settings of all tests: one torch thread, since several test processes share the cores; a separate cache folder, so
+that tests neither read nor write the user's; and on CUDA the cuBLAS workspace for reproducible bits, set before
+cuBLAS is used.
+"""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The glossary names things that exist."""
+"""Every term of the glossary is defined in the file that it names."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Laws of benchmarks/gpu.py that hold without a GPU: its files are whole whenever it ends, and say what is missing."""
+"""benchmarks/gpu.py without a GPU: its files are complete whenever it ends, and state what is missing."""
 
 import json
 import subprocess

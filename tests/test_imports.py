@@ -1,4 +1,4 @@
-"""The folders' walls: what each may import, of rematplan and of others. The table is the architecture's."""
+"""What each folder may import, from rematplan and from other packages; the table is that of the architecture."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Every source folder is in the list of packages, and each of its modules reaches the wheel and the source archive."""
+"""Every source folder is in the list of packages, and all its modules are in the wheel and in the source archive."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""ONNX's own suite through the backend, all but the node cases (those run op by op in the runtime's tests)."""
+"""ONNX's own suite through the backend, except the node cases, which the runtime's tests run op by op."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each example runs to its end in under a minute, as a person would start it."""
+"""Each example runs to its end in under a minute."""
 
 import difflib
 import os

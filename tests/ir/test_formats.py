@@ -1,4 +1,4 @@
-"""``rematplan.problem/1`` and ``rematplan.plan/1``: round trips, and every refusal in one line."""
+"""The formats ``rematplan.problem/1`` and ``rematplan.plan/1``: round trips, and refusals in one line."""
 
 from __future__ import annotations
 

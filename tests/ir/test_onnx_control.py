@@ -1,4 +1,4 @@
-"""If, Loop and Scan of known conditions and lengths become plain nodes; the others are refused by name."""
+"""If, Loop and Scan with known conditions and lengths become plain nodes; others are refused by name."""
 
 import numpy as np
 import onnx

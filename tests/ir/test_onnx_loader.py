@@ -1,4 +1,4 @@
-"""What the loader says of a file: roles, constants, aliases, dimensions, external data."""
+"""The loader finds the roles, constants, aliases, dimensions and external data of a file."""
 
 from pathlib import Path
 

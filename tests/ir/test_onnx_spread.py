@@ -1,4 +1,4 @@
-"""A weight spread over constant places becomes one weight again, and what it makes is bit-equal."""
+"""A weight whose parts an exporter spread over constants becomes one weight again, and results are bit-equal."""
 
 import numpy as np
 import onnx

@@ -1,4 +1,4 @@
-"""Export in training form: what stands in the file, and that nothing else is touched."""
+"""Export in training form writes the right file and changes nothing else."""
 
 import stat
 import warnings

@@ -1,4 +1,4 @@
-"""The zoo's networks: published sizes, the shapes they promise, and refusals in words."""
+"""The zoo's networks have the published sizes and the promised shapes, and refuse wrong sizes in words."""
 
 from dataclasses import fields
 

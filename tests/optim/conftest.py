@@ -1,4 +1,4 @@
-"""What tests of optimizers share."""
+"""Fixtures of the optimizer's tests."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Statistics of eager modules by identity functions around layers: independent of captured steps."""
+"""Statistics of eager modules, computed by identity functions around layers, independently of captured steps."""
 
 from __future__ import annotations
 

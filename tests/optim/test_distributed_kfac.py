@@ -1,4 +1,4 @@
-"""K-FAC between processes, over gloo: equal to one process on the whole batch."""
+"""K-FAC on several gloo processes equals K-FAC on one process with the whole batch."""
 
 import subprocess
 import sys

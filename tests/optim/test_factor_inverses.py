@@ -1,4 +1,4 @@
-"""Inverses of damped factors, and the forms that they use."""
+"""Each form of inverse of a damped factor equals dense algebra, as far as it promises."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""K-FAC as an optimizer: its update against dense algebra, and what any optimizer must do."""
+"""K-FAC as an optimizer: its update equals dense algebra, and it behaves as any optimizer must."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""K-FAC on the statistics of planned modules."""
+"""K-FAC with the statistics of planned modules."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""When inverses are made again."""
+"""The steps in which each factor is inverted."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Four gloo processes that live as long as the test session: each starts torch once."""
+"""Four gloo processes that live as long as the test session, since starting torch takes seconds."""
 
 from collections.abc import Iterator
 

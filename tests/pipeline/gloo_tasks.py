@@ -1,4 +1,4 @@
-"""What the gloo workers of the pipeline tests run in all processes: functions of a rank that return plain data."""
+"""Functions that the gloo processes of the pipeline tests run: each takes a rank and returns plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays the action lists of a pipeline by recursion over what each action waits for. No code of rematplan."""
+"""Replay a pipeline's action lists by recursion over what each action waits for, without code of rematplan."""
 
 from functools import cache
 

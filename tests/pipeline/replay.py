@@ -1,4 +1,4 @@
-"""An independent account of what a rank holds: every byte by who holds it. Shares no code with the planner's."""
+"""An independent count of the bytes that a rank holds, without code of the planner."""
 
 from rematplan.planner.pipeline.actions import Action, StagePlan
 

@@ -1,4 +1,4 @@
-"""Small stages for tests: chains of layers with a boundary, and the actions of a rank that has k of them in flight."""
+"""Small stages for tests: chains of layers with a boundary, and the actions of a rank with k of them in flight."""
 
 from __future__ import annotations
 

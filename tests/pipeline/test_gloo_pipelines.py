@@ -1,5 +1,4 @@
-"""Planned pipelines in four gloo processes, against one process with the same micro-batches: the same bits, and peaks
-as promised."""
+"""Planned pipelines on four gloo processes give the same bits as one process, within the promised peaks."""
 
 from __future__ import annotations
 

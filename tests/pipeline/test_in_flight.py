@@ -1,5 +1,6 @@
-"""Plans of a rank's stages for several micro-batches in flight: within the budget by an independent account, as cheap
-as any on tiny stages, and refused one byte below the least budget."""
+"""Plans for several micro-batches in flight are within the budget by an independent count, optimal on tiny stages,
+and refused one byte below the smallest budget.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan_module` with several micro-batches in flight, in schedules of a user's own."""
+"""`plan_module` with several micro-batches in flight, in a user's own schedules."""
 
 from __future__ import annotations
 

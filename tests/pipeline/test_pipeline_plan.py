@@ -1,4 +1,6 @@
-"""Cuts and plans together: within the budget by an independent replay, no slower than other cuts, above the floors."""
+"""Cuts and plans of a pipeline are within the budget by an independent replay, no slower than other cuts, and above
+the lower bounds.
+"""
 
 from __future__ import annotations
 

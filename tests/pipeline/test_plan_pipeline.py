@@ -1,4 +1,4 @@
-"""What `plan_pipeline` refuses, in a line each, and what it tells."""
+"""The refusals of `plan_pipeline`, one line each, and what a planned pipeline prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds during each action, against an independent account."""
+"""The bytes that a rank holds during each action equal an independent count."""
 
 import re
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Cuts into stages against all cuts there are."""
+"""The chosen cuts are as good as the best of all cuts."""
 
 from __future__ import annotations
 

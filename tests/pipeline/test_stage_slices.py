@@ -1,4 +1,4 @@
-"""Stages cut out of a training step: together they do what it does, with what their neighbours send."""
+"""Stages of a training step, with the messages of their neighbours, together compute what the step computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When actions run: torch's schedules and our own, against known formulas and an independent replay."""
+"""Timelines of schedules equal known formulas and an independent replay."""
 
 import random
 from dataclasses import replace

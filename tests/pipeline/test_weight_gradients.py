@@ -1,4 +1,4 @@
-"""A split backward: what makes the input's gradient runs before the second boundary, once; fused ops in two calls."""
+"""Split backwards: ops for the input's gradient run once, before the second boundary; fused ops become two calls."""
 
 from __future__ import annotations
 

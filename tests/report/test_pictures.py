@@ -1,6 +1,5 @@
-"""What the pictures show is true.
-
-`auto` is nowhere above another strategy, no plan is inside the shaded region, and rows that do not fit are marked.
+"""Pictures are truthful: auto is nowhere above another strategy, no plan is inside the shaded region, and rows that
+do not fit are marked.
 """
 
 from pathlib import Path
