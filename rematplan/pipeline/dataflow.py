@@ -23,7 +23,7 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.pipeline.dataflow_code import compile_stage
+from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
 from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
 from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
 from rematplan.runtime.pipeline.draws import STATE
@@ -55,6 +55,8 @@ class DataflowPart:
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
         kept = self.problem.measured(plan).kept_bytes
+        if not kept:
+            check_crossing(code)
         return DataflowStage(self.number, self.stages, self.stage, self.step, code, group, kept, error, gain)
 
 

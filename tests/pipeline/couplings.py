@@ -81,6 +81,25 @@ def planned(model: nn.Module, rows: int, **asked: Any) -> Any:
     return rematplan.plan_pipeline(model, (data(rows)[0],), **(given | {"strategy": "reversible"} | asked))
 
 
+_pipelines: dict[Any, tuple[Flow, dict[str, torch.Tensor], Any]] = {}
+
+
+def planned_once(
+    rank: int, rows: int, microbatches: int, sizes: dict[str, Any], plans: Any, budget: int
+) -> tuple[Flow, Any]:
+    """The network with its first weights and this rank's pipeline, which is planned once in a process."""
+    key = rows, microbatches, tuple(sizes.items())
+    if key not in _pipelines:
+        model = flow(**sizes)
+        first = {name: t.clone() for name, t in model.state_dict().items()}
+        pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], plans=plans, budget=budget)
+        _pipelines[key] = model, first, pipe
+    model, first, pipe = _pipelines[key]
+    model.load_state_dict(first)
+    model.zero_grad()
+    return model, pipe
+
+
 def in_one_process(
     model: Flow, x: torch.Tensor, y: torch.Tensor, microbatches: int, step: int = 0
 ) -> list[float]:
@@ -112,9 +131,8 @@ def run_flow(
     rank: int, rows: int, microbatches: int, sizes: dict[str, Any], steps: int = 1, **asked: Any
 ) -> dict[str, Any]:
     """Steps on this rank: how far its last gradients are from one process's, and the first step's peak."""
-    model, x, y = flow(**sizes), *data(rows)
-    plain = copy.deepcopy(model)
-    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    model, pipe = planned_once(rank, rows, microbatches, sizes, **asked)
+    (x, y), plain = data(rows), copy.deepcopy(model)
     (stage,) = stages = pipe.stages()
     schedule = pipe.schedule(stages, loss)
     losses: list[torch.Tensor] = []
@@ -150,9 +168,8 @@ def train_flow(
     rank: int, rows: int, microbatches: int, steps: int, rate: float, every: int | None = None, **asked: Any
 ) -> dict[str, Any]:
     """A training on this rank: how far its weights are from one process's, and the drift of what is recovered."""
-    model, x, y = flow(), *data(rows)
-    plain = copy.deepcopy(model)
-    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    model, pipe = planned_once(rank, rows, microbatches, {}, **asked)
+    (x, y), plain = data(rows), copy.deepcopy(model)
     (stage,) = stages = pipe.stages()
     mine = dict(stage.submod.named_parameters())
     own = torch.optim.SGD(mine.values(), rate, momentum=0.9)
@@ -176,8 +193,7 @@ def train_flow(
 
 def end(rank: int, rows: int, microbatches: int, **asked: Any) -> str:
     """Rank 2 ends in the middle of a step."""
-    model, x, y = flow(), *data(rows)
-    pipe = planned(model, rows, microbatches=microbatches, ranks=[rank], **asked)
+    (_, pipe), (x, y) = planned_once(rank, rows, microbatches, {}, **asked), data(rows)
     (stage,) = stages = pipe.stages()
     if rank == 2:
         stage.backward = lambda *_: os._exit(1)

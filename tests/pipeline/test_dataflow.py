@@ -43,18 +43,6 @@ def test_gradients_are_those_of_one_process_and_peaks_as_promised(
     assert found[-1]["losses"]
 
 
-def test_dropout_frozen_and_ordinary_stages_for_three_steps(workers: Workers) -> None:
-    found = run(workers, couplings.run_flow, 8, plans(**MIXED), sizes=MIXED, steps=3)
-    for rank, one in enumerate(found):
-        assert one["missing"] == [], f"rank {rank}"
-        assert max(one["wrong"], default=0.0) <= 2e-6, f"rank {rank}"
-        assert one["peak"] <= one["promise"], f"rank {rank}"
-    assert found[1]["wrong"] == []  # nothing in it is trained
-    message = 2 * EACH * 16 * 4
-    assert [one["kept"] for one in found[:-1]] == [0, 0, message]  # what cannot be inverted keeps its input
-    assert found[-1]["losses"]
-
-
 def test_fifty_steps_of_training(workers: Workers, plain_plans: dict[str, Any]) -> None:
     found = run(workers, couplings.train_flow, 4, plain_plans, steps=50, rate=0.01)
     assert max(one["wrong"] for one in found) <= 1e-4
@@ -65,6 +53,18 @@ def test_fifty_steps_of_training(workers: Workers, plain_plans: dict[str, Any]) 
 def test_updates_once_a_step_are_those_of_one_process(workers: Workers, plain_plans: dict[str, Any]) -> None:
     found = run(workers, couplings.train_flow, 4, plain_plans, steps=3, rate=0.05, every=4)
     assert max(one["wrong"] for one in found) <= 1e-5
+
+
+def test_dropout_frozen_and_ordinary_stages_for_three_steps(workers: Workers) -> None:
+    found = run(workers, couplings.run_flow, 8, plans(**MIXED), sizes=MIXED, steps=3)
+    for rank, one in enumerate(found):
+        assert one["missing"] == [], f"rank {rank}"
+        assert max(one["wrong"], default=0.0) <= 2e-6, f"rank {rank}"
+        assert one["peak"] <= one["promise"], f"rank {rank}"
+    assert found[1]["wrong"] == []  # nothing in it is trained
+    message = 2 * EACH * 16 * 4
+    assert [one["kept"] for one in found[:-1]] == [0, 0, message]  # what cannot be inverted keeps its input
+    assert found[-1]["losses"]
 
 
 def test_updates_in_the_middle_of_a_step_make_recovered_inputs_drift(

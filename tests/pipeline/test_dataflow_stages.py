@@ -1,0 +1,96 @@
+"""A compiled dataflow stage by itself, in one process: what crosses, what it recovers, its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import couplings
+import pytest
+import torch
+
+from rematplan.ir import ProblemError, UsageError
+from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
+from rematplan.runtime.pipeline.dataflow_stage import StageHooks, distance, sample
+from rematplan.runtime.pipeline.stage_modules import stage_modules
+
+GROUP: Any = None
+
+
+@pytest.fixture(scope="module")
+def part() -> DataflowPart:
+    stage = stage_modules(couplings.flow(), couplings.data(8)[:1], {}, couplings.CUTS)[1]
+    planner = StepPlanner(PlanOptions(budget="min", costs="roofline"))
+    return dataflow_part(stage, planner, StagePlan(1, 0, 0, 0), 1, 4)
+
+
+def test_nothing_crosses_where_the_plan_keeps_nothing(part: DataflowPart) -> None:
+    least = dataflow_plans(part.problem)
+    assert {part.problem.measured(plan).kept_bytes for plan in least} == {0}
+    for plan in least:
+        check_crossing(compile_stage(part.step, plan.schedule, last=False))
+
+
+def test_what_crosses_is_named(part: DataflowPart) -> None:
+    plan = no_recompute(part.problem.graph)
+    assert part.problem.measured(plan).kept_bytes > 0
+    code = compile_stage(part.step, plan.schedule, last=False)
+    with pytest.raises(ProblemError, match="kept from a stage's forward to its backward") as refused:
+        check_crossing(code)
+    assert code.crossing[0] in str(refused.value)
+
+
+def passed(part: DataflowPart, lost: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """What a stage sends on and back for one micro-batch, and its gradients. ``lost``: the outputs are not returned."""
+    stage = part.of_engine(dataflow_plans(part.problem)[-1], GROUP)
+    on: list[Any] = []
+    back: list[Any] = []
+    hooks = StageHooks(
+        stage,
+        (0, 0, 0),
+        lambda t: on.extend(x.clone() for x in t),
+        lambda t: back.extend(x.clone() for x in t),
+    )
+    torch.manual_seed(1)
+    inputs, gradients = ([torch.randn(8, 16) for _ in range(2)] for _ in range(2))
+    stage.submod.zero_grad()
+    stage.forward(0, hooks, [t.clone() for t in inputs])
+    returned = [torch.zeros_like(t) if lost else t.clone() for t in on]
+    stage.backward(0, hooks, (), [*returned, *(g.clone() for g in gradients)])
+    found = {n: p.grad.clone() for n, p in stage.submod.named_parameters()}
+    stage.submod.zero_grad()
+    given = [t.clone().requires_grad_() for t in inputs]
+    outputs = stage.submod(*given)
+    torch.autograd.backward(outputs, gradients)
+    assert all(map(torch.equal, on, outputs))
+    wanted = [*inputs, *(t.grad for t in given)]
+    return back, wanted, {n: (g, dict(stage.submod.named_parameters())[n].grad) for n, g in found.items()}
+
+
+def test_a_stage_recovers_its_input_and_has_autograds_gradients(part: DataflowPart) -> None:
+    back, wanted, gradients = passed(part)
+    assert all(couplings.distance(one, other) < 1e-6 for one, other in zip(back, wanted, strict=True))
+    assert all(couplings.distance(one, other) < 1e-6 for one, other in gradients.values())
+
+
+def test_without_the_returned_output_nothing_is_right(part: DataflowPart) -> None:
+    back, wanted, gradients = passed(part, lost=True)
+    assert couplings.distance(back[0], wanted[0]) > 0.1
+    assert max(couplings.distance(one, other) for one, other in gradients.values()) > 0.01
+
+
+def test_a_dataflow_stage_cannot_be_wrapped(part: DataflowPart) -> None:
+    with pytest.raises(UsageError, match="without autograd and cannot be wrapped"):
+        dataflow_stages(part, dataflow_plans(part.problem)[0], None, wrapped=True)
+
+
+def test_samples_tell_how_far_tensors_are_apart() -> None:
+    x = torch.randn(4, 100)
+    assert distance(sample([x]), sample([x])) == 0.0
+    assert distance(sample([1.1 * x]), sample([x])) == pytest.approx(0.1, rel=1e-4)
+    assert len(sample([x, torch.arange(3)])) == 1  # whole numbers are only moved
