@@ -40,7 +40,7 @@ def test_what_crosses_is_named(part: DataflowPart) -> None:
     plan = no_recompute(part.problem.graph)
     assert part.problem.measured(plan).kept_bytes > 0
     code = compile_stage(part.step, plan.schedule, last=False)
-    with pytest.raises(ProblemError, match="kept from a stage's forward to its backward") as refused:
+    with pytest.raises(ProblemError, match="kept from a stage's forward") as refused:
         check_crossing(code)
     assert code.crossing[0] in str(refused.value)
 
@@ -85,7 +85,7 @@ def test_without_the_returned_output_nothing_is_right(part: DataflowPart) -> Non
 
 
 def test_a_dataflow_stage_cannot_be_wrapped(part: DataflowPart) -> None:
-    with pytest.raises(UsageError, match="without autograd and cannot be wrapped"):
+    with pytest.raises(UsageError, match="cannot be wrapped"):
         dataflow_stages(part, dataflow_plans(part.problem)[0], None, wrapped=True)
 
 
