@@ -210,7 +210,7 @@ def _traced(
     with (
         ExitStack() as stack,
         warnings.catch_warnings(),
-        native_kernels(),
+        native_kernels(symbols is not None),
         without_checkpoints(),
         quiet(),
         torch.enable_grad(),

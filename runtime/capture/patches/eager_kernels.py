@@ -29,6 +29,7 @@ from rematplan.runtime.graph.compat import (
     get_cudnn_enabled,
     set_cudnn_enabled,
 )
+from rematplan.runtime.symbols.expressions import NotSymbolic
 
 ATEN = torch.ops.aten
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -161,8 +162,31 @@ def _ctc_loss(
     return (losses / lengths.clamp_min(1)).mean()
 
 
+def _resizing_of(op: OpOverload) -> Callable[..., Any]:
+    """Return what eager mode does for ``op``, the overload of an interpolation that takes sizes or factors. Its C++
+    kernel refuses sizes that are open.
+
+    A factor must be a whole number, since the size times any other factor rounds.
+    """
+    kernel = getattr(ATEN, op._opname).default
+
+    def resizing(
+        x: torch.Tensor, output_size: Sequence[int] | None, *options: Any, **named: Any
+    ) -> torch.Tensor:
+        *flags, factors = *options, *named.values()
+        if output_size is None:
+            if any(factor != int(factor) for factor in factors):
+                raise NotSymbolic("it interpolates by a factor that is no whole number")
+            output_size = [size * int(factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+        scales = factors if factors is not None else [None] * len(output_size)
+        resized: torch.Tensor = kernel(x, output_size, *flags, *scales)
+        return resized
+
+    return resizing
+
+
 @contextmanager
-def native_kernels() -> Iterator[None]:
+def native_kernels(open_sizes: bool = False) -> Iterator[None]:
     """Make a trace in the block record the ops that eager mode runs, where PyTorch would decompose or replace
     them only under tracing."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
@@ -180,6 +204,8 @@ def native_kernels() -> Iterator[None]:
     kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
+    if open_sizes:
+        kernels |= {(op, COMPOSITE): _resizing_of(op) for op in _overloads() if op._overloadname == "vec"}
     flatten = nn.RNNBase.flatten_parameters
     thread = get_ident()  # all threads see the replaced method
 

@@ -105,6 +105,12 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: Of(lambda m, x, k: (x * m.w).masked_fill(k[..., None], 0.0) if k.any() else x * m.w),
         masked,
     ),
+    "enlarged": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2.0), nn.Conv2d(4, 2, 3)
+        ),
+        pictures,
+    ),
     "all pairs": (lambda: Of(lambda m, x: (x @ x.transpose(-1, -2)).softmax(-1) @ (x * m.w)), sequence),
     "padded": (lambda: Of(lambda m, x: F.pad(x * m.w, (0, 0, 0, -x.shape[1] % 4)).sum(1)), sequence),
     "a branch": (
