@@ -15,6 +15,7 @@ from rematplan.cli.source import load
 from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.family.range_proof import RangeRow
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.store_all import no_recompute
@@ -77,10 +78,10 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
     assert isinstance(auto, Auto)
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     problems, notes = _problems(args, out)
-    plans = []
+    plans, store = [], PlanStore()  # a plan for one budget may be the best at some sizes for another
     for budget in budgets:
         with out.progress(f"planning {_title(problems)} within {budget.text}") as progress:
-            plans.append(plan_range(problems, _bytes(budget, problems, auto), auto, progress))
+            plans.append(plan_range(problems, _bytes(budget, problems, auto), auto, progress, store))
     out.show(*notes, *(range_table(_title(problems), plan) for plan in plans))
     if args.csv:
         write_whole(args.csv, _csv(plans))
