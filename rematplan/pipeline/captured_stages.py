@@ -107,10 +107,10 @@ def captured_stage(
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
-    """The step of a stage, as captured.
+    """Capture the step of a stage.
 
     Raises:
-        ModelError: it cannot be captured.
+        ModelError: the stage cannot be captured.
     """
     try:
         _prepared(stage, _Recorder())

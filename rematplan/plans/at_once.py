@@ -1,4 +1,4 @@
-"""Plans that need no search, for a training that begins at once and has its plan improved later."""
+"""The plan with which training starts: one that needs no search, and that is refined later."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rematplan.planner.strategies.store_all import no_recompute
 LOG = logging.getLogger("rematplan")
 
 SECONDS = 2.0
-"""For Chen's plans, as soon as one of them fits."""
+"""Seconds for Chen's plans, once one of them fits."""
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
-    """Return a plan within ``budget`` bytes that is found without a search; None if none is known.
+    """Return a plan within ``budget`` bytes that needs no search; None if there is none.
 
-    A plan that recomputes nothing if it fits, since no plan takes less time. Else the best of the store's plans of
-    the same ops, perhaps in other sizes: the plan for one batch size is good for another. Else, if the planner's loops
-    are not compiled yet, the best of Chen's plans.
+    It is the plan that recomputes nothing, if that fits, since no plan takes less time. Otherwise it is the best of
+    the store's plans for the same ops, perhaps of other sizes: a plan for one batch size is good for another.
+    Otherwise, if the planner's loops are not compiled yet, it is the best of Chen's plans.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)
@@ -43,7 +43,7 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
 
 
 def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
-    """The plan with the bound that every needed op runs once."""
+    """Return the plan with a lower bound: every needed op runs at least once."""
     if not graph.base_cost:
         return plan
     needed = must_run(graph)

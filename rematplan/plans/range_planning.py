@@ -120,7 +120,7 @@ class _RangeSearch:
             sizes.sort(key=lambda size: self.amounts[size].total, reverse=True)
 
     def result(self) -> RangePlan:
-        """What the plans that are known offer at each size."""
+        """Return which known plans fit at each size."""
         problems, rows = self.problems, tuple(self.row(size) for size in self.problems.sizes)
         unfit = [row.size for row in rows if not row.fits]
         return RangePlan(
@@ -132,11 +132,11 @@ class _RangeSearch:
         )
 
     def row(self, size: int) -> RangeRow[int]:
-        """What the plans that are known offer at a size."""
+        """Return the best known plan at a size."""
         return range_row(self.families[self.structure[size]], self.amounts[size], size, self.budget)
 
     def is_impossible(self, size: int) -> bool:
-        """Whether no plan whatever fits at a size."""
+        """Return whether it is proven that no plan fits at a size."""
         return min_peak_bound(self.problems.problem(size)).bytes > self.budget
 
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
@@ -202,6 +202,8 @@ class _RangeSearch:
 
 
 def _spread(count: int) -> list[int]:
-    """The numbers below ``count``, so that each part of the list is spread evenly: by their bits in reverse."""
+    """Return the numbers below ``count``, ordered by their reversed bits, so that each part of the list is spread
+    evenly.
+    """
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))

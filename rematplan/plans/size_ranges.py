@@ -75,8 +75,10 @@ def show_sizes(sizes: Sequence[int]) -> str:
 
 
 def _samples(sizes: Sequence[int]) -> list[int]:
-    """The sizes that are captured first: all of a few; else the ends, their neighbours and three between, even and
-    odd."""
+    """Return the sizes to capture first.
+
+    If there are few, these are all; otherwise the ends, their neighbours and three between, both even and odd.
+    """
     if len(sizes) <= EACH:
         return list(sizes)
     last = len(sizes) - 1
@@ -86,7 +88,7 @@ def _samples(sizes: Sequence[int]) -> list[int]:
 
 
 def _spans(captured: dict[int, TrainingGraph]) -> list[Between]:
-    """What is known between neighbouring captured sizes of equal ops."""
+    """Return the computable problems between neighbouring captured sizes with the same ops."""
     found = []
     for _, rows in groupby(sorted(captured.items()), key=lambda row: row[1].fingerprint):
         if span := between(dict(rows)):

@@ -81,7 +81,7 @@ class SizedCosts:
 
 
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
-    """The cost of a call between two measured sizes; None if it has to be measured."""
+    """Return the cost of a call between two measured sizes; None if it must be measured."""
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:
         return None
@@ -99,7 +99,9 @@ def _between(known: list[_Measured], traffic: int) -> CallCost | None:
 
 
 def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
-    """Whether a call has no workspace, no result in a larger storage than tracing shows, and only one kernel."""
+    """Return whether a call has no workspace, no result in a larger storage than traced, and only one possible
+    kernel.
+    """
     name = str(call.target)
     nominal = [step.values[r].fake.untyped_storage().nbytes() if r else 0 for r in call.results]
     return (
@@ -111,7 +113,7 @@ def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
 
 
 def _kind(step: CapturedStep, call: Call) -> str:
-    """All of a call on which its kernel depends, except sizes."""
+    """Return everything about a call on which its kernel depends, except sizes."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -132,7 +134,7 @@ def _without_sizes(given: Any) -> Any:
 
 
 def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:
-    """The smallest, the largest and the latest sizes."""
+    """Return the measurements to keep: those of the smallest, the largest and the latest sizes."""
     if len(known) <= SIZES:
         return known
     totals = [sum(m.traffic for m in size) for size in known]

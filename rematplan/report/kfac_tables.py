@@ -32,7 +32,7 @@ def breakdown_table(title: str, pairs: Pairs) -> Table:
 
 
 def memory_table(title: str, pairs: Pairs, peaks: tuple[int, int]) -> Table:
-    """Bytes of the optimizer's state, and with the peak of the step, of the device that has most."""
+    """Return a table of the optimizer's state, alone and with the step's peak, in bytes of the device with most."""
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in ("devices", "SGD state", "K-FAC state", "SGD in all", "K-FAC in all"):
         table.add_column(column, justify="right")

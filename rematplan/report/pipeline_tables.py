@@ -31,12 +31,12 @@ COLUMNS = (
 
 
 def transient(stage: StagePlan) -> int:
-    """The most bytes that one of a stage's actions has for its micro-batch."""
+    """Return the most bytes that any action of a stage needs for its micro-batch."""
     return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
 
 
 def ranks_table(plan: PlannedPipeline) -> Table:
-    """A row a rank: what it holds, and the time that recomputation takes."""
+    """Return a table with one row per rank: its memory, and the time of recomputation."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, column in enumerate(COLUMNS):
@@ -81,7 +81,7 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
 
 
 def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
-    """What each rank promised and measured."""
+    """Return a table of the promised and the measured peak of each rank."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in (

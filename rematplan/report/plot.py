@@ -73,11 +73,18 @@ def trade_off_png(
     measured: Sequence[MeasuredPoint] = (),
     floors: Floors = Floors(),
 ) -> bytes:
-    """A PNG of overhead against peak: one staircase per strategy, because a plan serves every budget from its peak up.
+    """Return a PNG of overhead against peak.
 
-    ``auto`` is drawn on top, the region that no schedule can reach is shaded. Where one small budget would flatten all
-    else, the vertical axis is cut and a small panel shows the whole range. ``curves``: by strategy, plans in any order.
-    ``base``: the no-recompute plan. ``floors``: what is proven of every schedule.
+    Each strategy is a staircase, because a plan serves every budget from its peak upwards. ``auto`` is drawn on top.
+    The region that no schedule can reach is shaded. If one small budget would flatten all other plans, the vertical
+    axis is cut, and a small panel shows the whole range.
+
+    Args:
+        title: the picture's title.
+        curves: plans by strategy, in any order.
+        base: the plan without recomputation.
+        measured: plans that were run.
+        floors: proven lower bounds for all schedules.
     """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -228,7 +235,7 @@ class _Picture:
             )
 
     def summary(self) -> str:
-        """The figures that a reader wants to know, as lines."""
+        """Return the figures to print next to the picture, as lines of text."""
         base = self.base.estimate.peak
         lines = [f"no recompute: {show_bytes(base)}"]
         least = min(self.plans, key=lambda p: (p.estimate.peak, p.estimate.cost), default=self.base)
@@ -245,7 +252,10 @@ class _Picture:
 
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
-    """The proven floor as (budget, percent), by rising budget: a floor holds for smaller budgets too."""
+    """Return the proven lower bound as pairs (budget, percent), by rising budget.
+
+    A bound also holds for smaller budgets.
+    """
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
     highest = 0.0
@@ -257,7 +267,7 @@ def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[flo
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
-    """The same axis above, in percent of the no-recompute peak."""
+    """Add an axis at the top, in percent of the no-recompute peak."""
 
     def to_share(x: Any) -> Any:  # numbers or arrays
         return x / one_percent
@@ -269,7 +279,7 @@ def _add_share_axis(axes: Axes, one_percent: float) -> None:
 
 
 def unit_of(n: int) -> tuple[str, int]:
-    """The unit in which a number of bytes is shown, and its size."""
+    """Return the unit in which to show a number of bytes, and the unit's size in bytes."""
     return next(
         (unit, size)
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
