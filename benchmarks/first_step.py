@@ -72,7 +72,10 @@ class Times(logging.Handler):
 
 
 def timed(step: Callable[[], None], began: float, go_on: Callable[[int, float], bool]) -> list[float]:
-    """The ends of steps, in seconds since ``began``, while the number of steps and these seconds let it go on."""
+    """Run steps while ``go_on`` allows it, and return their ends in seconds since ``began``.
+
+    ``go_on``: called with the number of steps and the end of the last one.
+    """
     ends: list[float] = []
     while not ends or go_on(len(ends), ends[-1]):
         step()
