@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import Op, ProblemError, TrainingGraph
 from rematplan.planner.core.plan import plan_from_runs
-from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.schedule import Run, runs_of
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
 from rematplan.planner.family import plan_family as module
@@ -105,6 +105,25 @@ def test_a_member_is_at_other_sizes_what_the_simulator_says(problems, seed, larg
             assert cost == pytest.approx(plan.estimate.cost, rel=1e-12)
             again = member_of(other, plan.schedule, "x")
             assert np.array_equal(again.steps, member.steps)
+
+
+@PROFILE
+@given(seed=st.integers(0, 10**9))
+def test_a_result_that_is_written_again_while_it_is_there_takes_no_more_bytes(problems, seed):
+    rng = Random(seed)
+    graph = problems.scrambled(rng, rng.randint(1, 20))
+    steps = list(no_recompute(graph).schedule)
+    for at in sorted((k for k, step in enumerate(steps) if isinstance(step, Run)), reverse=True):
+        if rng.random() < 0.5:
+            steps.insert(at, steps[at])  # the op runs twice, and nothing is freed between
+    family = PlanFamily(graph)
+    family.add(graph, replace(no_recompute(graph), schedule=tuple(steps)))
+    other = of_other_sizes(graph, rng)
+    peaks = family.evaluate(amounts_of(other)).peaks
+    for member, peak in zip(family.members, peaks, strict=True):
+        plan = family.plan(other, member)
+        assert plan.estimate == simulate(other, plan.schedule)
+        assert peak == plan.estimate.peak
 
 
 @PROFILE
