@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import rematplan
 from rematplan.models.coupling import Coupling
@@ -189,6 +190,28 @@ def train_flow(
     ours, one = (torch.cat([t[n].detach().flatten() for n in mine]) for t in (mine, others))
     wrong = distance(ours, one)
     return {"wrong": wrong, "drift": schedule.drift, "losses": [v.item() for v in losses]}
+
+
+def run_data_parallel(rank: int, microbatches: int) -> list[float]:
+    """Two dataflows of two ranks whose gradients are averaged; how far these are from one process's."""
+    del rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    copy_, at = mesh["data"].get_local_rank(), mesh["pipeline"].get_local_rank()
+    model, batches = flow(), data(16 * microbatches)
+    plain = copy.deepcopy(model)
+    x, y = (t.chunk(2)[copy_] for t in batches)
+    asked = {"stages": 2, "cuts": ("blocks.4",), "budget": "1GiB", "ranks": [at]}
+    pipe = planned(model, len(x), microbatches=microbatches, **asked)
+    (stage,) = stages = pipe.stages(mesh["pipeline"])
+    pipe.schedule(stages, loss).step(
+        *((x,) if stage.is_first else ()), **({"target": y} if stage.is_last else {})
+    )
+    for p in stage.submod.parameters():
+        distributed.all_reduce(p.grad, group=mesh["data"].get_group())
+        p.grad.div_(2)
+    in_one_process(plain, *batches, 2 * microbatches)
+    theirs = dict(plain.named_parameters())
+    return [distance(p.grad, theirs[n].grad) for n, p in stage.submod.named_parameters()]
 
 
 def end(rank: int, rows: int, microbatches: int, **asked: Any) -> str:

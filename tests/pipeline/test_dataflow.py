@@ -67,6 +67,11 @@ def test_dropout_frozen_and_ordinary_stages_for_three_steps(workers: Workers) ->
     assert found[-1]["losses"]
 
 
+def test_dataflows_side_by_side_share_their_gradients(workers: Workers) -> None:
+    found = workers.run(couplings.run_data_parallel, microbatches=3)
+    assert all(len(wrong) > 10 and max(wrong) <= 2e-6 for wrong in found)
+
+
 def test_updates_in_the_middle_of_a_step_make_recovered_inputs_drift(
     workers: Workers, plain_plans: dict[str, Any]
 ) -> None:

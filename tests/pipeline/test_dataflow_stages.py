@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import couplings
@@ -16,6 +17,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
+from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.dataflow_stage import StageHooks, distance, sample
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
@@ -94,3 +96,18 @@ def test_samples_tell_how_far_tensors_are_apart() -> None:
     assert distance(sample([x]), sample([x])) == 0.0
     assert distance(sample([1.1 * x]), sample([x])) == pytest.approx(0.1, rel=1e-4)
     assert len(sample([x, torch.arange(3)])) == 1  # whole numbers are only moved
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.zeros(15, 5), 0.5), r"argument 0 is \(15, 5\)"),
+        ((torch.zeros(32, 5), 0.5), r"planned for a batch of \(16, 5\)"),
+        ((torch.zeros(16, 5),), "planned for 2 arguments, not 1"),
+    ],
+)
+def test_another_batch_than_planned_for_is_refused(given: tuple[Any, ...], message: str) -> None:
+    planned = SimpleNamespace(args=(torch.empty(8, 5, device="meta"), 0.5), kwargs={})
+    first: Any = SimpleNamespace(is_first=True, stage=planned)
+    with pytest.raises(UsageError, match=message):
+        DataflowSchedule(first, [], 2, 1, couplings.loss).step(*given)
