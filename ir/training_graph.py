@@ -179,7 +179,7 @@ def _check_order(graph: TrainingGraph) -> set[str]:
         for t in op.reads:
             if t not in written:
                 why = (
-                    f"only {later[t]!r} writes, which stands later (a cycle?)"
+                    f"only {later[t]!r} writes, which is the same or a later op (is there a cycle?)"
                     if t in later
                     else "nothing writes"
                 )

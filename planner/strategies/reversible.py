@@ -34,7 +34,7 @@ class Reversible(FamilyStrategy):
     shares: int = 8
 
     name: ClassVar[str] = "reversible"
-    summary: ClassVar[str] = "keep nothing that an inverse brings back (Gomez et al. 2017)"
+    summary: ClassVar[str] = "keep no tensor that an inverse recovers (Gomez et al. 2017)"
 
     def __post_init__(self) -> None:
         if self.shares < 1:
@@ -46,7 +46,7 @@ class Reversible(FamilyStrategy):
         found = recoveries(graph) if graph.has_phases else {}
         order = sorted(found, key=lambda t: graph.producer[t])
         for k in range(self.shares + 1):
-            progress(k / (self.shares + 1), f"{len(order)} tensors can be brought back")
+            progress(k / (self.shares + 1), f"{len(order)} tensors can be recovered")
             few = {t: found[t] for t in order[: -(-len(order) * k // self.shares)]}
             yield plan_from_runs(graph, _Sequence(graph, few).runs(), self.name)
             if not order:

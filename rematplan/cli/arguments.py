@@ -79,7 +79,7 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
     first, last = positive(low), positive(high)
     if last - first >= MOST_SIZES or last <= first:
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no range of 2 to {MOST_SIZES} sizes, such as batch=1..64"
+            f"{text[:40]!r} is not a range of 2 to {MOST_SIZES} sizes, such as batch=1..64"
         )
     return name, range(first, last + 1)
 

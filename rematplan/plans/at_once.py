@@ -32,12 +32,12 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
     if found is None and not kernels_are_ready():
         found = uncompiled_plan(graph, budget, SECONDS)
         LOG.info(
-            "%s: the planner's loops are not compiled on this machine yet, which takes about a minute (rematplan warm "
-            "does it ahead); %s",
+            "%s: the planner's loops are not compiled on this machine yet, which takes about a minute (run rematplan "
+            "warm in advance to avoid it); %s",
             graph.name,
-            "no plan that is made without them fits the budget, so the first step waits"
+            "no plan that can be made without them fits the budget, so the first step waits"
             if found is None
-            else f"training begins with a plan of {found.strategy}, and they are compiled in another process",
+            else f"training starts with a plan of {found.strategy} while another process compiles them",
         )
     return None if found is None else replace(found, budget=budget)
 

@@ -69,8 +69,8 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
         "makespan": show_seconds(line.makespan / 1e6),
         "bubble": f"{100 * line.bubble:.2f} %; {100 * plan.ideal_bubble:.2f} % for equal stages and links that take no "
         f"time: {formula.text}",
-        "slowest stage": f"{slowest}, {show_seconds(plan.times[slowest].total / 1e6)} a micro-batch",
-        "its proven floor": f"{show_seconds(plan.floor / 1e6)}, whatever the cuts and the plans",
+        "slowest stage": f"{slowest}, {show_seconds(plan.times[slowest].total / 1e6)} per micro-batch",
+        "its proven floor": f"{show_seconds(plan.floor / 1e6)} for any cuts and plans",
         "messages": ", ".join(
             f"{show_bytes(one.sends)} on and {show_bytes(two.returns)} back"
             for one, two in zip(plan.times, plan.times[1:], strict=False)

@@ -62,7 +62,7 @@ def show_lanes(plan: Plan) -> str:
     assert plan.lanes is not None
     share = 100 * saved(plan, plan.estimate.cost)
     return (
-        f"at most {show_bytes(plan.lanes.peak)} ({plan.lanes.peak} bytes) whatever the timing; "
+        f"at most {show_bytes(plan.lanes.peak)} ({plan.lanes.peak} bytes) at any speed of the lanes; "
         f"{abs(share):.1f} % {'less' if share >= 0 else 'more'} time predicted than on one, "
         f"each lane at {plan.lanes.speed:.2f} of its speed while both run"
     )

@@ -199,9 +199,15 @@ REFUSED = {
     "cost a text": (put("ops", 0, "cost", "1"), "op 'f': cost is '1'"),
     "phase unknown": (put("ops", 0, "phase", "sideways"), "op 'f': phase is 'sideways'"),
     "phase a list": (put("ops", 0, "phase", []), "op 'f': phase is \\[\\]"),
-    "cycle": (put("ops", 0, "reads", ["y"]), "op 'f' reads 'y', which only 'g' writes, which stands later"),
+    "cycle": (
+        put("ops", 0, "reads", ["y"]),
+        "op 'f' reads 'y', which only 'g' writes, which is the same or a later op",
+    ),
     "self-cycle": (put("ops", 0, "reads", ["h"]), "op 'f' reads 'h', which only 'f' writes"),
-    "order": (lambda d: d["ops"].reverse(), "op 'b' reads 'h', which only 'f' writes, which stands later"),
+    "order": (
+        lambda d: d["ops"].reverse(),
+        "op 'b' reads 'h', which only 'f' writes, which is the same or a later op",
+    ),
     "nothing writes": (put("inputs", ["x"]), "op 'f' reads 'w', which nothing writes"),
     "double write": (put("ops", 1, "writes", ["h"]), "tensor 'h' is written twice, by 'f' and by 'g'"),
     "double write in an op": (put("ops", 1, "writes", ["y", "y"]), "op 'g' writes a tensor twice"),
