@@ -42,13 +42,15 @@ class Refining:
     `accumulation.Refinement`.
 
     ``finish``: returns the step's plan for a schedule that was found; None if that would exceed the budget.
-    ``store``: every plan that is found is stored in it. ``seconds``: the duration of the search so far.
+    ``store``: every plan that is found is stored in it. ``seconds``: the duration of the search so far. ``floor``: the
+    best lower bound of the overhead of any plan that it has proved.
     """
 
     wanted: Wanted
     finish: Callable[[Plan], StepPlan | None]
     store: PlanStore
     seconds: float = 0.0
+    floor: float | None = None
     _found: tuple[StepPlan, Any] | None = None
     _best: float = field(init=False)
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -76,6 +78,8 @@ class Refining:
                 self._take_in(plan, compiled)
             if ended:
                 self._ended.set()
+                text = "the search for better plans of %s for %s ended after %.1f s"
+                LOG.info(text, wanted.problem.name, wanted.shapes, self.seconds)
 
         starts = [wanted.plan, *wanted.starts]
         if not shared().submit(wanted.problem, wanted.budget, wanted.strategy, wanted.options, starts, heard):
@@ -83,6 +87,8 @@ class Refining:
 
     def _take_in(self, plan: Plan, compiled: Callable[[StepPlan], Any]) -> None:
         self.store.put(self.wanted.problem, self.wanted.budget, plan)
+        if plan.lower_bound is not None:
+            self.floor = plan.lower_bound if self.floor is None else max(self.floor, plan.lower_bound)
         if plan.estimate.cost >= self._best:
             return
         found = self.finish(plan)

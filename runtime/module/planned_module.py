@@ -208,7 +208,7 @@ class Planning:
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
             plans=len(entries),
-            gaps=tuple(entry.plan.gap for entry in entries),
+            gaps=tuple(entry.running.shown.gap for entry in entries),
             searching=sum(r.working for r in later),
             seconds=sum(r.seconds for r in later),
             swaps=sum(entry.running.swaps for entry in entries),

@@ -31,9 +31,14 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan, with a status that says whether a better one is being searched for."""
-        searching = self.refinement is not None and self.refinement.working
-        return replace(self.plan, status="refining") if searching else self.plan
+        """The plan with the best known lower bound, and a status that says whether a better plan is being
+        searched for."""
+        plan, search = self.plan, self.refinement
+        if search is None:
+            return plan
+        floors = [floor for floor in (plan.lower_bound, search.floor) if floor is not None]
+        bound = min(max(floors), plan.estimate.overhead) if floors else None
+        return replace(plan, lower_bound=bound, status="refining" if search.working else plan.status)
 
     @property
     def improved(self) -> bool:

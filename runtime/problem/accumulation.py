@@ -51,6 +51,10 @@ class Refinement(Protocol):
     def seconds(self) -> float:
         """The duration of the search in seconds, as last reported."""
 
+    @property
+    def floor(self) -> float | None:
+        """The best lower bound of the overhead of any plan that the search has proved."""
+
 
 @dataclass(frozen=True)
 class StepPlan:

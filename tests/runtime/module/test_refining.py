@@ -101,6 +101,18 @@ def test_no_worse_plan_is_taken(elsewhere: Elsewhere) -> None:
     assert swaps(model) == 1
 
 
+def test_a_bound_that_is_proved_later_is_shown(elsewhere: Elsewhere) -> None:
+    model = planned(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, (_, _, heard) = model.plan, elsewhere.searches[0]
+    for floor in (0.02, 0.01):
+        heard(replace(first, lower_bound=floor), False)
+        step(model, optimizer, 0)
+        assert model.plan.lower_bound == 0.02
+        assert rematplan.planning(model).stats().gaps == (first.estimate.overhead - 0.02,)
+    assert swaps(model) == 0
+
+
 def test_200_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(elsewhere: Elsewhere) -> None:
     draws = torch.Generator().manual_seed(7)
     model = planned(Network())
