@@ -3,8 +3,9 @@ the time of the whole loop against eager mode.
 
 Each network is planned for its largest size, at a share of that size's peak, and then trained on random sizes. Outputs
 and gradients of each step are compared with eager mode's bit by bit, in the same loop. The waiting time of a step is
-that of `prepare` for its batch. ``growth`` is what the process's resident memory gained from the middle of the loop
-to its end.
+that of `prepare` for its batch. Times are CPU seconds of this process (one thread), so that a busy machine does not
+count; the process that refines plans is not in them. ``grown`` is what the process's resident memory gained from the
+middle of the loop to its end.
 
 usage: python benchmarks/shapes.py [NAME ...] [--steps 100] [--budget 70%] [--seed 0]
 """
@@ -124,9 +125,9 @@ def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     call()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def _resident() -> int:
@@ -139,9 +140,9 @@ def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, remat
     torch.manual_seed(seed)
     model, result, sizes = case.make().train(), Result(), random.Random(seed)
     eager = copy.deepcopy(model)
-    began = time.perf_counter()
+    began = time.process_time()
     planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget)
-    result.first = time.perf_counter() - began
+    result.first = time.process_time() - began
     bytes_ = planned.plan.budget or planned.plan.peak
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     met, half = {case.largest}, 0
