@@ -69,10 +69,16 @@ class Pipeline:
         return {rank: plan.peak for rank, plan in self.ranks.items()}
 
     def modules(self, rank: int) -> tuple[nn.Module, ...]:
-        """Return the planned modules of a rank's stages. They share the model's parameters and buffers."""
-        mine = self.order.stage_of_rank[rank]
-        plans = self.ranks[rank].plans
-        parts = zip((self.parts[s] for s in mine), plans, strict=True)
+        """Return the planned modules of a rank's stages. They share the model's parameters and buffers.
+
+        Raises:
+            UsageError: the schedule is ``dataflow``, whose stages run without autograd.
+        """
+        if self.order.name in CHANNELS:
+            raise UsageError("stages of a dataflow run without autograd and are not modules; use stages()")
+        parts = zip(
+            (self.parts[s] for s in self.order.stage_of_rank[rank]), self.ranks[rank].plans, strict=True
+        )
         return tuple(part.planned(plan) for part, plan in parts if isinstance(part, CapturedStage))
 
     def stages(
