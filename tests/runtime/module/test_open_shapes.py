@@ -102,7 +102,7 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         sequence,
     ),
     "a decided mask": (
-        lambda: Of(lambda m, x, k: (x * m.w).masked_fill(k[..., None], 0.0) if k.any() else x * m.w),
+        lambda: Of(lambda m, x, k: (x * m.w).masked_fill(k[..., None], 0.0) if k.any() else (x * m.w).tanh()),
         masked,
     ),
     "enlarged": (
