@@ -138,5 +138,5 @@ def test_what_cannot_be_asked_is_refused(more: dict[str, Any], message: str) -> 
 
 def test_nothing_left_to_finish_is_said() -> None:
     planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, deferred=1, **ASKED)
-    with pytest.raises(UsageError, match="has left gradients"):
+    with pytest.raises(UsageError, match="waits for its weight gradients"):
         rematplan.finish_weights(planned)
