@@ -97,10 +97,10 @@ def plan_module(
         args: example positional arguments, as a tuple.
         kwargs: example keyword arguments.
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
-            keeps inputs, outputs and gradients whole and half of the rest of that peak; or ``min``, the smallest peak
-            that is found. A percentage becomes bytes here, for the peak of ``args``. These bytes hold for all later
-            plans and for copies and pickles of the module, so give the largest batch. ``min`` is determined for each
-            plan separately.
+            keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
+            that is found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
+            peak of ``args``. These bytes hold for all later plans and for copies and pickles of the module, so give
+            the largest batch. ``least`` and ``min`` are determined for each plan separately.
         strategy: the name of a strategy.
         time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another shape
             starts from the earlier plans, and has a quarter of the time if one of them fits.
@@ -119,7 +119,7 @@ def plan_module(
             For every size from 2 on, the other dimensions at their largest, it is proven here that a known plan fits.
             If none does, more is searched; what is still missing is an error that names the sizes, or a warning if
             ``on_infeasible`` states another reaction. (Nothing is proven with a saved plan, inverses, accumulation,
-            several micro-batches in flight or the budget ``min``.)
+            several micro-batches in flight or a budget ``min`` or ``least``.)
         max_plans: the number of plans that are kept. When there are more, those that were not used for longest are
             dropped; they are made again when they are needed.
         inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
@@ -152,8 +152,8 @@ def plan_module(
         refine: start training with a plan that is found in about two seconds, while another process, at low priority,
             searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
             after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
-            It is off with inverses, a saved plan, a second lane, the budget ``min``, and strategies other than
-            ``auto``.
+            It is off with inverses, a saved plan, a second lane, a budget ``min`` or ``least``, and strategies other
+            than ``auto``.
         gap: end a search when the plan's overhead is proven to be above the optimum's by no more than this, a share
             of the step's time.
         deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search

@@ -74,4 +74,7 @@ def smallest_peak(
         plan = strategy.plan(marked, budget, progress, known)
     except (InfeasibleBudget, KeyboardInterrupt):
         plan = least
-    return replace(plan, budget=budget if slack else plan.estimate.peak)
+    # A strategy need not return the best plan that it starts from.
+    fitting = [p for p in (plan, *((least,) if keep_order else known)) if p.estimate.peak <= budget]
+    best = min(fitting, key=lambda p: p.estimate.cost)
+    return replace(best, budget=budget if slack else best.estimate.peak, lower_bound=plan.lower_bound)

@@ -44,6 +44,7 @@ STARTS = 12
 SEARCHES_KEPT = 64
 """The number of searches of one problem that a file notes: the latest."""
 
+REFUSED = "refused"
 Key: TypeAlias = tuple[object, ...]
 
 
@@ -68,14 +69,14 @@ class PlanStore:
         """Whether the store has a plan."""
         return bool(self._made)
 
-    def get(self, problem: TrainingGraph, budget: int | None) -> Plan | None:
+    def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
         """Return the plan that was stored for this problem and budget.
 
         If a stored problem differs only in the ops' costs, its plan is returned without a lower bound, because the
         bound belongs to other costs. A step in which only a constant changed needs no new search.
 
         Args:
-            budget: bytes; None for the smallest peak.
+            budget: bytes, or the word of a budget without a number, such as ``min``.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
@@ -86,13 +87,13 @@ class PlanStore:
     def put(
         self,
         problem: TrainingGraph,
-        budget: int | None,
+        budget: int | str,
         plan: Plan,
         *,
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget in bytes; None stands for the smallest peak.
+        """Store a plan of a problem for a budget: bytes, or a word, such as ``min``.
 
         ``lasting``: also keep it on disk, for later processes. ``seconds``: how long the search took.
         """
@@ -111,7 +112,7 @@ class PlanStore:
 
         ``seconds``: the search's time limit; 0 for a strategy without one.
         """
-        key = _key(problem, None)
+        key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
             del self._refused[next(iter(self._refused))]
@@ -119,7 +120,7 @@ class PlanStore:
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
         """The refusal of this budget (bytes), if it or a larger one was refused before, for good or after a search of
         about as many seconds: no search is made twice, and a longer one still is."""
-        for known, spent in reversed(self._refused.get(_key(problem, None), ())):
+        for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
                 return known.changed(budget=budget)
         return None
@@ -209,7 +210,7 @@ class PlanStore:
                     old.unlink()
 
 
-def _key(problem: TrainingGraph, budget: int | None) -> Key:
+def _key(problem: TrainingGraph, budget: int | str) -> Key:
     """Everything that determines which peaks are possible."""
     sizes = tuple(t.bytes for t in problem.tensors)
     workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))

@@ -156,9 +156,7 @@ def _within(
     try:
         return plan_within(strategy, source.graph, budget, progress, store=store)
     except InfeasibleBudget:
-        plan = least_plan(strategy, source.graph, progress, starts=store.nearest(source.graph))
-        store.put(source.graph, None, plan)
-        return plan
+        return least_plan(strategy, source.graph, progress, kind="least", store=store)
 
 
 def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRival]:

@@ -134,20 +134,24 @@ def trace(
     """
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
-    amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if b.kind != "min"]
+    amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]
     chosen = strategies if source.graph.has_phases else _without_blocks(strategies)
     with out.progress(f"planning {source.graph.name}") as progress:
         curves, notes = trace_curves(source.graph, chosen, amounts, progress)
     if not curves:
         raise UsageError("; ".join(notes))
     searching = [(n, s) for n, s in chosen.items() if n in curves and isinstance(s, (Auto, Anneal))]
-    if searching and len(amounts) < len(budgets):  # `min` is among the rows
+    lean = [b.kind for b in budgets if b.is_lean]
+    if searching and lean:
         name, searcher = searching[0]
         with out.progress(f"lowering the peak of {source.graph.name}") as progress:
             limit = LEAST_SHARE * searcher.time_limit
             starts = [plans[-1] for plans in curves.values()]
-            least = least_plan(searcher, source.graph, progress, time_limit=limit, starts=starts)
-        curves[name] = pareto([*curves[name], least])
+            found = [
+                least_plan(searcher, source.graph, progress, kind=kind, time_limit=limit, starts=starts)
+                for kind in lean
+            ]
+        curves[name] = pareto([*curves[name], *found])
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
 
 

@@ -47,8 +47,8 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         required=required,
         metavar="SIZE",
         help="memory for everything the step holds: 4GiB, 512MB, a number of bytes, 60%% (of the no-recompute peak), "
-        "'50%% of activations' (inputs and gradients whole, and half of the rest), or min for the smallest peak "
-        "that the strategy can reach",
+        "'50%% of activations' (inputs and gradients whole, and half of the rest), least for the smallest peak that "
+        "the strategy can reach, or min for the cheapest plan within 1 %% of it",
     )
     parser.add_argument(
         "--strategy",
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         split_table(source.graph, base, plan),
         plan_table(source.graph, plan, base, _error(source, plan)),
     )
-    if parse_budget(args.budget).kind == "min":
+    if parse_budget(args.budget).is_lean:
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
     for what, path in (("plan", args.output), ("problem", args.problem_out)):
         if path:
@@ -124,8 +124,8 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
                 )
                 source = replace(plain, notes=(*source.notes, better))
             return source, plan
-        if budget.kind == "min":
-            return source, least_plan(strategy, graph, progress)
+        if budget.is_lean:
+            return source, least_plan(strategy, graph, progress, kind=budget.kind)
         return source, plan_within(strategy, graph, budget.of(graph), progress)
 
 

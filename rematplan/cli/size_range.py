@@ -116,9 +116,12 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """The budget in bytes: shares are of the largest size's peak, ``min`` is the smallest that it can reach."""
+    """Return the budget in bytes.
+
+    A share is of the largest size's peak; ``min`` and ``least`` are what that size needs.
+    """
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
-    return budget.of(largest, lambda: least_plan(auto, largest).estimate.peak)
+    return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
 
 def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:

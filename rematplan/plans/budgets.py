@@ -1,14 +1,14 @@
-"""Budgets as text: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, a number of bytes, or ``min``."""
+"""Budgets as text: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, a number of bytes, ``min`` or ``least``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.min_peak import SLACK, smallest_peak
 from rematplan.planner.auto.strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -16,6 +16,7 @@ from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.leanest import check_floor
 
@@ -36,12 +37,16 @@ UNITS = {
 FEW = 2**20
 """For a plain number of fewer bytes than this, the unit may have been forgotten."""
 
+LEAN: Mapping[str, float] = {"min": SLACK, "least": 0.0}
+"""Budgets that each problem determines itself: by how much their plans may exceed the smallest peak found, as a share
+of it."""
+
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
 )
 _FORMS = (
     "write 4GiB, 512MB, 60% (of the no-recompute peak), 50% of activations (inputs and gradients stay whole), a whole "
-    "number of bytes, or min"
+    "number of bytes, min (within 1 % of the smallest peak found, as cheap as possible) or least (that peak itself)"
 )
 
 
@@ -50,7 +55,7 @@ class Budget:
     """A budget that was read from text. It becomes a number of bytes once the problem is known.
 
     ``text``: as the user wrote it. ``kind``: ``bytes``, ``share`` (of the peak without recomputation),
-    ``activations`` (a share of them) or ``min``. ``amount``: the number of bytes, or 0.6 for 60%.
+    ``activations`` (a share of them), or one of `LEAN`. ``amount``: the number of bytes, or 0.6 for 60%.
     """
 
     text: str
@@ -65,12 +70,17 @@ class Budget:
             smallest: called if the budget is ``min``; returns the smallest reachable peak in bytes.
             whole: bytes of ``base_peak`` that a share of activations does not reduce; see `whole_bytes`.
         """
-        if self.kind == "min":
-            return smallest()
+        if self.is_lean:
+            return int((1 + LEAN[self.kind]) * smallest())
         if self.kind == "activations":
             assert whole is not None, "a share of activations is asked for, and nobody says what is none"
             return whole + int(self.amount * (base_peak - whole))
         return int(self.amount * (base_peak if self.kind == "share" else 1))
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether it is one of `LEAN`."""
+        return self.kind in LEAN
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
         """Return the budget in bytes for a problem. ``smallest``: see `bytes`."""
@@ -91,8 +101,8 @@ def parse_budget(text: str) -> Budget:
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.
     """
-    if text.strip().lower() == "min":
-        return Budget(text, "min", Fraction(0))
+    if (word := text.strip().lower()) in LEAN:
+        return Budget(text, word, Fraction(0))
     match = _NUMBER.fullmatch(text.strip())
     if match:
         number, unit = Fraction(match[1]), match[2].lower()
@@ -163,7 +173,7 @@ def plan_within(
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
-    if refusal := store.refusal(graph, budget, limit):
+    if (refusal := store.refusal(graph, budget, limit)) and not _outdated(refusal, graph, store):
         raise refusal
     try:
         if hurried and strategy.resumes:
@@ -188,24 +198,57 @@ def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> t
     return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
 
 
+def _outdated(refusal: InfeasibleBudget, graph: TrainingGraph, store: PlanStore) -> bool:
+    """Return whether a plan with a smaller peak has been found since a budget was refused."""
+    return any(plan.estimate.peak < refusal.smallest for plan in store.nearest(graph))
+
+
 def least_plan(
     strategy: Strategy,
     graph: TrainingGraph,
     progress: Progress = silent,
     *,
+    kind: str = "min",
     time_limit: float | None = None,
     starts: Sequence[Plan] = (),
+    store: PlanStore | None = None,
 ) -> Plan:
-    """Return the plan for the budget ``min``: the one with the smallest peak that the strategy can reach.
+    """Return the plan for a budget of `LEAN`: the cheapest one near the smallest peak that the strategy finds.
 
-    ``auto`` and ``anneal`` search for it, also from ``starts``, for ``time_limit`` seconds (by default the strategy's
-    own). Other strategies know theirs.
+    Args:
+        strategy: ``auto``, ``anneal`` and ``ilp`` search for that peak; other strategies know theirs.
+        graph: the problem.
+        progress: called with the fraction done and a short text.
+        kind: ``min`` or ``least``.
+        time_limit: seconds; by default the strategy's own.
+        starts: known plans of the problem.
+        store: its plans of the problem are starts, too. The new plan is stored in it.
     """
-    if isinstance(strategy, (Auto, Anneal)):
+    store, slack = PlanStore() if store is None else store, LEAN[kind]
+    if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit
-        order, seed = strategy.keep_order, strategy.seed
-        return smallest_peak(graph, limit, progress, keep_order=order, seed=seed, starts=starts)
-    try:
-        return strategy.plan(graph, 0, progress)
-    except InfeasibleBudget as error:
-        return strategy.plan(graph, error.smallest, progress)
+        known = (*starts, *store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
+        moves = strategy.moves if isinstance(strategy, Anneal) else 0
+        order = not isinstance(strategy, ILP) and strategy.keep_order
+
+        def cheapest(left: float) -> Strategy:
+            return replace(strategy, time_limit=left)
+
+        plan = smallest_peak(
+            graph,
+            limit,
+            progress,
+            slack=slack,
+            moves=moves,
+            keep_order=order,
+            seed=0 if isinstance(strategy, ILP) else strategy.seed,
+            starts=known,
+            cheapest=cheapest,
+        )
+    else:
+        try:
+            plan = strategy.plan(graph, 0, progress)
+        except InfeasibleBudget as error:
+            plan = strategy.plan(graph, int((1 + slack) * error.smallest), progress)
+    store.put(graph, kind, plan, lasting=strategy.lasting)
+    return plan

@@ -49,7 +49,7 @@ def plan_either(
         InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest peaks.
     """
     compile_kernels(progress)  # before the clock starts
-    amount = None if budget.kind == "min" else budget.of(plain)
+    amount = None if budget.is_lean else budget.of(plain)
     store = PlanStore() if store is None else store
     began = time.monotonic()
     nothing_to_save: list[Plan] = []
@@ -60,9 +60,7 @@ def plan_either(
             return None
         part = replace(auto, time_limit=share * max(0.0, auto.time_limit - (time.monotonic() - began)))
         if amount is None:
-            plan = least_plan(part, graph, progress, starts=starts)
-            store.put(graph, None, plan)
-            return plan
+            return least_plan(part, graph, progress, kind=budget.kind, starts=starts, store=store)
         try:
             plan = plan_within(part, graph, amount, progress, store=store, starts=starts, hurried=hurried)
         except InfeasibleBudget as error:
@@ -81,9 +79,14 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the problem whose plan has the least cost; for the budget ``min``, the one with the smallest peak.
+    """Return the problem whose plan has the least cost within the budget.
 
     If both are equal it is the first, the plain one, whose gradients are bit-equal.
     """
-    least = budget.kind == "min"
-    return min(found, key=lambda one: (one[1].estimate.peak if least else 0, one[1].estimate.cost))
+    smallest = min(plan.estimate.peak for _, plan in found)
+    within = [
+        one
+        for one in found
+        if not budget.is_lean or one[1].estimate.peak <= budget.bytes(0, lambda: smallest)
+    ]
+    return min(within, key=lambda one: one[1].estimate.cost)

@@ -110,7 +110,7 @@ class PlanOptions:
             and self.strategy == Auto.name
             and not self.inverting
             and self.overlap in (None, OFF)
-            and self.stated_budget().kind != "min"
+            and not self.stated_budget().is_lean
             and self.time_limit > QUICK
         )
 

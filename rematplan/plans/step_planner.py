@@ -86,13 +86,13 @@ class StepPlanner:
     """A percentage refers to the peak of the first plan with the same scope; a compiler has one scope per graph."""
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """Return the budget for a problem: bytes, or ``min``.
+        """Return the budget for a problem: bytes, or one that each problem determines itself (`LEAN`).
 
         A percentage refers to the first problem's peak: otherwise a smaller batch later would get fewer bytes than
         the device has.
         """
         stated = self.options.stated_budget()
-        if stated.kind in ("min", "bytes"):
+        if stated.is_lean or stated.kind == "bytes":
             return stated
         fixed, key = self.store.fixed, (stated.text, self.scope)
         if key not in fixed:
@@ -322,8 +322,7 @@ class StepPlanner:
                 return StepPlan(plain, self._planned(plain, graphs[0]))
         budget, auto = self.limit(graphs[0]), self.options.chosen()
         assert isinstance(auto, Auto)
-        amount = _amount(budget)
-        made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, amount))]
+        made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, _key(budget)))]
         if made:
             graph, plan = better_of(made, budget)
         else:
@@ -354,7 +353,7 @@ class StepPlanner:
 
     def _one_lane(self, graph: TrainingGraph, progress: Progress) -> Plan:
         budget = self.limit(graph)
-        found = self.store.get(graph, _amount(budget))
+        found = self.store.get(graph, _key(budget))
         if found is None:
             found = self._searched(graph, budget, progress)
         return replace(found, fingerprint=graph.fingerprint)
@@ -363,9 +362,7 @@ class StepPlanner:
         asked, amount = self.options, _amount(budget)
         chosen = asked.chosen()
         if amount is None:
-            plan = least_plan(chosen, graph, progress)
-            self.store.put(graph, None, plan)
-            return plan
+            return least_plan(chosen, graph, progress, kind=budget.kind, store=self.store)
         known = self.store.solved(graph, amount, asked.gap, asked.time_limit) if chosen.lasting else None
         if known is not None:
             self.store.put(graph, amount, known)
@@ -419,7 +416,9 @@ class StepPlanner:
                     f"; {show_bytes(aside)} are set aside for a loss outside of the model; if it needs less, say so "
                     f"with loss_memory= (cross entropy needs loss_memory='3x')"
                 )
-            if self.store and self.options.stated_budget().kind not in ("min", "bytes"):
+            if self.store and not (
+                self.options.stated_budget().is_lean or self.options.stated_budget().kind == "bytes"
+            ):
                 hint = (
                     f"the first plan turned {self.options.budget} into this number of bytes; state one that is enough "
                     f"for every call"
@@ -430,5 +429,11 @@ class StepPlanner:
 
 
 def _amount(budget: Budget) -> int | None:
-    """Return the budget in bytes, or None for ``min``."""
-    return None if budget.kind == "min" else budget.bytes(0, lambda: 0)
+    """Return the budget in bytes, or None if the problem determines it."""
+    return None if budget.is_lean else budget.bytes(0, lambda: 0)
+
+
+def _key(budget: Budget) -> int | str:
+    """Return the budget as plans are stored by: bytes, or its word."""
+    amount = _amount(budget)
+    return budget.kind if amount is None else amount

@@ -118,7 +118,7 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
     limit = budget.bytes(base_peak, lambda: smallest, whole)
     fitting = [p for p in plans if p.estimate.peak <= limit]
     best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
-    return Row("smallest" if budget.kind == "min" else budget.text, name, best, smallest)
+    return Row(budget.text, name, best, smallest)
 
 
 def spread_places(length: int, count: int) -> list[int]:

@@ -1,9 +1,16 @@
 """Budgets read from text."""
 
+import problems
 import pytest
 
-from rematplan.ir import Op, Tensor, TrainingGraph, UsageError
-from rematplan.plans.budgets import parse_budget, parse_loss_memory, unit_missing
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
+from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.ilp import ILP
+from rematplan.plans.budgets import least_plan, parse_budget, parse_loss_memory, plan_within, unit_missing
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,37 @@ def test_the_smallest_is_asked_for_only_when_needed() -> None:
         raise AssertionError
 
     assert parse_budget("60%").bytes(10, never) == 6
+
+
+def test_min_may_exceed_the_smallest_peak_by_one_percent_and_least_may_not() -> None:
+    assert parse_budget("min").bytes(10, lambda: 1000) == 1010
+    assert parse_budget(" Least ").bytes(10, lambda: 1000) == 1000
+
+
+@pytest.mark.parametrize(
+    "strategy", [Auto(time_limit=1.0), Anneal(time_limit=1.0), ILP(time_limit=1.0), ChenSqrt()]
+)
+def test_min_is_no_dearer_than_least_and_no_plan_that_is_known_is_smaller(strategy: Strategy) -> None:
+    graph, store = problems.unet(3), PlanStore()
+    least = least_plan(strategy, graph, kind="least", store=store)
+    cheap = least_plan(strategy, graph, kind="min", store=store)
+    assert cheap.estimate.peak <= 1.01 * least.estimate.peak
+    assert cheap.estimate.cost <= least.estimate.cost
+    again = least_plan(strategy, graph, kind="least", starts=[cheap, least])
+    assert again.estimate.peak <= min(cheap.estimate.peak, least.estimate.peak)
+    assert (found := store.get(graph, "least"))
+    assert found.schedule == least.schedule
+
+
+def test_a_refusal_does_not_outlive_the_plan_that_fits() -> None:
+    graph, store = problems.unet(3), PlanStore()
+    least = least_plan(ChenSqrt(), graph, kind="least")
+    with pytest.raises(InfeasibleBudget):
+        plan_within(ChenSqrt(), graph, least.estimate.peak - 1, store=store)
+    smaller = least_plan(Auto(time_limit=1.0), graph, kind="least", store=store)
+    assert smaller.estimate.peak < least.estimate.peak
+    plan = plan_within(Auto(time_limit=1.0), graph, smaller.estimate.peak, store=store)
+    assert plan.estimate.peak <= smaller.estimate.peak
 
 
 @pytest.mark.parametrize(

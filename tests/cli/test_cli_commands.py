@@ -51,12 +51,12 @@ def test_curve_json_table_and_files(call, problem, tmp_path) -> None:
         assert overheads == sorted(overheads, reverse=True)
         assert len({p["peak"] for p in curve}) == len(curve)
     auto = {r["budget"]: r for r in said["table"] if r["strategy"] == "auto"}
-    assert auto["smallest"]["peak"] == said["smallest_peak"]
+    assert said["smallest_peak"] <= auto["min"]["peak"] <= 1.01 * said["smallest_peak"]
     for row in said["table"]:
         if row["strategy"] == "anneal":  # a search of its own, which may find better or worse
             continue
         best = auto[row["budget"]]
-        assert row["peak"] is None or best["overhead"] <= row["overhead"] or row["budget"] == "smallest"
+        assert row["peak"] is None or best["overhead"] <= row["overhead"] or row["budget"] == "min"
         if row["budget"].endswith("%") and row["peak"] is not None:
             assert row["peak"] <= float(row["budget"][:-1]) / 100 * said["no_recompute_peak"]
     rows = list(csv.DictReader(points.open()))

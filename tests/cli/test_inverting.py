@@ -97,8 +97,8 @@ def test_the_plan_without_inverses_is_taken_if_it_recomputes_nothing() -> None:
 
 def test_the_smallest_peak_is_no_larger_with_inverses() -> None:
     plain, inverted = problems()
-    least = least_plan(Auto(time_limit=0.5), plain).estimate.peak
-    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("min"))
+    least = least_plan(Auto(time_limit=0.5), plain, kind="least").estimate.peak
+    graph, plan = plan_either(Auto(time_limit=1), plain, inverted, parse_budget("least"))
     assert plan.estimate.peak <= least
     assert graph is inverted
 
