@@ -76,5 +76,5 @@ def smallest_peak(
         plan = least
     # A strategy need not return the best plan that it starts from.
     fitting = [p for p in (plan, *((least,) if keep_order else known)) if p.estimate.peak <= budget]
-    best = min(fitting, key=lambda p: p.estimate.cost)
+    best: Plan = min(fitting, key=lambda p: p.estimate.cost)
     return replace(best, budget=budget if slack else best.estimate.peak, lower_bound=plan.lower_bound)

@@ -295,7 +295,7 @@ def test_training_begins_with_a_plan_of_chen_while_loops_are_compiled(
     assert len(first_use.searches) == 1
     said = [r.message for r in caplog.records if "not compiled" in r.message]
     assert len(said) == 1
-    assert "begins with a plan of chen" in said[0]
+    assert "starts with a plan of chen" in said[0]
 
 
 def test_a_budget_that_no_plan_of_chen_fits_is_searched_all_the_same(

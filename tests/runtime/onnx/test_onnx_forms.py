@@ -162,7 +162,7 @@ def test_unknown_forms(option, form):
 
 
 def test_forms_are_for_files():
-    with pytest.raises(UsageError, match="for ONNX files"):
+    with pytest.raises(UsageError, match="only be used with ONNX files"):
         api.load_step("unet", bn="train")
 
 
