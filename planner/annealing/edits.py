@@ -163,7 +163,8 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """The inverse of `insert`: earlier copies serve the reads. There must be one of each tensor that is read."""
+    """Remove a run. Earlier copies of the tensors that it writes serve their reads; of each tensor that is still read
+    there must be one."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -218,7 +219,7 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """`insert`, logged. Returns the node."""
+    """Run an op just in front of the node ``right``, as `insert` does, and log it for `undo`. Returns the new node."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -228,7 +229,7 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """`remove`, logged. The node's number stays in use until `commit`."""
+    """Remove a run, as `remove` does, and log it for `undo`. The node's number stays in use until `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -236,7 +237,7 @@ def do_remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
-    """`shift`, logged."""
+    """Move a run to just in front of the node ``right``, as `shift` does, and log it for `undo`."""
     was = node_after(S.at, S.links.slot[node])
     shift(P, S, node, right)
     note(S, SHIFTED, node, was)

@@ -148,8 +148,11 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random (reader, tensor, last use before it) such that the tensor is idle across the slot; reader -1:
-    none found."""
+    """Return a random tensor that is held over a slot without being used there.
+
+    The result is the node that reads the tensor next, the tensor, and the slot of its last use before (a read, or the
+    run that writes it); (-1, -1, -1) if no draw finds one.
+    """
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
         op, place = S.op[reader], S.links.slot[reader]

@@ -63,11 +63,13 @@ def a_length(S: State) -> int:
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect the ops to run again before a slot so that ``op`` can run, in ``S.chain``, ascending. Returns their
-    number.
+    """Collect the ops that must run before a slot so that ``op`` can run there, with ``op`` itself, in ``S.chain``,
+    ascending. Returns their number; 0 if they cost more than ``limit`` or one that is needed cannot be added.
 
-    For each read that is not live there, its producer runs again if holding the tensor would cost more, or at
-    random, as long as the chain is not too long. Returns 0 if the chain costs more than ``limit``.
+    For each read of a collected op: if no run has written the tensor before the slot, its producer is collected. If
+    one has, but the tensor is not held until the slot, either it will be held longer, or its producer is collected, as
+    far as the chain is short enough and the producer may run again. Each call decides either by the price of holding,
+    with a random factor, or by coin.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN

@@ -41,8 +41,9 @@ def lower_by_eviction(
         best: a plan of it.
         floor: bytes below which no peak can be.
         go_on: whether there is time left; asked often.
-        seed: of the policies.
-        most_runs: the search ends after so many runs in all simulations.
+        seed: of the random choice of eviction policies, and of the simulations.
+        most_runs: no further simulation begins once all simulations together have run this many ops, repetitions
+            included.
     """
     source, share, failures, passes = random.Random(seed), FIRST, 0, 0
     policy: Policy | None = None

@@ -134,8 +134,11 @@ class PlanStore:
         return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return plans of other problems of this process, as plans of this one: the latest of other structures,
-        converted where possible, and all of the family of this structure."""
+        """Return plans from memory, converted to this problem, from which a search may start.
+
+        They are those of the `NEAREST` latest plans that have another structure and can be converted, and the members
+        of this structure's family that this problem allows.
+        """
         others = [plan for structure, plan in self._latest if structure != problem.structure]
         found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
         family = self._families.get(problem.structure)

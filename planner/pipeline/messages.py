@@ -80,13 +80,15 @@ def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes
 
 @lru_cache(maxsize=256)
 def least_credits(schedule: PipelineSchedule) -> int:
-    """Return the smallest number of credits with which the schedule does not deadlock, as its replay proves, and is at
-    most 2 % slower than without a limit.
+    """Return the smallest number of credits (see `replay`) with which the schedule does not deadlock and takes at most
+    2 % longer than without a limit, as replays show; the number of micro-batches if no smaller one suffices.
 
-    Stages take equal time. Each hop takes the time that the schedule has micro-batches for in flight.
+    In the replays all stages take equal time, a backward twice that of a forward. A message and its answer together
+    travel as long as a stage takes for k micro-batches: between some two neighbouring stages, the first has up to k + 1
+    more in flight than the second.
 
     Raises:
-        ProblemError: it deadlocks with any number.
+        ProblemError: it deadlocks even without a limit.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     link = Link((FORWARD + BACKWARD) * max((*_more(schedule), 0)) / 2)

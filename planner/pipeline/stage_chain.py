@@ -87,8 +87,10 @@ class StageChain:
         return self._crossing(lambda p: (p.down, p.made))
 
     def allowed(self) -> tuple[int, ...]:
-        """Return the blocks at which a stage other than the first may begin: no cut there separates two readers of a
-        parameter.
+        """Return the blocks at which a stage other than the first may begin.
+
+        No cut there separates two readers of a parameter. With ``narrow``, a cut there also sends no more bytes forward
+        than one at either neighbouring block.
         """
         parted = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}

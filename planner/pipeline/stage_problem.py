@@ -71,7 +71,9 @@ class StageProblem:
         return self.bytes((*reads, *self.held)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
-        """Return the memory and the times of a plan, with the plan itself."""
+        """Compute what a plan of this stage holds in memory and how long it takes, from its schedule and the ops' sizes
+        and costs. The result contains the plan itself.
+        """
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:

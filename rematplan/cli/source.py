@@ -93,7 +93,9 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for inverses and for the costs of ops."""
+    """Add the options for recovering tensors by inverting ops (``--inverses``, ``--max-inversion-error``) and for the
+    costs of ops (``--costs``, ``--device-model``).
+    """
     parser.add_argument(
         "--inverses",
         action="store_true",

@@ -15,7 +15,7 @@ from rematplan.runtime.statistics.recorder import Listener
 
 
 class PlannedSource:
-    """The statistics of one planned module or of several inside of a model.
+    """A `Source` for `KFAC`: the Kronecker factors of one planned module, or of several inside of a model.
 
     ``parts``: the planned modules, by the prefix that their parameters' names have in the whole model.
     """

@@ -75,7 +75,8 @@ def priced(
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
     """Return the memory that the step needs in addition if gradients of its outputs arrive in another layout.
 
-    ``costs``: as for `priced`. With ``profile`` the workspaces are measured; with ``roofline`` there are none.
+    ``costs``: as for `priced`. With ``profile`` the workspaces are measured; with ``roofline`` there are none;
+    with a file each call is assumed to copy every argument whose strides differ.
     """
 
     def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:

@@ -62,7 +62,7 @@ def stage_problem(
 
 def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
     """Return, for each step of a schedule, how many bytes the backward's peak is above the resident bytes at that
-    step.
+    step; 0 where it is not above.
 
     Gradients that wait to be added to earlier ones may use these bytes without raising the peak.
     """

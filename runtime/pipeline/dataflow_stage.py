@@ -71,14 +71,20 @@ class DataflowStage:
 
     @property
     def back(self) -> list[torch.Tensor]:
-        """Meta tensors like those of the messages to the previous stage: its inputs, and the gradients of
-        those that require them."""
+        """Meta tensors like those that this stage sends to the previous one in the backward.
+
+        They are its own inputs, which are the previous stage's outputs and go back to it, and the gradients of the
+        inputs that require them.
+        """
         return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Meta tensors like those of the messages that the next stage returns: the outputs, and the gradients
-        of those that require them."""
+        """Meta tensors like those that the next stage sends to this one in the backward.
+
+        They are this stage's outputs, which the next stage has recovered, and the gradients of the outputs that require
+        them.
+        """
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:

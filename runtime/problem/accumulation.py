@@ -76,7 +76,7 @@ class StepPlan:
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """Return which gradients of earlier steps may exist during a step, and their size.
+    """Return whose gradients a step computes, and how many bytes left by earlier steps may exist during it.
 
     Args:
         step: the captured step.
@@ -84,8 +84,9 @@ def earlier_gradients(
             gradient may have one from another step even if this step computes none for it.
 
     Returns:
-        The names of the parameters whose gradients the step computes; and the bytes of all gradients that may
-        exist, including earlier values of the statistics that the step returns.
+        The names of the parameters whose gradients the step computes; and the bytes of earlier gradients of these
+        and of all other parameters in ``named`` that require one, and of earlier values of the statistics that the
+        step returns.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}

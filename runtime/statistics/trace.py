@@ -173,10 +173,11 @@ class _Part:
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Return where the numbers of a product are in the result of a chain of calls.
+    """Return how the matrix that a product computes is arranged in a gradient: the result of a chain of views and sums
+    applied to it.
 
     Raises:
-        NoRow: the result is not that product's matrix, reshaped and permuted.
+        NoRow: the result is not that matrix, reshaped and permuted, perhaps summed over (parts of) its batch dimension.
     """
     why = f"its gradient is not that of a matrix at {product.call.name}"
     try:

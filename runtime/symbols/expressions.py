@@ -96,8 +96,10 @@ def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
 
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
-    """Return nested arguments with integers in place of open sizes. ``sizes``: the values of a table's
-    expressions."""
+    """Return nested arguments with an integer in place of each `OpenSize`.
+
+    ``sizes``: the values of all expressions of the `ExpressionTable` in which the open sizes are positions.
+    """
     if isinstance(given, OpenSize):
         return sizes[given.at]
     if isinstance(given, (tuple, list)):
