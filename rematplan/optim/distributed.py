@@ -124,9 +124,10 @@ class Ranks:
 
     def _start(self, name: str, sums: Tensor) -> Pending:
         owner = self._global(self._owner[name])
-        started: Pending = self._guarded(
+        started: Pending | None = self._guarded(
             distributed.reduce, sums, owner, group=self._early_group, async_op=True
         )
+        assert started is not None  # this process is in the group
         return started
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
