@@ -73,7 +73,7 @@ def test_the_leanest_is_as_lean_as_a_strategy_reaches() -> None:
     planned = planned_for(256)
     with pytest.warns(UserWarning, match="smallest peak"):
         planned.prepare(rows(8192))
-    least = planned_for(8192, budget="min").plan
+    least = planned_for(8192, budget="least").plan
     assert planned.plan.peak == least.peak
 
 

@@ -109,7 +109,7 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2.0), nn.Conv2d(4, 2, 3)
         ),
-        pictures,
+        lambda rows, size: pictures(max(rows, 1), size),  # PyTorch 2.14 cannot trace it for no rows
     ),
     "all pairs": (lambda: Of(lambda m, x: (x @ x.transpose(-1, -2)).softmax(-1) @ (x * m.w)), sequence),
     "padded": (lambda: Of(lambda m, x: F.pad(x * m.w, (0, 0, 0, -x.shape[1] % 4)).sum(1)), sequence),
