@@ -71,8 +71,8 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Update the lists and dictionaries in the caller's ``arguments`` to the content of ``left``, which is
-    the same structure after the forward.
+    """Change the lists and dictionaries in the caller's ``arguments`` in place, so that they equal ``left``:
+    the arguments as the forward left them.
 
     Returns:
         ``arguments``; or ``left`` where it is not a container that can be updated.
@@ -100,7 +100,7 @@ class FlatModel(nn.Module):
     """The model as a function of the tensors among ``leaves``; ``spec`` is the structure of the arguments.
     ``reads`` records which attributes the forward sets.
 
-    Its first call sets these attributes, from which the model's results are put together. ``outputs``: the
+    Each call sets the following attributes, from which the model's results are put together. ``outputs``: the
     structure of three things: the results; the attributes that the forward sets (a dictionary by module, of
     dictionaries); and the arguments, if the forward changes lists or dictionaries among them, else None.
     ``constants``: the leaves of that structure, with a `Place` for each of the ``count`` output tensors.
@@ -134,7 +134,12 @@ class FlatModel(nn.Module):
         self.counted: dict[int, dict[str, Any]] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model and return its output tensors, each once; no output is a view of another."""
+        """Call the model and return its output tensors, each once; no output is a view of another.
+
+        Raises:
+            ModelError: the model returns no tensor but objects that hide some, or has called ``retain_grad`` on
+                an output.
+        """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         modules = list(self.model.modules())

@@ -32,10 +32,15 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
-    """Refuse objects that contain tensors which PyTorch does not see; see `hides_tensors`.
+    """Refuse objects that contain tensors which PyTorch does not see.
+
+    Args:
+        leaves: the objects.
+        what: the beginning of the error's message.
+        called_later: as in `hides_tensors`.
 
     Raises:
-        ModelError: one of ``leaves`` does. The message begins with ``what``.
+        ModelError: `hides_tensors` is true for one of them.
     """
     for one in leaves:
         if hides_tensors(one, called_later):
@@ -46,10 +51,10 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
-    """Return whether an object leads to a tensor through its attributes, containers and other objects, or is
-    an iterator, which computes on demand.
+    """Return whether an object leads to a tensor through its attributes, containers and other objects, or is an
+    iterator, which computes on demand. Functions, classes and modules that it refers to are not followed.
 
-    ``called_later``: also follow what a function refers to: its closure, and the object of a bound method.
+    ``called_later``: if ``one`` is a function, also follow its closure; if it is a bound method, its object.
     """
     if isinstance(one, Iterator):
         return True
@@ -82,7 +87,7 @@ class NotGiven(ModelError, AttributeError):
 
 
 class Withheld:
-    """A placeholder for an output that hides tensors. Using it raises an error.
+    """A placeholder for an output that hides tensors. Using it raises `NotGiven`.
 
     ``what``: the beginning of the error's message.
     """

@@ -19,11 +19,16 @@ from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Check that the block does not draw from the generators of Python and NumPy, or from ``others``. Their
-    states are restored.
+    """Check that the block does not draw from the random generators of Python and NumPy, or from ``others``.
+    The states of those from which it drew are restored.
+
+    Args:
+        name: the beginning of the error's message.
+        others: further generators of these kinds; a ``random.SystemRandom`` among them is ignored, as it has no
+            state.
 
     Raises:
-        ModelError: the block drew from one. The message begins with ``name``.
+        ModelError: the block drew from one of them.
     """
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]

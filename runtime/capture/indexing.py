@@ -16,8 +16,9 @@ GET_ITEM = torch.Tensor.__getitem__
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """Marks the ops of ``x[a, b, ...]`` in the block. ``x[a]`` stays a slice even if it covers all of
-    ``x``."""
+    """Marks, inside the block, the traced ops of an index of several dimensions, ``x[a, b, ...]``; they become
+    calls with `Call.indexed`. The op of ``x[a]`` is not marked, since eager mode runs it even if it covers all
+    of ``x``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

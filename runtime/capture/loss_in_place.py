@@ -39,7 +39,7 @@ class CrossEntropyBackward:
         return f"{self.loss}.in_place"
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """Return the result of the second op."""
+        """Return the gradient of the scores: the result of the second op."""
         *own, output, dim, dtype = args
         gradient: torch.Tensor = kernel_of(self.loss)(*own)
         kernel_of(SCORES.out)(gradient, output, dim, dtype, out=gradient)
@@ -47,8 +47,8 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with the two backward calls of each cross entropy replaced by one, under the name of
-    the first."""
+    """Return the step with the two backward calls of each cross entropy replaced by one, under the name of the
+    first, where nothing else reads the first call's result."""
     readers: dict[str, list[Call]] = {}
     for call in step.calls:
         for ref in dict.fromkeys(refs((call.args, call.kwargs))):

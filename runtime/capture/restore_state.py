@@ -78,7 +78,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module) -> Iterator[None]:
-    """Run the block without gradients at its start, and restore those of the parameters afterwards."""
+    """Set ``.grad`` of all parameters to None at the start of the block, and restore it afterwards."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in before:
         parameter.grad = None

@@ -151,10 +151,11 @@ class StepOutput:
       position in the batch).
     - ``buffer``: the new content of a buffer, by its name.
     - ``renewed``: the new content of an input, which the caller copies into the input.
-    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed
-      as dead code.
+    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed as
+      dead code.
     - ``statistic``: a sum over the rows of a layer, which the backward half computes.
-    - ``recovered input``: an input of the batch as it is in the backward half, by its position.
+    - ``recovered input``: an input of the batch as the backward half has recomputed it, by its position in the
+      batch.
     """
 
     kind: OutputKind
@@ -200,7 +201,7 @@ class CapturedStep:
 
     @cached_property
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes by storage, as the allocator of its device counts them."""
+        """The bytes of each storage, by its name, as the allocator of its device counts them."""
         return {
             v.storage: allocated(v.fake.untyped_storage().nbytes(), v.fake.device)
             for v in self.values.values()
@@ -217,7 +218,8 @@ class CapturedStep:
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """Return the device whose random number generator a random call uses."""
+        """Return the device whose random number generator a random call uses: that of the call's first tensor
+        result, or the device of the step if the call returns no tensor."""
         return next((self.values[r].fake.device for r in call.results if r), self.device)
 
     @cached_property

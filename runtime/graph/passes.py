@@ -11,8 +11,11 @@ from rematplan.runtime.graph.captured_step import (
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:
-    """Mark as backward every call after the loss boundary, and every unordered call before it whose results
-    no forward output needs."""
+    """Return the step with the field ``backward`` of each call set.
+
+    It is true for every call after the loss boundary, and for every call before it that is not `Call.ordered`
+    and whose results no output before the boundary needs. It is false for all others.
+    """
     late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()
@@ -25,7 +28,8 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Drop calls whose results nothing reads.
+    """Return the step without calls whose results neither an output nor a remaining call reads, and without
+    their values.
 
     Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since
     other processes wait for them.

@@ -72,8 +72,8 @@ def bands_tile(bands: list[Band]) -> bool:
 
 
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the shape, strides and offset of a view of ``part`` in a dense storage that contains only that
-    band.
+    """Return the shape, strides and offset, in elements, that ``tensor`` has in a new dense storage to which
+    only the band ``part`` of its storage is copied.
 
     Args:
         tensor: a view whose elements are all in ``part``.

@@ -146,7 +146,8 @@ class Notes:
         )
 
     def with_layouts(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with fakes of the recorded layouts."""
+        """Return the step in which each recorded value has a fake with the recorded shape, strides, offset and
+        storage size. Other values are unchanged."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
         return replace(step, values={**step.values, **noted})

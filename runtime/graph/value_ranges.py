@@ -49,8 +49,8 @@ class Ranges:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Return the range of a number, or of the value that a `Ref` names. ``depth``: the number of calls
-        that may still be followed."""
+        """Return the range of a number, or of the value that a `Ref` names; unbounded if nothing is known of
+        it. ``depth``: the number of calls that may still be followed."""
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
         tensor = self.known(value.value)

@@ -29,8 +29,8 @@ class Refinement(Protocol):
     """A search for a better plan of a step, which continues while the step is used."""
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin the search. ``compiled`` is called in another thread for each better plan; the plan is
-        offered once it is compiled."""
+        """Begin the search. It calls ``compiled`` with each better plan that it finds, in another thread.
+        `ready` becomes true when that call has returned."""
 
     @property
     def ready(self) -> bool:
@@ -53,7 +53,8 @@ class Refinement(Protocol):
 
     @property
     def floor(self) -> float | None:
-        """The best lower bound of the overhead of any plan that the search has proved."""
+        """The largest lower bound of the overhead of any plan that the search has proved so far; None if it has
+        proved none."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,10 @@ def earlier_gradients(
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
-    """Return the problem with further inputs: bytes that are allocated by others during the whole step.
+    """Return the problem with one more input for each entry of ``held``: memory that something other than the
+    step keeps allocated during the whole step.
 
-    ``held``: bytes by a name for them; zeros are ignored.
+    ``held``: bytes, by the name of the new input; entries of 0 bytes are ignored.
     """
     held = {name: size for name, size in held.items() if size}
     return replace(
@@ -119,8 +121,9 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
     it is computed.
 
     Autograd adds each new gradient to that of earlier steps, whose bytes are charged outside the problem.
-    Zero-byte marker outputs force each gradient to be computed. `spare_bytes` charges the gradients that wait
-    for the end of their segment.
+    Outputs of zero bytes take the place of such gradients, so that each is computed. A gradient stays an output
+    if its storage contains anything else, or is larger than the gradients in it. `spare_bytes` charges the
+    gradients that wait for the end of their segment.
     """
     added = _added(step, names)
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}

@@ -21,13 +21,13 @@ Name = str | Callable[..., Any]
 def ops_that_run_once(
     step: CapturedStep, keep: Iterable[Name] = (), never_rerun: Iterable[Name] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the ops that a plan may run only once, so that their results stay resident until
-    their last reader.
+    """Return the names of the ops that a plan may run only once, in the step's order and without views, so that
+    their results stay resident until their last reader.
 
     Args:
         step: the captured step.
-        keep: modules or ops. Of a module, the forward ops whose results ops outside the module read; of an
-            op, all its calls.
+        keep: modules or ops. Of a module, the forward ops whose results are outputs of the step or are read by
+            forward ops outside the module; of an op, all its calls.
         never_rerun: modules or ops. Of a module, all its ops; of an op, all its calls. Ops with side effects,
             collectives among them, always count.
 

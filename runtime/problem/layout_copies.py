@@ -102,14 +102,14 @@ def most_copied(
     own: Mapping[str, int],
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
-    """Return the most bytes that a backward needs in addition to the captured one, over all `LAYOUTS` of its
-    tangents.
+    """Return, for each call and each storage, the most bytes that a backward needs in addition to the captured
+    one, over all `LAYOUTS` of its tangents.
 
     Args:
         step: the captured step.
         own: the workspace of each of its calls as captured, in bytes, by call name.
-        measured: a function of a step and names of its calls that measures their workspaces, in bytes. If it
-            is None, each call is assumed to copy every argument whose strides differ.
+        measured: a function of a step and names of its calls that measures their workspaces, in bytes. If it is
+            None, each call is assumed to copy every argument whose strides differ.
     """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)

@@ -57,7 +57,8 @@ class LossMemory:
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak in bytes is known.
+        """Return the memory of a loss whose peak in bytes is known. Of that peak it is assumed to keep the loss
+        and its gradient, and one tensor of the size of each output that it reads.
 
         ``used``: positions of the outputs that the loss does not read.
         """
@@ -120,16 +121,17 @@ def _scalar(step: CapturedStep) -> int:
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step whose outputs and new buffers leave before its tangents arrive.
+    """Return the problem of a step that hands its outputs and new buffers to the caller before its tangents
+    arrive.
 
-    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once,
-    after all ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is
-    the peak of the loss; a tensor that it writes represents the bytes that the loss keeps.
+    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after
+    all ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is the peak
+    of the loss; a tensor that it writes represents the bytes that the loss keeps.
 
     Every op that reads a tangent or is marked as late also reads all outputs and new buffers, so that they
     exist at the boundary. Outputs are computed once and stay resident from then on, since the caller holds
-    them; no inverse recovers them. New buffers are copied at the boundary; the ops that make them (batch
-    norm, for example) may run again, from copies of the old buffers, which are charged as one more input.
+    them; no inverse recovers them. New buffers are copied at the boundary; the ops that make them (batch norm,
+    for example) may run again, from copies of the old buffers, which are charged as one more input.
 
     Args:
         step: the captured step.
@@ -219,7 +221,7 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that the plan runs, and the index of the loss boundary in it.
+    """Return the part of a schedule that the plan runs, with the index of the loss boundary in that part.
 
     Args:
         step: the captured step.
