@@ -42,8 +42,8 @@ def release_libraries(device: torch.device) -> None:
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` for the first time and return the bytes that stay allocated after its results are freed; 0
-    on a CPU, where it is not run.
+    """Free the workspaces of libraries, run ``call``, and return the bytes that stay allocated after its
+    results are freed. On a CPU, return 0 without running it.
 
     cuBLAS keeps a workspace for each thread (that is, handle) and stream; on Hopper it has 32 MiB.
     """

@@ -72,8 +72,8 @@ def profile_costs(
         only: the names of the calls to measure; None for all.
 
     Returns:
-        The costs by name: microseconds, bytes of workspace, real bytes of the results. Collectives are not
-            run, as they would wait for other processes; their costs are modelled.
+        The costs of the measured calls by name: microseconds, bytes of workspace, real bytes of the results.
+            Collectives are not run, as they would wait for other processes; their costs are modelled.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}

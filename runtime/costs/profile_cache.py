@@ -44,7 +44,8 @@ def load_costs(file: Path) -> dict[str, CallCost]:
 
 
 def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
-    """Add costs to a file, now or later."""
+    """Add costs to a file. This process knows them at once; they are written now, or, if the file was written
+    shortly before, at a later call or when the process exits."""
     with _lock:
         known = _known(file)
         known.entries.update(costs)

@@ -175,7 +175,7 @@ class Writer:
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
-        """Return the source of a tuple."""
+        """Return the source of a tuple of these expressions."""
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:

@@ -50,7 +50,7 @@ class PlannedStep:
 
 
 def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run the same step by plain autograd and return the loss, detached."""
+    """Run ``module(*batch)`` and its backward by plain autograd. Return the loss, detached."""
     loss: torch.Tensor = module(*batch)
     loss.backward()
     return loss.detach()
@@ -179,7 +179,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Run the block without gradients at its start, and restore buffers, gradients and random states
-    afterwards."""
+    """Set ``.grad`` of all parameters to None at the start of the block, and restore buffers, gradients and
+    random states afterwards."""
     with same_buffers(module), same_gradients(module), same_draws():
         yield

@@ -146,7 +146,8 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that an attribute of a module was set."""
+        """Record that an attribute of a module was set. If it was not looked up before, later reads of it do
+        not count, since the forward itself produces it."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))

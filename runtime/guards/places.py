@@ -18,8 +18,12 @@ Owner = tuple[int, tuple[str, ...]]
 def record_of(owner: Owner, attributes: Attributes) -> Any:
     """Return the record that an owner denotes.
 
+    Args:
+        owner: the position of a module, and the names of the attributes that lead from it to the record.
+        attributes: the ``__dict__`` of each module, by position.
+
     Raises:
-        LookupError, AttributeError: it no longer exists.
+        LookupError, AttributeError: the record no longer exists.
     """
     at, (name, *path) = owner
     return reduce(getattr, path, attributes[at][name])

@@ -50,7 +50,8 @@ def recording(
     buffers: Mapping[str, torch.Tensor],
     batch: Sequence[torch.Tensor],
 ) -> Iterator[Record]:
-    """Record what the forward of ``model`` depends on while the block traces it.
+    """Record what the forward of ``model`` depends on while the block traces it. The block gets the record,
+    which is complete after the trace.
 
     Args:
         model: the model.

@@ -53,7 +53,7 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
     """Return what to store of a value for a later comparison by `same`: a copy of a container or array, whose
-    content may change; any other value itself."""
+    content may change, unless it is large or nested deeply; any other value itself."""
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()
@@ -68,7 +68,8 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """Yield a value, or the values in it if it is a container, containers in it included."""
+    """Yield a value, or, if it is a container, the values in it and in the containers that it contains.
+    Containers that are large or nested deeply are left out."""
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value

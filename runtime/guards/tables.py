@@ -14,8 +14,7 @@ from rematplan.runtime.guards.snapshots import same
 
 
 def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that fetches several items of a container at once, as a tuple. ``keys``: the keys or
-    positions."""
+    """Return a function of a container that returns its items at ``keys`` (keys or positions), as a tuple."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return lambda held: tuple(held[key] for key in keys)

@@ -55,10 +55,11 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Forbid decisions that depend on values inside the block.
+    """Refuse `Tensor.tolist` and `Tensor.numpy` inside the block, as a tracer refuses other decisions that
+    depend on values.
 
     Raises:
-        DataDependentOutputException: the block reads a tensor's values by `tolist` or `numpy`.
+        DataDependentOutputException: the block calls one of them.
     """
 
     def refuse(read: Any, _: torch.Tensor) -> Any:

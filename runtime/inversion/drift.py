@@ -39,7 +39,8 @@ def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, 
         drift: the factor by which its scales have increased the gain since planning.
 
     Raises:
-        ModelError: the present error exceeds the limits.
+        ModelError: the present error is more than `GROWN` times the planned one, and also above the limit for
+            the tensor's type.
     """
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error

@@ -19,9 +19,10 @@ class Undone:
     """A rule that recovers a value: ``value`` can be recomputed from ``reads`` by a kernel of
     `kernels.KERNELS`.
 
-    ``constants``: further arguments of the kernel. ``gain``: the factor by which it multiplies relative
-    errors. ``exact``: whether it only moves numbers. ``scale``: what the kernel returns at planning time for
-    a scale that training may change; 0 if there is none.
+    ``constants``: further arguments of the kernel. ``gain``: the factor by which it multiplies relative errors.
+    ``exact``: whether it only moves numbers. ``scale``: a number that the kernel returns for the scale by which
+    it divides, as found at planning time, with which later ones are compared; 0 if it divides by none that
+    training may change.
     """
 
     value: str

@@ -178,7 +178,7 @@ class Planning:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All plans made so far."""
+        """The plans in use, one for each cache entry. Plans that were dropped or replaced are not among them."""
         return tuple(entry.plan for entry in self._planned._rematplan.entries())
 
     @property
@@ -202,7 +202,7 @@ class Planning:
         return self
 
     def stats(self) -> PlanningStats:
-        """Return statistics of the planning so far."""
+        """Return figures about the planning so far: plans, searches and captures."""
         entries = self._planned._rematplan.entries()
         shapes = self._planned._rematplan.shapes.values()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]

@@ -113,13 +113,13 @@ class CacheEntry:
 
     @property
     def compiled(self) -> CompiledPlan:
-        """That plan, compiled."""
+        """The plan that calls follow now, compiled."""
         return self.running.compiled
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """The parameters that get gradients: their names, and the names that the step has for them. One of
-        them represents all: if it has a gradient of an earlier step, the others have, too."""
+        """The parameters that get gradients: for each name in the model, the name in the step. Callers look
+        only at the first, and assume that if it has a gradient of an earlier step, all have one."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
@@ -186,8 +186,8 @@ class Runner:
         return twin
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model and return its outputs; their backward follows the plan. Without gradients the
-        original model runs."""
+        """Run the model and return its outputs; their backward follows the plan. If gradients are disabled, or
+        another tracer traces the call, the original model runs."""
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)

@@ -54,7 +54,7 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
     Args:
         name: a key of `SCHEDULES`.
         ranks: the number of ranks.
-        stages: the total number of stages, the same on each rank.
+        stages: the number of stages of all ranks together; each rank has equally many.
         microbatches: the number of micro-batches.
 
     Raises:

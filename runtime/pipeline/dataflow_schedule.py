@@ -113,7 +113,8 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a backward, and update the weights if enough have run."""
+        """Count a backward. If ``updates`` is given and ``updates.every`` backwards have run since the last
+        update, divide the gradients by that number and let the optimizer update the weights."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return

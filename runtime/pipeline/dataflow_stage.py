@@ -186,7 +186,7 @@ class StageHooks:
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return some elements, evenly spaced, of each floating-point tensor."""
+    """Return at most `SAMPLED` elements, evenly spaced, of each floating-point tensor."""
     flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
     return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
 

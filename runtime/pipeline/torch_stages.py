@@ -51,7 +51,7 @@ def torch_stage(
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
     """Return a function that, called directly after a backward of the planned module, returns a function that
-    computes the remaining gradients."""
+    computes the gradients that this backward has left for later, if any."""
 
     def builder() -> Callable[..., None]:
         calls = compiled_plan(module).deferred

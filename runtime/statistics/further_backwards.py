@@ -22,7 +22,9 @@ def samples_of(step: CapturedStep) -> int:
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return the number of terms of the loss.
+    """Return the number of terms of the loss: ``options.terms`` if given; else the number of elements of the
+    output divided by the number of classes; for a scalar output, the size of the first dimension of the first
+    input, at least 1.
 
     Raises:
         ModelError: the output from which the loss is computed does not exist, or has no dimension of classes.

@@ -132,7 +132,7 @@ class Gram:
 
     @property
     def all_rows(self) -> int:
-        """The number of rows of the tensor."""
+        """The number of rows that the tensor has, of which ``share`` are used."""
         _, _, samples, places = self.read.sizes
         return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
 
@@ -143,7 +143,7 @@ class Gram:
 
     @property
     def flops(self) -> float:
-        """Arithmetic operations, for the roofline model."""
+        """The number of arithmetic operations of a call, for the roofline model."""
         groups, features, _, _ = self.read.sizes
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
@@ -226,7 +226,8 @@ class Gram:
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums: float32 or wider."""
+    """Return the type in which products of numbers of type ``dtype`` are summed: float32, or ``dtype`` if it is
+    wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -41,8 +41,9 @@ class Draws:
 class OutputGradient:
     """One gradient of an output.
 
-    ``kind``: a key of `KINDS`. ``dim``: the dimension of classes. ``column``: the column of the root.
-    ``weight``: the weight w of a Gaussian term.
+    ``kind``: a key of `KINDS`. ``dim``: the dimension of classes. ``column``: for ``type-2``, the class or
+    number for which this is the gradient: a column of a root of the Hessian. ``weight``: the weight w of a
+    Gaussian term.
     """
 
     kind: str

@@ -31,20 +31,22 @@ def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
 
 
 def packed_size(d: int, border: bool = False) -> int:
-    """Return how many numbers are stored for a symmetric d × d matrix and its border."""
+    """Return how many numbers are stored for a packed symmetric d × d matrix. With ``border`` the matrix has
+    one more row and column, of d + 1 numbers, which are stored at the end."""
     return sum((d - start) * (end - start) for start, end, _ in block_columns(d)) + border * (d + 1)
 
 
 def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
-    """Return a block column as a view (..., d − start, end − start) of packed matrices (...,
-    `packed_size`)."""
+    """Return a block column as a view (..., d − start, end − start) of packed matrices (..., `packed_size`).
+    ``start``, ``end``, ``offset``: as `block_columns` yields them."""
     rows, width = d - start, end - start
     column: Tensor = packed[..., offset : offset + rows * width].unflatten(-1, (rows, width))
     return column
 
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
-    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
+    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border).
+    ``border``: as in `packed_size`."""
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):

@@ -175,8 +175,9 @@ class Recorder:
         self._listener = weakref.WeakMethod(listener)
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """Return a callback for the statistics of a forward's backward. ``of``: the step with statistics;
-        None if it computes none."""
+        """Return a function that is called after each segment of a forward's backward, with the statistics that
+        the segment computed and whether it was the last. ``of``: the step with statistics; None if it computes
+        none."""
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def told(found: Mapping[str, Tensor | None], last: bool) -> None:

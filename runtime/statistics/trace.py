@@ -26,8 +26,8 @@ SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default,
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``. ``selected``: whether
-    the part lacks that dimension."""
+    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``. ``selected``: whether the
+    part is a single row that was selected by its index, so that it lacks that dimension."""
 
     start: int
     size: int
@@ -38,8 +38,8 @@ class Region:
 class Term(Generic[Found]):
     """One summand of a gradient, or of a region of it.
 
-    ``found``: what the search returned for it. ``chain``: the calls from it to the gradient. ``region``: None
-    for the whole.
+    ``found``: what the function ``terminal`` of `terms` returned for the call that computes it. ``chain``: the
+    calls from it to the gradient. ``region``: None for the whole.
     """
 
     found: Found

@@ -78,7 +78,8 @@ class BatchSymbols:
 
     @property
     def fixed(self) -> tuple[tuple[int, int, int], ...]:
-        """The sizes for which the trace holds only as they are: tensor, dimension, size."""
+        """The sizes of the batch that the trace assumes not to change. Each is a tuple: position of the tensor
+        in the batch, dimension, size."""
         return tuple(
             (at, dim, int(size.node.expr if isinstance(size, torch.SymInt) else size))
             for at, fake in enumerate(self.fakes)
@@ -117,7 +118,8 @@ class SizeGuard:
         self.__init__(code)  # type: ignore[misc]
 
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the traced step is the step of a batch of these sizes."""
+        """Return whether the condition is true for this batch, so that the traced step is the step of a batch
+        of these sizes."""
         given = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
         return bool(eval(self._compiled, self._names, {"L": given}))
 

@@ -91,7 +91,8 @@ def check_whole(expression: Any) -> None:
 
 
 def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
-    """Return nested arguments with open sizes in place of symbolic ones."""
+    """Return nested arguments with ``add(size)`` in place of each symbolic size: an integer or an open size
+    (`ExpressionTable.add`)."""
     return pytree.tree_map_only(SYMBOLIC, add, given)
 
 

@@ -72,7 +72,7 @@ class OpenStep:
         Args:
             step: the step as it was read.
             symbols: the symbols of the trace.
-            table: the expressions that were read already.
+            table: the expressions that the step's calls contain; those of the values' sizes are added.
 
         Raises:
             NotSymbolic: a size may round, or a tensor is lazily conjugated or negated.
