@@ -61,8 +61,8 @@ class OptimizerKind:
 class OptimizerMemory:
     """The memory of an optimizer on one device.
 
-    ``tensors``: the state that exists. ``to_come``: bytes of state that its first step will allocate.
-    ``transient``: temporary bytes at the peak of its step, in addition to the state.
+    ``tensors``: the tensors of the state that exists already. ``to_come``: bytes of state that its first step
+    will allocate. ``transient``: temporary bytes at the peak of its step, in addition to the state.
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -20,9 +20,9 @@ class Undone:
     `kernels.KERNELS`.
 
     ``constants``: further arguments of the kernel. ``gain``: the factor by which it multiplies relative errors.
-    ``exact``: whether it only moves numbers. ``scale``: a number that the kernel returns for the scale by which
-    it divides, as found at planning time, with which later ones are compared; 0 if it divides by none that
-    training may change.
+    ``exact``: whether it only moves numbers. ``scale``: the factor by which dividing by a scale increases
+    errors, as the kernel returned it at planning time; 0 if the kernel divides by no scale that training may
+    change.
     """
 
     value: str

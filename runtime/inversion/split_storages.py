@@ -34,10 +34,10 @@ TOGETHER = (aten.cat.default, aten.stack.default)
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step whose parts have their own storages.
+    """A step in which the parts of each split storage have their own storages.
 
-    ``copied``: by the storage that was split, the storages of those parts that had to be copied out of it.
-    (The other parts existed before it.)
+    ``copied``: by the storage that was split, the storages of those parts that had to be copied out of it. (The
+    other parts existed before it.)
     """
 
     step: CapturedStep

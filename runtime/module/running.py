@@ -31,8 +31,8 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan with the best known lower bound, and a status that says whether a better plan is being
-        searched for."""
+        """The plan that calls follow, with the largest lower bound known so far. Its status is ``refining``
+        while a better plan is being searched for."""
         plan, search = self.plan, self.refinement
         if search is None:
             return plan

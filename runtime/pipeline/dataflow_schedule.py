@@ -114,7 +114,8 @@ class DataflowSchedule:
 
     def update(self) -> None:
         """Count a backward. If ``updates`` is given and ``updates.every`` backwards have run since the last
-        update, divide the gradients by that number and let the optimizer update the weights."""
+        update, divide the gradients by that number, let the optimizer update the weights, and set the gradients
+        to zero."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return

@@ -66,7 +66,7 @@ class DataflowStage:
 
     @property
     def onwards(self) -> list[torch.Tensor]:
-        """Meta tensors like those of the messages to the next stage."""
+        """Meta tensors with the shapes and types of the stage's outputs, which it sends to the next stage."""
         return list(self.stage.outputs)
 
     @property

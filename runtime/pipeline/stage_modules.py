@@ -41,7 +41,7 @@ class StageModule:
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The positional tensors."""
+        """The tensors among the positional arguments."""
         return tuple(one for one in self.args if isinstance(one, torch.Tensor))
 
 
