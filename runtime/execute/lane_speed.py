@@ -23,11 +23,11 @@ HANDOVERS = 50
 def measured_sharing(
     step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
 ) -> Sharing:
-    """Measure the relative speed of an op while the other lane is busy, and the time of a handover between
-    lanes.
+    """Measure the relative speed of an op while the other lane is busy, and, in microseconds, the time of a
+    handover between lanes and the time to start both.
 
-    In each lane, the op that takes most of the lane's time is run. Ops use their usual number of threads;
-    where one op alone uses all cores, the speed is about a half.
+    In each lane, the op that takes most of the lane's time is run. Ops use their usual number of threads; where
+    one op alone uses all cores, the speed is about a half.
 
     Args:
         step: the captured step.

@@ -89,8 +89,8 @@ def is_data(value: Any) -> bool:
 def same(a: Any, b: Any) -> bool:
     """Return whether a value equals one that was kept.
 
-    Plain values are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by
-    content, and everything else, tensors included, by identity.
+    Plain values are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by content,
+    and everything else, tensors and large arrays included, by identity.
     """
     if a is b:
         return a is not UNSET

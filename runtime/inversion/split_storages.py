@@ -45,7 +45,14 @@ class SplitStep:
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Split every storage of the forward half whose views tile it, except those in ``leave``."""
+    """Return the step in which storages of the forward half are split into their parts, each with its own
+    storage.
+
+    A storage is split if its views, or the tensors from which it is concatenated, tile it, and if all views of
+    it can be made from the parts.
+
+    ``leave``: the names of storages that are not split.
+    """
     return _Parter(step, frozenset(leave)).part()
 
 

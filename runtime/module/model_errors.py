@@ -19,11 +19,12 @@ from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode, or None.
+    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode; None if it raises none, or
+    only an error of TorchDynamo.
 
     The forward runs once, on copies of its tensors, without saving tensors for a backward. (If it runs a
-    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all
-    random states are restored.
+    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all random
+    states are restored.
     """
     asked: list[torch.Tensor] = []
 

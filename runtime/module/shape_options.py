@@ -24,9 +24,10 @@ Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 class ShapeOptions:
     """Options for the shapes of calls.
 
-    ``dynamic``: whether a call for which no plan holds makes another one; if false it is refused. ``max_plans``: the
-    number of plans that are kept; those that were not used for longest are dropped. ``ranges``: the sizes that calls
-    may have.
+    ``dynamic``: whether a call for which no plan holds makes another one; if false it is refused.
+    ``max_plans``: the number of plans that are kept; those that were not used for longest are dropped.
+    ``ranges``: the sizes that calls may have: by the argument's name and the dimension, the smallest and the
+    largest.
 
     Raises:
         UsageError: ``max_plans`` is no positive number, or a range is empty.

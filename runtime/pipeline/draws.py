@@ -27,7 +27,8 @@ def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int
 
 class Seeded(TorchDispatchMode):
     """Draws, inside the block, the numbers that a stage of a dataflow pipeline draws in one forward, in a
-    single process.
+    single process. To this end it seeds PyTorch's default generator before each random call, and does not
+    restore its state.
 
     Args:
         seed: the pipeline's seed.

@@ -65,8 +65,8 @@ class Layer:
 class StatisticsStep:
     """A step with statistics.
 
-    ``terms``: the number of terms of the loss. ``skipped``: trained parameters without statistics, and the
-    reasons.
+    ``layers``: the weights that have statistics. ``terms``: the number of terms of the loss. ``skipped``:
+    trained parameters without statistics, and the reasons.
     """
 
     step: CapturedStep
