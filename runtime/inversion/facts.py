@@ -47,8 +47,9 @@ class Refused:
 class Facts:
     """A step, with what is known about its values before it runs.
 
-    ``known``: values computed from parameters, buffers and constants. ``scales``: by storage, the factor by
-    which undoing a scaling multiplies errors, for storages that are scaled tensors; rows fill it in.
+    ``known``: the real tensors of values that are computed only from parameters, buffers and constants.
+    ``scales``: by storage, the factor by which undoing a scaling multiplies errors, for storages that are
+    scaled tensors; rows fill it in.
     """
 
     step: CapturedStep
@@ -57,7 +58,7 @@ class Facts:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """Bounds of all values."""
+        """The range of each value of the step, derived on demand."""
         return Ranges(self.step, self.known)
 
     def arguments(self, call: Call) -> dict[str, Any]:

@@ -23,8 +23,8 @@ def own_error(
     only an error of TorchDynamo.
 
     The forward runs once, on copies of its tensors, without saving tensors for a backward. (If it runs a
-    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all random
-    states are restored.
+    backward itself, it runs again and saves them.) The model's attributes and buffers and all random states are
+    restored; gradients that the forward itself adds to parameters are not.
     """
     asked: list[torch.Tensor] = []
 

@@ -124,8 +124,8 @@ class OpenShapes:
     """The forwards with open sizes for calls that differ only in sizes.
 
     ``forwards``: the newest first. ``known``: shapes that were captured separately: fake batches, and the
-    results. ``met``: all shapes so far. ``misses``: how many captures with open sizes in a row served no
-    other known shape. ``reason``: why no more captures with open sizes are made; empty if they are.
+    results. ``met``: all shapes of calls so far. ``misses``: how many captures with open sizes in a row served
+    no other known shape. ``reason``: why no more captures with open sizes are made; empty if they are.
     ``fixed``: the number of shapes that were captured separately. ``served``: how often a shape got its step
     from a forward with open sizes. ``exceptions``: why some shapes did not.
     """

@@ -67,14 +67,14 @@ class Planner(Protocol):
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step during which gradients of earlier steps exist; None if ``plan`` fits, or
-        is to be used anyway.
+        """Return a plan for a step during which gradients of earlier steps exist; None if ``plan`` fits, or is
+        to be used anyway.
 
         Args:
             step: the captured step.
             plan: its plan without such gradients.
-            gradients: their bytes.
-            names: the parameters that have them.
+            gradients: the bytes of these gradients.
+            names: the step's names of the parameters that have them.
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the options allow no other.

@@ -70,8 +70,9 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the names at which the graph can be cut, in order: those of modules whose ops are contiguous in
-    the graph."""
+    """Return the names of the modules before which the graph can be cut: those whose ops are contiguous in the
+    graph and do not begin with its first op. They are sorted by their first ops, outer modules before inner
+    ones."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}

@@ -58,13 +58,13 @@ class Factors:
     order: tuple[int, ...]
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the weight, or its gradient, as the matrix between the factors: (d_out, d_in), with a
-        leading dimension if there are several groups.
+        """Return the weight, or its gradient, as the matrix between the factors: (d_out, d_in), with a leading
+        dimension if there are several groups.
 
         Args:
             weight: the weight or its gradient.
             bias: the bias or its gradient, (groups · d_out,), which becomes the last column; required if
-                ``self.bias`` is true.
+                ``self.bias`` is true; None otherwise.
         """
         found = weight.reshape(self.split).permute(self.order).reshape(self.groups, self.g.shape[-1], -1)
         if bias is not None:
