@@ -118,8 +118,8 @@ class CacheEntry:
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """The parameters that get gradients: for each name in the model, the name in the step. Callers look
-        only at the first, and assume that if it has a gradient of an earlier step, all have one."""
+        """The parameters that get gradients: for each name in the model, the name in the step. They are
+        assumed to have gradients of earlier steps either all or none, so that looking at one is enough."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 

@@ -41,7 +41,8 @@ class Taken:
 
 class PackedFactors(Mapping[str, Factors]):
     """Factors by the weight's name, stored as packed triangles. Dense factors are made on access; while a dense
-    factor of the inputs is in use, further accesses return the same tensor."""
+    factor of the inputs is in use, accesses to weights with the same input return the same
+    tensor."""
 
     def __init__(self, taken: Mapping[str, Taken], tensors: Mapping[str, Tensor], samples: int) -> None:
         self._taken, self._tensors, self._samples = dict(taken), dict(tensors), samples
