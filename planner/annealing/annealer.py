@@ -49,8 +49,8 @@ ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 class Annealer:
     """One sequence of runs that is being cooled.
 
-    ``keep_order``: first runs keep the base order. Sizes are in ``unit`` bytes (1 unless sizes sum to more than
-    2^52).
+    ``keep_order``: whether the first runs of all ops keep the base order. Sizes are counted in units of ``unit``
+    bytes, which is 1 unless the sizes of all tensors sum to more than 2^52.
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
@@ -70,10 +70,14 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Start from a sequence of runs and forget the best so far. Runs of ops that nothing needs are left out.
+        """Set the budget (bytes), forget the best sequence so far, and start from a sequence of runs, within the
+        budget or over it.
 
-        ``price``: the initial price of a byte over the budget, if an earlier search at about this budget found one
-        (`price`). By default it starts low, and the start may be lost.
+        Runs of ops that nothing needs are left out of the sequence.
+
+        ``price``: the initial price of a unit over the budget, if an earlier search at about this budget found one
+        (see the property `price`). With 0 it begins low, so that the search may first move away from a start that
+        fits.
         """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
@@ -105,22 +109,26 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` moves between two temperatures (percent of the base cost), then spread the runs
-        evenly over the slots. Returns the number of moves made."""
+        """Make up to ``moves`` moves while the temperature falls from ``hot`` to ``cold`` (percent of the base cost),
+        then spread the runs evenly over the slots. Returns the number of moves made.
+
+        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`; or `UNTIL_FEASIBLE`, which makes all moves and ends when the budget is
+        met.
+        """
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Limit the price of a byte over the budget, until the next call or `load`."""
+        """Limit the price of a unit over the budget to ``most``, until the next call or the next `load`."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Limit the factor by which the price may grow per move, until the next call or `load`."""
+        """Limit the factor by which the price may grow per move to ``growth``, until the next call or `load`."""
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set the price of a byte over the budget. Until the next call it may fall but not rise."""
+        """Set the price of a unit over the budget. It may then fall but not rise, until it is set or limited again."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
@@ -135,7 +143,7 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """The current price of a byte over the budget."""
+        """The current price of a unit over the budget at one run, in percent of the base cost."""
         return float(self.state.value[PRICE])
 
     @property
@@ -145,20 +153,20 @@ class Annealer:
 
     @property
     def best_overhead(self) -> float:
-        """The overhead of the best sequence; infinite if there is none."""
+        """The overhead of the best sequence within the budget; infinite if there is none, 0 if no op costs anything."""
         return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
     def penalty(self) -> float:
-        """The bytes over the budget, summed over the runs of the current sequence."""
+        """The units over the budget, summed over the runs of the current sequence."""
         return float(self.state.value[PENALTY])
 
     def best(self) -> list[str]:
-        """Return the best feasible sequence of runs, empty if there is none."""
+        """Return the op names of the best sequence within the budget; empty if none was found."""
         return self._names(self.state.best[: self.state.number[BEST]])
 
     def current(self) -> list[str]:
-        """Return the current sequence of runs, feasible or not."""
+        """Return the op names of the current sequence, whether or not it is within the budget."""
         return self._names(self._sequence())
 
     def _names(self, sequence: Ints) -> list[str]:

@@ -10,8 +10,10 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Whether the first runs stay in the required order if this run is removed (the op's next run may become its
-    first)."""
+    """Whether the first runs of the ordered ops stay in order if this run is removed.
+
+    If it is its op's first run, the op's next run becomes the first.
+    """
     op = S.op[node]
     if S.links.prev[node] >= 0 or P.after[op] < 0:
         return True
@@ -36,7 +38,11 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove those of the first ``waiting`` queued nodes that nothing reads, then what only they read, and so on."""
+    """Remove the runs among the first ``waiting`` nodes of ``S.queue`` that nothing reads, then those that only they
+    read, and so on.
+
+    A run stays if its op must keep it, if its removal would break the order of first runs, or if the log is full.
+    """
     while waiting > 0:
         waiting -= 1
         node = S.queue[waiting]
@@ -52,7 +58,10 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Queue the runs that served an op's reads at a slot. Returns the length of the queue."""
+    """Append to ``S.queue``, which has ``waiting`` entries, the runs that serve the reads of an op at a slot.
+
+    Returns the new number of entries. Runs for which the queue has no room are left out.
+    """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
             S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
@@ -62,7 +71,8 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Return a random repeated run that can be removed, or -1 if the first try is not one."""
+    """Draw a random run of an op that runs more often than it must. Returns it, or -1 if it cannot be removed or no op
+    runs more often than it must."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]

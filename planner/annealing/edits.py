@@ -32,7 +32,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def put(S: State, slot: int, source: int) -> None:
-    """Move the content of a slot to another slot."""
+    """Copy the content of the slot ``source`` to ``slot``, and record the new slot of the node."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -135,8 +135,10 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Run an op just in front of the node ``right``. Its reads are held until then; later reads of its writes are
-    served by it."""
+    """Insert a run of an op, as node ``node``, just in front of the node ``right``.
+
+    What the op reads stays resident until then. Later reads of what it writes are served by the new run.
+    """
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -163,8 +165,10 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove a run. Earlier copies of the tensors that it writes serve their reads; of each tensor that is still read
-    there must be one."""
+    """Remove a run. Its readers are then served by the latest earlier copies.
+
+    Of each tensor that it writes and something reads, an earlier copy must exist.
+    """
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -190,7 +194,10 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move a run to just in front of the node ``right``. No run that serves it or that it serves may be in between."""
+    """Move a run to just in front of the node ``right``.
+
+    Neither a run that it reads from nor one that reads from it may be in between.
+    """
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -245,7 +252,8 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def note(S: State, kind: int, node: int, right: int) -> None:
-    """Write one log entry."""
+    """Append to the log that an edit of this kind moved ``node``. ``right``: the node in front of which `undo` puts
+    it."""
     row = S.log[S.number[LOGGED]]
     row[0], row[1], row[2] = kind, node, right
     S.number[LOGGED] += 1
@@ -269,7 +277,7 @@ def undo(P: Problem, S: State) -> None:
 
 @inner
 def commit(S: State) -> None:
-    """Keep the edits since the last commit; the numbers of removed nodes become free."""
+    """Make the edits since the last commit final. The numbers of nodes that they removed become free."""
     for k in range(S.number[LOGGED]):
         if S.log[k, 0] == REMOVED:
             S.free[S.number[FREE]] = S.log[k, 1]

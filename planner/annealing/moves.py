@@ -63,7 +63,7 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random repeated run, and what only it read. Returns whether one was removed."""
+    """Remove a random repeated run, and the runs that only it read. Returns whether it could be removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -73,7 +73,7 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run within its window: behind its servers, before its readers, first runs in order."""
+    """Move a random run to another place in its `window`. Returns whether it was moved."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -99,7 +99,10 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return the slots strictly between which a run can move without changing which run serves which read."""
+    """Return two slots. Strictly between them, a run can move without changing which run serves which read.
+
+    First runs also keep their required order.
+    """
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
     high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1
@@ -138,7 +141,7 @@ def random_node(S: State, start: int) -> int:
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """Return a random slot; with ``over`` and a penalty, one whose cap is exceeded."""
+    """Return a random slot. With ``over``, return one whose cap is exceeded, if there is any."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -171,10 +174,14 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot, and recompute it, with everything this needs, before its next read.
+    """Drop a tensor that is idle across a random slot, and recompute it, with all that this needs, before its next
+    read.
 
-    It is recomputed just before that read, or earlier while its inputs are live. ``allowed``: the largest increase
-    of the energy; a chain that must exceed it is given up early.
+    The recomputation is just before that read, or earlier while its inputs are resident. Returns False if no tensor
+    was found or the chain of recomputations does not fit; nothing has changed then.
+
+    ``over``: prefer a slot over the budget. ``allowed``: the largest increase of the energy, that is of cost + price ·
+    penalty; a chain that must exceed it is given up early.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -209,7 +216,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move. Returns False if there was nothing to do (edits may have been logged anyway)."""
+    """Make one random move. Returns False if it cannot be made; edits may have been logged even so.
+
+    ``allowed``: the largest increase of the energy; moves that must exceed it are given up early. ``orders_only``:
+    only shift runs.
+    """
     kind = uniform(S.random)
     if orders_only:
         return shift_one(P, S)
@@ -229,7 +240,11 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """`propose` for problems without phases. ``kind``: a random number that selects the move."""
+    """Make one random move in a problem without phases. Returns False if it cannot be made; edits may be logged even
+    so.
+
+    ``allowed``: the largest increase of the energy. ``kind``: a random number in [0, 1) that selects the kind of move.
+    """
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
     if kind < PLAIN_ANY:
@@ -245,7 +260,7 @@ def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
 
 @inner
 def keep_best(S: State) -> None:
-    """Copy the sequence as the best feasible one."""
+    """Record the current sequence and its cost as the best within the budget."""
     length = 0
     for s in range(S.at.size):
         if S.at[s] >= 0:
@@ -257,10 +272,11 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` moves while the temperature falls geometrically from ``hot`` to ``cold``.
+    """Make up to ``moves`` moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent of the
+    base cost). Returns the number of moves made.
 
-    ``mode``: 0 all moves; 1 shifts only; 2 all moves, returning at the first feasible state. Returns the number of
-    moves made.
+    It is smaller if slots or node numbers run short; then the runs must be spread anew. ``mode``: 0 for all moves; 1
+    for shifts only; 2 for all moves until a sequence is within the budget.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

@@ -63,9 +63,11 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the slots of the copy's last use before ``slot`` and of its first use behind it.
+    """Return the slots of the last use before ``slot``, and of the first use behind it, of the copy that ``server``
+    wrote.
 
-    The second is `NO_SLOT` if the copy is used at the slot, or never behind it.
+    The first is the slot of ``server`` if nothing reads the copy before. The second is `NO_SLOT` if the copy is used
+    at ``slot`` itself, or never behind it.
     """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
@@ -110,7 +112,7 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Also run again, in front of a node, other ops that share reads with ``op``, where that saves more than it
+    """Run further ops again in front of a node: those that share a read with ``op``, where this saves more than it
     costs."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -131,8 +133,10 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Remove later runs of the ops whose tensors ``op`` reads at a slot, where it is cheaper now to hold these
-    tensors."""
+    """Hold the tensors that ``op`` reads at a slot longer, where this is now cheaper than to compute them again later.
+
+    The later runs of the ops that write these tensors are removed.
+    """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -171,7 +175,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random repeated run, unless the energy would rise by more than ``allowed``."""
+    """Remove a random repeated run, unless the energy would rise by more than ``allowed``. Returns whether one was
+    removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -205,7 +210,10 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot, with the drops that belong to it."""
+    """Drop a tensor that is idle across a slot, together with other drops that this makes cheaper (`drop_siblings`).
+
+    Returns False if there was nothing to drop. ``allowed``: the largest increase of the energy.
+    """
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False
     op, place = best_drop(P, S, slot, allowed)

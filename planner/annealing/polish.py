@@ -41,9 +41,13 @@ def polished(
     """Yield better and better plans within a budget (bytes), each cheaper than all before it and all starts that fit.
 
     Args:
-        starts: plans of the problem, within the budget or over it.
-        seconds: CPU time of each of the anneals; 0 for tidying only.
-        moves: if not 0, replaces the time by a number of moves, so that the plans are the same on every machine.
+        graph: the problem.
+        budget: bytes.
+        starts: plans of the problem, within the budget or over it. Those that cannot be a start are ignored.
+        seconds: CPU time of each of the anneals; with 0 and no ``moves``, the starts are only tidied.
+        moves: if not 0, the moves of each anneal, instead of a time, so that the plans are the same on every machine.
+        seed: the seed of the random moves.
+        keep_order: whether the first runs of all ops keep the base order.
     """
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)

@@ -20,7 +20,7 @@ EXACT = 2**52
 class Recipes:
     """The ops and inverses that may run: needed ops, then ops that only inverses need, then inverses.
 
-    ``least``: for each, the number of runs that every sequence must have, 0 or 1.
+    ``least``: for each of ``rows``, the number of runs that every sequence must have, 0 or 1.
     """
 
     rows: tuple[Op, ...]
@@ -68,7 +68,10 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
-    """Convert the recipes and the virtual end to arrays."""
+    """Convert the ops and inverses of ``known``, and a virtual last op that reads all outputs, to arrays.
+
+    ``unit``: bytes that count as 1. ``keep_order``: whether the first runs of all ops keep the base order.
+    """
     inputs = set(graph.inputs)
     ops = known.rows
     names = list(dict.fromkeys(t for op in ops for t in op.writes))

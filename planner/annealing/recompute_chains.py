@@ -33,7 +33,7 @@ LONGEST = 6.0  # logarithm to base 2 of the longest chain that is chosen; most a
 
 @inner
 def a_maker(P: Problem, S: State, tensor: int) -> int:
-    """Return the op that writes a tensor; a random one of several."""
+    """Return an op or inverse that writes a tensor; if several do, a random one of them."""
     if P.flow.producer[tensor] >= 0:
         return int(P.flow.producer[tensor])
     start = P.flow.makers_at[tensor]
@@ -42,7 +42,7 @@ def a_maker(P: Problem, S: State, tensor: int) -> int:
 
 @inner
 def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Whether an op that may run only once runs already."""
+    """Whether an op may run only once and the sequence has a run of it."""
     return bool(P.once[op] > 0 and S.runs[op] > 0)
 
 
@@ -117,7 +117,7 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
 
 @inner
 def sort(items: Ints, length: int) -> None:
-    """Sort the first items, by insertion: there are few, and numpy's sort allocates memory."""
+    """Sort the first ``length`` items in place, by insertion: there are few, and numpy's sort allocates memory."""
     for k in range(1, length):
         item, at = items[k], k
         while at > 0 and items[at - 1] > item:
@@ -147,7 +147,8 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """Estimate the cost of having an op's inputs at a slot: each is held until then, or computed again."""
+    """Estimate the cost of having an op's inputs resident at a slot: each is held until then or computed again,
+    whichever is cheaper. Inputs that no earlier run writes count as 0."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -174,8 +175,11 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add an op to ``S.chain`` that the chain cannot do without, because no run has written the tensor before the
-    slot."""
+    """Add an op to ``S.chain`` whose tensor no run has written before the slot, so that the chain cannot do without
+    it.
+
+    Returns the chain's new length and its cost; an infinite cost if the chain is full or the op may not run again.
+    """
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
     S.chain[length] = op
@@ -249,7 +253,8 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Queue the runs whose copies end where the node writes new ones. Returns their number."""
+    """Fill ``S.queue`` with the runs whose copies the node overwrites. Returns their number; 0 if the node was
+    removed."""
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # swept itself
         return 0

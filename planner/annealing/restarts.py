@@ -120,10 +120,10 @@ CLEAN, CLEANING = 10, 0.1  # moves an op by which each step of a descent is chea
 
 @dataclass
 class SearchBudget:
-    """What a search may spend: seconds, or moves if ``moves`` is not 0. With moves, the result is the same on every
-    machine.
+    """What a search may spend: seconds, or a number of moves if ``moves`` is not 0. All amounts are then in that unit.
 
-    All amounts are in the one unit or the other. ``interrupted``: whether Ctrl-C ended the search.
+    With moves, the result is the same on every machine. ``done``: moves made so far. ``began``: monotonic time of the
+    start. ``slice_``: moves until the clock is read again. ``interrupted``: whether Ctrl-C ended the search.
     """
 
     seconds: float
@@ -135,29 +135,37 @@ class SearchBudget:
 
     @property
     def total(self) -> float:
-        """Everything that may be spent."""
+        """Everything that may be spent: moves if they are counted, otherwise seconds."""
         return float(self.moves) if self.moves else self.seconds
 
     def spent(self) -> float:
-        """Return what has been spent."""
+        """Return what has been spent so far: moves if they are counted, otherwise seconds."""
         return float(self.done) if self.moves else time.monotonic() - self.began
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
-        """Return the length of the shortest round; the more ops, the more moves per op."""
+        """Return the length of the shortest round, in moves if they are counted, otherwise in seconds.
+
+        ``ops``: the number of ops. ``shortest``: the moves per op in small problems, and the number of ops at which
+        they are twice as many.
+        """
         moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
         return moves if self.moves else moves / MOVES_A_SECOND
 
     def stop(self) -> None:
-        """Mark everything as spent. May be called from another thread."""
+        """Mark all seconds as spent, so that the search soon ends. It has no effect if moves are counted. May be
+        called from another thread."""
         self.began = -math.inf
 
     @property
     def rate(self) -> float:
-        """The estimated number of moves per unit."""
+        """The estimated number of moves per unit of what is spent: per second, or 1 if moves are counted."""
         return 1.0 if self.moves else self.slice_ / SLICE
 
     def next_slice(self, left: float) -> int:
-        """Return the number of moves to make before the clock is read again."""
+        """Return the number of moves to make before the clock is read again, at least 1.
+
+        ``left``: what is left to spend; it limits the slice only if moves are counted.
+        """
         return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:
@@ -192,11 +200,12 @@ def _hot(ops: int) -> float:
 
 @dataclass
 class Search:
-    """One search at one budget.
+    """One search for the cheapest plan of a problem within a budget (bytes).
 
-    ``enough(overhead)``: whether a plan of this overhead needs no improvement; for infinity, whether it is known
-    that there is no plan. ``report(fraction, overhead)``: called between slices with the best overhead so far, or
-    None.
+    ``enough(overhead)``: whether a plan of this overhead needs no improvement; for infinity, whether it is known that
+    no plan fits. ``report(fraction, overhead)``: called between slices with the share of the time that is spent and
+    the best overhead so far, None if nothing fits yet. ``smallest``: the plan with the smallest peak so far. ``twin``:
+    the search of the second thread, if there is one.
     """
 
     graph: TrainingGraph
@@ -250,7 +259,8 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Simulate the base order and the starts. Starts that break a required order are left out."""
+        """Simulate and tidy the base order and the starts, and keep the best. Starts that are invalid or break a
+        required order are left out."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -264,7 +274,7 @@ class Search:
 
     @property
     def least(self) -> Plan:
-        """The plan of the smallest peak so far, for any budget."""
+        """The plan with the smallest peak so far, whether or not it fits the budget. Call `prepare` first."""
         assert self.smallest is not None
         return self.smallest
 
@@ -460,11 +470,16 @@ class Search:
         self.annealer.set_price(unit * low * math.pow(PRICES[1] / low, share / FREE))
 
     def descend(self, effort: SearchBudget, until: float, anew: bool = False) -> None:
-        """Lower the smallest peak step by step, down to the budget or until ``until`` is spent. With ``anew``,
-        start from the base order.
+        """Lower the smallest peak step by step, until it is within the budget, steps get too small or ``until`` is
+        spent.
 
         Each step aims at a peak a little below the smallest, cools at one temperature until a sequence has it, and
         then lowers its cost; otherwise useless runs would accumulate. A step that fails halves the next one.
+
+        Args:
+            effort: what the search may spend.
+            until: what the effort may have spent at the end, in its unit.
+            anew: start from the base order, not from the plan with the smallest peak so far.
         """
         annealer, stride, patience = self.annealer, STRIDE, 20 * len(self.base) + 1000
         price = (

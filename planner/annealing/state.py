@@ -41,7 +41,8 @@ INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """Like `inner`, with sums that may be reordered, because they are exact in any order.
+    """Compile a function for calls from other kernels, and allow sums to be reordered, since they are exact in any
+    order.
 
     No kernel of the annealer may call itself: reloading such a kernel from the disk cache crashes.
     """
@@ -49,12 +50,15 @@ def vector_kernel(function: F) -> F:
 
 
 def free_kernel(function: F) -> F:
-    """Like `kernel`; other Python threads can run during a call."""
+    """Compile a function that Python calls. Other Python threads can run during a call."""
     return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
-    """Which ops read and write each tensor. ``producer``: its only maker, or -1 if it has several."""
+    """Which ops read and write each tensor, by tensor: see `Problem` for the format.
+
+    ``producer``: the only op or inverse that writes the tensor, or -1 if there are several.
+    """
 
     readers_at: Ints
     readers: Ints
@@ -106,7 +110,14 @@ class Links(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sequence. By node: ``op``. By op: ``runs place stamp``. By slot: ``at mem cap``."""
+    """The sequence of runs and what is counted of it; entries that do not exist are -1.
+
+    By node: its ``op``. By op: its number of ``runs``; its ``place`` in ``multi``, the list of ops that run more often
+    than they must; a ``stamp``, 1 while the op is in ``chain``. By slot: the node ``at`` it, ``mem`` and ``cap``.
+    ``free``: unused node numbers. ``log``: edits since the last commit. ``chain`` and ``queue``: scratch space.
+    ``best``: the ops of the best sequence within the budget. ``number`` and ``value``: single numbers. ``random``: the
+    state of the generator.
+    """
 
     links: Links
     op: Ints
@@ -129,7 +140,7 @@ class State(NamedTuple):
 
 @vector_kernel
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add bytes to the slots low..high. Returns the change of the penalty."""
+    """Add bytes, perhaps a negative number, to ``mem`` in the slots low..high. Returns the change of the penalty."""
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     held, most = mem[low : high + 1], cap[low : high + 1]
@@ -143,7 +154,7 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 
 @vector_kernel
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Return what `spread` would return, without changing anything."""
+    """Return the change of the penalty if bytes were added in the slots low..high. Nothing is changed."""
     change = 0.0
     held, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(held.size):
@@ -171,7 +182,7 @@ def first_over(mem: Floats, cap: Floats, start: int) -> int:
 
 @inner
 def run_before(L: Links, op: int, slot: int) -> int:
-    """Return the latest run of an op before a slot, or -1."""
+    """Return the node of the latest run of an op before a slot, or -1 if there is none."""
     node = L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
@@ -180,7 +191,7 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
-    """Return the run that serves a read of the tensor at a slot: the latest earlier run of a maker, or -1."""
+    """Return the run that serves a read of the tensor at a slot: the latest earlier run that writes it, or -1."""
     latest, place = -1, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = L.last[F.makers[k]]
@@ -243,7 +254,7 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def node_after(at: Ints, slot: int) -> int:
-    """Return the first node behind a slot."""
+    """Return the first node in a slot after ``slot``; there must be one."""
     s = slot + 1
     while at[s] < 0:
         s += 1

@@ -73,18 +73,21 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return the plans of ``nested_dp`` whose peak is near the budget: best plan and smallest peak.
+    """Return plans of ``nested_dp``, computed for peaks near the budget (bytes): the cheapest that fits, if there is
+    one, and the one with the smallest peak.
 
-    They are needed while no known plan fits. The arguments are those of `starting_plans`.
+    They are needed while no known plan fits. Empty if the problem has no phases or is too large for ``nested_dp``. The
+    arguments are those of `starting_plans`.
     """
     return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
-    """Return block plans with a small peak, as far as they are found before a time of the monotonic clock.
+    """Return plans with a small peak from the block strategies, and from `Reversible` if the problem has inverses.
 
-    A search for the smallest peak that starts from them ends lower than one that starts from the base order. In 20 s:
-    DenseNet-161 at 1.45 times its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
+    No strategy begins after ``until``, a time of the monotonic clock, while there is a plan. A search for the smallest
+    peak that starts from them ends lower than one that starts from the base order. In 20 s: DenseNet-161 at 1.45 times
+    its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
     """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, until, lambda _: None)

@@ -14,11 +14,11 @@ LAST_WORDS = 0.5
 
 
 class Proof:
-    """A `BoundSearch` in a thread, for the length of a ``with`` block.
+    """A `BoundSearch` that is run in a thread, for the length of a ``with`` block.
 
-    ``seconds``: the search's time limit. ``overhead``: that of the best plan so far; the owner updates it. The search
-    ends when its bound is within ``gap`` of ``overhead``. An exception of the search is raised at the end of the
-    block.
+    ``seconds``: the time limit of the search. ``overhead``: the overhead of the best plan so far, infinite at first;
+    the owner updates it. The search ends when its bound is within ``gap`` of ``overhead``. If the search raises an
+    exception, the end of the block raises it, unless the block raised one itself.
     """
 
     def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
@@ -51,6 +51,6 @@ class Proof:
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Give the search for the bound up to ``seconds`` more, and wait until it ends."""
+        """Give the search for the bound up to ``seconds`` more, and wait until it ends or they are over."""
         self.bound.extend(seconds)
         self._thread.join(max(0.0, seconds))

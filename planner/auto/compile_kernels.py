@@ -21,12 +21,15 @@ HOT = (annealer, cleanup, moves, lowering_kernel, price_runs, lower_set_dp, inte
 
 
 def kernels_are_ready() -> bool:
-    """Return whether `compile_kernels` has nothing left to compile."""
+    """Return whether all loops that `compile_kernels` compiles are compiled, so that a search can begin at once."""
     return are_compiled(loop for hot in HOT for loop in vars(hot).values() if isinstance(loop, Dispatcher))
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """Compile the loops of the annealer and of the block strategies, by calling each on a tiny problem."""
+    """Compile the loops of the annealer and of the block strategies, by calling each on a tiny problem.
+
+    ``progress``: called once, with a text that says so.
+    """
     progress(0.0, "loading the hot loops, which each machine compiles once, in about a minute")
     compile_annealer()
     tensors = (Tensor("a", 1), Tensor("b", 1))

@@ -71,9 +71,14 @@ def lower_by_eviction(
 def plan_by_eviction(
     graph: TrainingGraph, budget: int, go_on: Callable[[], bool], *, tries: int, seed: int = 0
 ) -> Plan | None:
-    """Return the cheapest of the plans within the budget (bytes) that a number of simulations find, or None.
+    """Return the cheapest plan within the budget (bytes) that simulations of eviction find, or None if they find none.
 
-    ``tries``: the number. The other arguments are those of `lower_by_eviction`.
+    Args:
+        graph: the problem.
+        budget: bytes.
+        go_on: whether there is time left; asked often.
+        tries: the number of simulations, each with a random policy.
+        seed: the seed of the random policies.
     """
     source, tables = random.Random(seed), tables_of(graph)
     best: Plan | None = None

@@ -34,12 +34,13 @@ TINY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which tensor is evicted first: that of the largest distance^a · bytes^b / cost^c.
+    """A rule that says which tensor is evicted first: the one of the largest distance^a · bytes^b / (1 + cost)^c.
 
-    ``distance``, ``bytes``, ``cost``: the exponents of the ops until the next use, of the size, and of the cost of
-    the recomputation. ``wanted``: a factor for tensors that a recomputation in progress reads. ``noise``: the
-    standard deviation of the score's logarithm. ``backward``: whether tensors of the backward half may be evicted.
-    ``last_first``: of several missing reads, the last is recomputed first.
+    ``distance``, ``bytes``, ``cost``: the exponents a, b and c. They are of the number of ops until the tensor's next
+    use, of its size, and of the cost of its recomputation. ``wanted``: a factor of the score of tensors that a
+    recomputation in progress reads. ``noise``: the standard deviation of a random term of the score's logarithm.
+    ``backward``: whether tensors of the backward half may be evicted. ``last_first``: whether, of several missing
+    reads, the last is recomputed first.
     """
 
     distance: float
@@ -66,11 +67,13 @@ def random_policy(source: random.Random) -> Policy:
 
 @dataclass(frozen=True)
 class Tables:
-    """The needed ops in the base order, with integers in place of names. Inputs are left out.
+    """The needed ops of a problem in the base order, with integers in place of names. Inputs are left out.
 
-    ``once``: ops that must not run again. ``held``: tensors that are never evicted: outputs, and what these ops write.
-    ``uses``: the ops that read each tensor, ascending. The end is a use of the outputs. What cannot be recomputed is
-    also used as long as a forward tensor that is computed from it is.
+    By op: ``names``, ``reads``, ``writes``, ``cost``, ``workspace`` (bytes), and ``once``, whether it must not run
+    again. By tensor: ``bytes``; the op that is its ``producer``; ``backward``, whether that op is of the backward
+    half; ``held``, whether the tensor is never evicted, as an output or because its producer must not run again; and
+    ``uses``, the ops that read it, ascending. The end is a use of the outputs. What cannot be recomputed is also used
+    as long as a forward tensor that is computed from it is.
     """
 
     names: tuple[str, ...]
@@ -88,7 +91,7 @@ class Tables:
 
 
 def tables_of(graph: TrainingGraph) -> Tables:
-    """Return a problem's tables; computed once per graph."""
+    """Return the tables of a problem. They are computed once per graph."""
     return cached_on(graph, "eviction", lambda: _build(graph))
 
 
@@ -131,7 +134,11 @@ def _build(graph: TrainingGraph) -> Tables:
 
 
 class Simulation:
-    """One pass over the base order within a budget. ``runs``: the ops that have run, repeats included."""
+    """One pass over the base order within a budget (bytes, inputs included), which evicts and recomputes tensors.
+
+    ``source``: random numbers for the policy. ``go_on``: returns whether there is time left. ``runs``: the positions
+    of the ops that have run so far, repeats included.
+    """
 
     def __init__(
         self,
@@ -152,7 +159,8 @@ class Simulation:
         self.wanted: dict[int, int] = {}
 
     def run(self) -> bool:
-        """Whether all ops have run within the budget."""
+        """Simulate the step. Returns whether all ops have run within the budget, the time and the limit of runs; call
+        it once."""
         return all(self._make(op) for op in range(len(self.tables.names)))
 
     def _make(self, op: int) -> bool:

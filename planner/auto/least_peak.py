@@ -51,10 +51,10 @@ def least_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
-    """Return the plan with the smallest peak that is found. It is never larger than that of a start that keeps the
-    order.
+    """Return the plan with the smallest peak that is found.
 
-    A problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
+    With ``keep_order``, starts in another order are ignored. No other start has a smaller peak than the plan. A
+    problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
 
     Args:
         graph: the problem, with phases if it is a training step.
@@ -63,7 +63,7 @@ def least_peak(
         progress: called with the fraction done and a short text.
         aim: bytes; a plan with a peak of at most this ends the search.
         keep_order: whether the first runs of all ops keep the base order.
-        seed: of the random choices.
+        seed: the seed of the random choices.
 
     Raises:
         KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and

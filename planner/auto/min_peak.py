@@ -35,22 +35,25 @@ def smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Return the cheapest plan found within ``1 + slack`` times the smallest peak found.
+    """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest peak found.
 
     `least_peak` finds the smallest peak in at most half of the time; the rest lowers the overhead. `min_peak_bound`
-    tells below what peak no schedule can be.
+    returns a peak below which there is no schedule.
 
     Args:
         graph: the problem.
         time_limit: seconds.
         progress: called with the fraction done and a short text.
         slack: a share of the smallest peak; 0 for the budget ``least``, `SLACK` for ``min``.
-        moves: if not 0, it replaces the time limit, which makes the plan the same on every machine.
-        keep_order: whether first runs keep the base order.
-        seed: of the random choices.
+        moves: if not 0, the number of moves, instead of the time limit; the plan is then the same on every machine.
+        keep_order: whether the first runs of all ops keep the base order.
+        seed: the seed of the random choices.
         starts: known plans of the problem. None that keeps the order has a smaller peak than the smallest found.
-        cheapest: returns the strategy that lowers the overhead, given the seconds that are left; by default `Auto`,
-            or `Anneal` if moves are counted.
+        cheapest: returns the strategy that lowers the overhead, given the seconds that are left; by default `Auto`.
+            Not used if moves are counted: then `Anneal` lowers the overhead.
+
+    Raises:
+        KeyboardInterrupt: before any plan was found. Later it ends the search, and the best plan so far is returned.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)

@@ -17,10 +17,11 @@ SHORTEST = 1.0
 
 
 class SecondSearch:
-    """A thread that runs ``search`` for the length of a ``with`` block, once the search for the bound has ended.
+    """A thread, for the length of a ``with`` block, that runs ``search`` once the search for the bound (``proof``) has
+    ended.
 
-    It ends at ``until``, a time of the monotonic clock, at the latest. ``starts``: sequences of runs to start from.
-    Its results are in ``search``.
+    ``until``: a time of the monotonic clock; the search ends then, and does not begin within the last second before.
+    ``starts``: sequences of runs to start from. The plans found are in ``search``.
     """
 
     def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:

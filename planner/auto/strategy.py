@@ -95,15 +95,19 @@ class Auto(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """See `Strategy.lasting`."""
+        """Whether the plans are worth keeping on disk: the option ``reuse``."""
         return self.reuse
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`.
+        """Return the best plan found within ``budget`` bytes, with a proven lower bound of the overhead.
 
-        The plan is never worse than a start that fits and keeps the order, if ``keep_order`` is set.
+        The plan is never worse than a start that fits (and keeps the order, if ``keep_order`` is set).
+
+        Raises:
+            InfeasibleBudget: no plan was found that fits. The error has the smallest peak found.
+            KeyboardInterrupt: before any plan was found that fits. Later it ends the search with the best plan so far.
         """
         compile_kernels(progress)
         return _Session(self, graph, budget, progress, starts).plan()
@@ -115,10 +119,10 @@ class Auto(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. Budgets are planned from the largest to the smallest, each with all plans found
-        before as starts.
+        """Return the plans found, by falling peak and rising overhead, none dominated by another.
 
-        The time limit holds for the whole curve.
+        Budgets (bytes) are planned from the largest to the smallest, each with all plans found before as starts. No
+        smaller budget is planned after one that no plan fits. The time limit holds for the whole curve.
         """
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []

@@ -19,10 +19,10 @@ STRATEGIES: tuple[BlockStrategy, ...] = (ChenSqrt(), ChenGreedy())
 
 
 def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan | None:
-    """Return the cheapest plan within ``budget`` bytes of `ChenSqrt` and `ChenGreedy`; None if none fits.
+    """Return the cheapest plan of `ChenSqrt` and `ChenGreedy` within ``budget`` bytes.
 
-    No loop is compiled for it. After ``seconds`` it returns what is found by then; before something is found, it goes
-    on. A problem without phases has no such plans.
+    It needs no compiled loop. After ``seconds`` it returns the best plan found by then, or the first that it finds
+    later. None if no plan fits, or if the problem has no phases.
     """
     if not graph.has_phases:
         return None

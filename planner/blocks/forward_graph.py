@@ -63,7 +63,7 @@ class ForwardGraph:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """``bytes`` as an array."""
+        """The sizes ``bytes`` of the nodes, as an array."""
         return np.array(self.bytes, dtype=np.int64)
 
     @cached_property

@@ -136,7 +136,11 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
 @dataclass(frozen=True)
 class Table:
-    """C for every interval and every number of units. ``cost``: float32, infinite where nothing fits."""
+    """The least recomputation cost C[i, j, m] for every interval of blocks i .. j - 1 and every number m of units.
+
+    ``cost``: C by the interval's number (see `Intervals`) and m, as shares of the cost of all blocks; infinite where
+    nothing fits.
+    """
 
     units: Units
     alike: Intervals
@@ -144,18 +148,20 @@ class Table:
 
     @property
     def whole(self) -> Floats:
-        """C[0, n, m] for m = 0 .. K."""
+        """The least recomputation cost of the whole chain with m units, for m = 0 .. K; infinite where nothing fits."""
         row: Floats = self.cost[self.alike.row[0, -1]]
         return row
 
     def steps(self, room: int, most: int) -> Ints:
-        """Return what to do with ``room`` units: k for a run of block k, -1 - k for stage k. Empty if more than
-        ``most`` steps."""
+        """Return a cheapest sequence of steps with ``room`` units: k stands for a run of block k, -1 - k for stage k.
+
+        Empty if there are more than ``most`` steps.
+        """
         return _trace(self.units, self.alike, self.cost, room, most)
 
 
 def solve(units: Units, alike: Intervals) -> Table:
-    """Compute the whole table."""
+    """Compute the least recomputation cost of every interval, for every number of units."""
     return Table(units, alike, _fill(units, alike))
 
 

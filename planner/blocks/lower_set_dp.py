@@ -35,7 +35,10 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """Return the paper's peak (bytes) and recomputation time of a chain, with or without the last block's time."""
+    """Return the paper's peak (bytes) and recomputation time of a chain of lower sets.
+
+    ``charge_last``: whether the recomputation of the last block counts in the time.
+    """
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
@@ -94,13 +97,14 @@ class LowerSetDP:
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Compute the whole table for a formula budget."""
+        """Compute opt[L, t] for a formula budget (bytes), for every lower set of the family and every tick."""
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
 
 @dataclass(frozen=True)
 class Table:
-    """opt[L, t] for one budget."""
+    """The least cached memory opt[L, t] of chains that end in L and recompute for t ticks, for one formula budget
+    (bytes)."""
 
     dp: LowerSetDP
     budget: int
@@ -111,7 +115,10 @@ class Table:
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
-        """Return the chain of least cached memory that reaches V in ``time`` ticks, L₁ ⊂ … ⊂ L_k = V."""
+        """Return the chain L₁ ⊂ … ⊂ L_k = V of least cached memory that reaches V in ``time`` ticks, as bit masks.
+
+        ``time``: one of `times`.
+        """
         dp = self.dp
         found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
         return tuple(dp.masks[i] for i in found[::-1])
@@ -120,10 +127,12 @@ class Table:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """Convert a family of lower sets (by size, from ∅ to V) to arrays.
+    """Prepare the program for a family of lower sets, sorted by size, from ∅ to V.
 
-    ``gradients``: charge a block's gradients and what they wait for, as the paper does. Without, a block costs
-    M(V′), which is closer to the truth where each gradient takes the place of the value it is computed from.
+    ``ticks``: about how many ticks the cost of all nodes has. ``charge_last``: whether the last block's recomputation
+    is charged. ``gradients``: whether a block's gradients and what they wait for are charged, as in the paper.
+    Otherwise a block costs M(V′), which is closer to the truth where each gradient takes the place of the value it is
+    computed from.
     """
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)

@@ -29,14 +29,15 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """Return all lower sets, by size, ∅ and V included.
+    """Return all lower sets, sorted by their number of nodes, ∅ and V included.
 
-    They grow node by node from ∅: each non-empty lower set is a smaller one plus one of its maximal nodes. Ordering
-    by size is a linear extension of inclusion, so a single sweep of a dynamic program sees every transition; the
-    order of discovery would miss some.
+    They grow node by node from ∅: each non-empty lower set is a smaller one plus one of its maximal nodes. Ordering by
+    size is a linear extension of inclusion, so a single sweep of a dynamic program sees every transition; the order of
+    discovery would miss some.
 
     Raises:
-        LatticeTooLarge: there are more than ``limit``; noticed after generating that many.
+        LatticeTooLarge: there are more than ``limit``; noticed after generating that many. The error names
+            ``strategy``.
     """
     after = [0] * len(view)
     for v, before in enumerate(view.before):
@@ -62,10 +63,10 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
 
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
-    """Return the pruned family, by size: each node with its ancestors, ∅ and V. At most #V + 2 sets.
+    """Return the pruned family: each node with its ancestors, ∅ and V, sorted by number of nodes. At most #V + 2 sets.
 
-    If there are more than ``most``, the family is thinned: by size, a set is kept where another ``most``-th of the
-    bytes is exceeded.
+    If there are more than ``most``, only some of them are returned, at most about ``most``: in the sorted order, a set
+    is kept where its bytes exceed a further ``most``-th of all bytes.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -89,7 +90,7 @@ def bytes_of(view: ForwardGraph, mask: int) -> int:
 
 
 def by_size(masks: set[int]) -> tuple[int, ...]:
-    """Sort masks by size, ties by value."""
+    """Sort sets of nodes (bit masks) by their number of nodes, ties by the value of the mask."""
     return tuple(sorted(masks, key=lambda m: (m.bit_count(), m)))
 
 

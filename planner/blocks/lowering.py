@@ -89,13 +89,17 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """Return the sequence of runs of a partition, by name. Linear in the reads and writes, apart from sorting."""
+    """Return the sequence of runs of a partition, as op names. It takes time linear in the reads and writes, apart
+    from sorting."""
     ix = indexed(graph)
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
-    """Like `lower`, as positions in the base order. ``compiled``: by machine code, or else by plain Python."""
+    """Return the sequence of runs of a partition, as positions in the base order.
+
+    ``compiled``: whether machine code does it; otherwise plain Python does, slower but without compilation.
+    """
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):

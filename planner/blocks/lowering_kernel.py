@@ -11,10 +11,10 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the sequence of runs, as base positions.
+    """Return the sequence of runs of a partition, as positions in the base order.
 
-    ``block[o]``: the block of forward op o, 0 .. ``blocks`` - 1. ``kept[t]``: whether tensor t stays at the loss
-    boundary.
+    ``traffic``: the problem as arrays. ``block[o]``: the block of forward op o, from 0 to ``blocks`` - 1. ``kept[t]``:
+    whether tensor t stays at the loss boundary.
     """
     ops = len(traffic.forward)
     resident = kept | traffic.wanted

@@ -91,8 +91,12 @@ class CutBounds:
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
-        """Bound the overhead quickly with a single cut at a needed op, and return that bound. -1 if there are
-        inverses."""
+        """Return the lower bound of the overhead that a single cut at a needed op proves, by a maximum flow, and
+        record it.
+
+        Infinite if no schedule fits; -1, which proves nothing, if there are inverses, if no op costs anything, or if
+        the numbers are too large.
+        """
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
         found = flow_bound(self.graph, self.order, cut, self.budget)
@@ -106,7 +110,7 @@ class CutBounds:
         self._proven[self.budget] = self.best.overhead
 
     def reached(self, overhead: float) -> bool:
-        """Whether an overhead equals the bound, within `CLOSED`."""
+        """Return whether an overhead is at most the best bound so far, within `CLOSED`."""
         return overhead <= self.best.overhead + CLOSED
 
     def stop(self) -> None:
@@ -125,10 +129,11 @@ class CutBounds:
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
-        """Solve the program of these cuts, or its relaxation, and record its bound.
+        """Solve the program of these cuts, or with ``integer`` false its linear relaxation, and record the bound that
+        it proves.
 
-        Returns the overhead that it proves, and whether more time would prove nothing more. Loops (`loop_rows`) of
-        the solution are excluded from later programs.
+        Returns the overhead that it proves, infinite if no schedule fits, and whether more ``seconds`` would prove
+        nothing more. Loops (`loop_rows`) of the solution are excluded from later programs.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)

@@ -44,9 +44,9 @@ differences between relaxations say nothing about the integer programs."""
 
 
 class Growth:
-    """The growth of a set of cuts within a time limit in seconds.
+    """The growth of a set of cuts, to raise the lower bound of ``search``, within a time limit in seconds.
 
-    ``enough``: called between programs with the bound so far; returning True ends the growth.
+    ``enough``: called between programs with the overhead that is proven so far; returning True ends the growth.
     """
 
     def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
@@ -120,17 +120,20 @@ class Growth:
         return unsolved
 
     def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return the bytes that the last solution holds at those ops of ``among`` at which a further cut is
-        possible."""
+        """Return, for those ops of ``among`` at which a further cut is possible, the bytes held while each first runs.
+
+        They are those of the sequence of runs of the last solution, or of the base order before there is one.
+        """
         return {
             op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
         }
 
     def likely(self, held: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Return the places over the budget to try next: the most prominent ones and the one that the network's
-        shape suggests.
+        """Return the ops to try next as cuts, all of them over the budget: the most prominent ones, and the one that
+        the network's shape suggests.
 
-        The latter is first, unless ``failed`` others have raised nothing.
+        The latter is first, unless ``failed``, the number of cuts in turn that raised nothing, is above 0. ``held``:
+        the bytes held at each op. ``tried``: ops to leave out.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
         prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
@@ -141,7 +144,8 @@ class Growth:
         return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -held[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """Return the place that raises the relaxation most, if it does so clearly; else the first."""
+        """Return the op of ``likely`` that, as a further cut, raises the bound of the relaxation most, if it does so
+        clearly; otherwise the first of them."""
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
         best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
@@ -149,18 +153,22 @@ class Growth:
         return best if lifted and lifted[best] > least else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
-        """Return the cuts and one more, in the base order."""
+        """Return ``cuts`` with the cut ``cut`` added, in the base order."""
         return tuple(sorted((*cuts, cut)))
 
     def relaxed(self, cuts: Cuts) -> float:
-        """Return what the linear relaxation proves."""
+        """Return the overhead that the linear relaxation of the program of these cuts proves; solved once per set of
+        cuts."""
         if cuts not in self._relaxed:
             self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program within a share of the time. Returns what it proves, and whether more time would
-        not help."""
+        """Solve the integer program of these cuts, for at most a share of the time. Returns the overhead that it
+        proves, and whether more time would prove nothing more.
+
+        No program is solved for a vast problem: the result is (-inf, True).
+        """
         if self.search.vast:
             return -math.inf, True
         if cuts in self._solved:
@@ -190,6 +198,6 @@ class Growth:
         return max(0.0, self.time_limit - self.spent)
 
     def over(self) -> bool:
-        """Whether to stop."""
+        """Return whether the growth must end: stopped, time is up, no schedule fits, or ``enough`` returned True."""
         best = self.search.best
         return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)

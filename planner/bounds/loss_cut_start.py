@@ -34,11 +34,17 @@ CLOSE = 1.00002  # prices within this factor count as equal
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
 ) -> list[str] | None:
-    """Return the cheapest such sequence of runs found within ``budget`` bytes before ``until`` (monotonic clock),
-    or None.
+    """Return the cheapest sequence of runs that a minimum cut at the loss gives within ``budget`` bytes; None if none
+    is found.
 
-    For problems with a backward half and without inverses. ``cut``: a needed op at the loss boundary or soon after
-    it.
+    For problems with a backward half and without inverses.
+
+    Args:
+        graph: the problem.
+        order: which of its ops must precede which.
+        cut: a needed op at the loss boundary or soon after it.
+        budget: bytes.
+        until: a time of the monotonic clock; no further price is tried after it.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)

@@ -36,7 +36,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum at one price: a proven lower bound of the cost, and the cost and held bytes of the minimiser."""
+    """The minimum at one price.
+
+    ``floor``: a proven lower bound of cost + price · held bytes. ``cost`` and ``held``: the cost and the held bytes of
+    the minimiser.
+    """
 
     floor: float
     cost: float
@@ -129,13 +133,13 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut at a price; None if its capacities are too large to be summed."""
+        """Return the minimum cut if each held byte costs ``price``; None if its capacities are too large to be summed."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """Return the cut that holds the fewest bytes at any cost; its ``floor`` is meaningless. None as for
-        `minimum`."""
+        """Return the cut that holds the fewest bytes at any cost; its ``floor`` is meaningless. None if the bytes are
+        too many to be summed."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 

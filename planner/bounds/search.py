@@ -30,11 +30,14 @@ class BoundSearch(CutBounds):
         return self.best
 
     def extend(self, seconds: float) -> None:
-        """Let a search that has not ended work for this many more seconds."""
+        """Let a search that has begun and not ended work for ``seconds`` from now on."""
         if self._growth is not None:
             self._growth.time_limit = self._growth.spent + seconds
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
-    """Return a proven lower bound of the overhead of any schedule whose peak is within ``budget`` bytes."""
+    """Return a proven lower bound of the overhead of any schedule whose peak is within ``budget`` bytes.
+
+    ``time_limit``: seconds for the search.
+    """
     return BoundSearch(graph, budget).run(time_limit)

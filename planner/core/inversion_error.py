@@ -41,7 +41,10 @@ def gradient_error(error: float) -> float:
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
-    """Return the relative error of what an op or inverse writes, given the largest error among its reads."""
+    """Return the relative error of what an op or inverse (``recipe``) writes, given the largest error among its reads.
+
+    ``inverse``: whether the recipe is an inverse. ``worst``: the largest relative error among its reads.
+    """
     if inverse:
         return recipe.gain * worst + recipe.noise
     passed = recipe.gain * worst
@@ -67,13 +70,14 @@ def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, floa
 
 
 def worst_error(graph: TrainingGraph, schedule: Schedule) -> float:
-    """Return the largest predicted error among forward tensors; 0 if the plan runs no inverse that rounds."""
+    """Return the largest predicted relative error among forward tensors; 0 if the schedule runs no inverse that
+    rounds."""
     forward = {t for op in graph.ops if op.phase != "backward" for t in op.writes}
     return max((e for t, e in predicted_errors(graph, schedule).items() if t in forward), default=0.0)
 
 
 def inverses_run(graph: TrainingGraph, runs: Iterable[str]) -> int:
-    """Count the runs that are inverses."""
+    """Count those of the runs (names of ops and inverses, repeats included) that are inverses."""
     names = {op.name for op in graph.inverses}
     return sum(run in names for run in runs)
 
@@ -88,12 +92,12 @@ def own_limit(inverse: Op) -> float:
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Remove the inverses that would make the error of a chain of inverses exceed a limit.
+    """Return the problem without the inverses that would make the error of a chain of inverses exceed a limit.
 
-    Chains are followed backwards from the end of the forward half. Where a tensor's predicted error exceeds
-    ``limit`` (relative; by default the largest `own_limit` of the types involved in its recovery), its inverses are
-    removed. A plan must then keep or recompute the tensor, and the error restarts there at 0: the tensor is an
-    anchor.
+    Chains are followed backwards from the end of the forward half. Where a tensor's predicted error exceeds ``limit``
+    (relative; by default the largest `own_limit` of the types involved in its recovery), its inverses are removed. A
+    plan must then keep or recompute the tensor, and the error restarts there at 0: the tensor is an anchor. Inverses
+    whose own rounding exceeds the limit are removed as well.
 
     Raises:
         UsageError: the limit is not positive.

@@ -44,7 +44,8 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """Yield, for q = 0, 1, ..., the bytes held in the states (0, q), (1, q), ..., inputs and workspaces included."""
+    """Yield, for q = 0, 1, ..., an array of the bytes held in the states (0, q), (1, q), ..., inputs and workspaces
+    included. A state is defined at the top of this module."""
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(
@@ -88,7 +89,8 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
-    """Yield, for q = 0, 1, ..., the smallest and largest p that ``needs`` allow."""
+    """Yield, for q = 0, 1, ..., the smallest and largest p that ``needs`` allow; the smallest is larger if they allow
+    none."""
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
     for q in range(2 * len(where.recovery) + 1):
@@ -100,9 +102,9 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the least waiting that satisfies data dependences and the budget (bytes).
+    """Return the fewest waits (as `Needs`) with which data dependences hold and the bytes held never exceed a budget.
 
-    None if the plan's own sequence exceeds the budget.
+    None if the plan exceeds the budget even if its runs follow one another in its own sequence.
     """
     lows: list[int] = []
     highs: list[int] = []
@@ -136,7 +138,8 @@ def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
 
 
 def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
-    """Return the most bytes held in any state that ``needs`` allow, or before the fork in the schedule's own order."""
+    """Return the most bytes held at any speed of the lanes if they wait as ``needs`` says, the steps before the fork
+    included."""
     before = resident_bytes(plan.graph, _until(schedule, plan.where.fork))
     after = (
         int(held[least : most + 1].max())
@@ -153,7 +156,7 @@ def _until(schedule: Schedule, fork: int) -> Schedule:
 
 
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
-    """Check lanes that were read from a file, and return them with the peak that holds for this problem.
+    """Check lanes that were read from a file, and return them with ``peak`` computed for this problem.
 
     Raises:
         ProblemError: they do not fit the schedule, or a run does not wait for what it reads.

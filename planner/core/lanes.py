@@ -68,7 +68,11 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan from the fork on, divided into lanes. Numbers are positions in the sequence of runs."""
+    """The runs of a plan from the fork on, divided into lanes.
+
+    All numbers are positions in the plan's sequence of runs: ``fork`` of the first run after the fork, ``main`` and
+    ``recovery`` of the runs of each lane, ascending.
+    """
 
     fork: int
     main: tuple[int, ...]
@@ -86,7 +90,8 @@ class Placed:
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each run of a lane, how many runs of the other lane precede it in the plan's sequence."""
+        """For each lane and each of its runs, the number of runs of the other lane that precede it in the plan's
+        sequence."""
         return self._others(MAIN), self._others(RECOVERY)
 
     def _others(self, lane: int) -> tuple[int, ...]:
@@ -114,10 +119,12 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return the lanes if ``recovery`` lists the runs of the recovery lane, out of ``length`` runs.
+    """Return the division of ``length`` runs in which ``recovery`` lists the positions of the recovery lane's runs.
+
+    The main lane has all other runs from the position ``fork`` on.
 
     Raises:
-        ProblemError: these are not runs after the fork, in order.
+        ProblemError: ``recovery`` is not ascending, or has positions outside of ``fork`` .. ``length`` - 1.
     """
     chosen = tuple(recovery)
     after = set(range(fork, length))
@@ -128,11 +135,11 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """The result of one run of a tensor's writer.
+    """The result of one run: one tensor that it writes.
 
-    ``lane`` and ``made``: lane and index of that run; `BEFORE` if it is live at the fork. ``first`` and ``last``:
-    per lane, the indices of the runs that read it first and last; None if the lane does not read it. The end of the
-    step reads the outputs; it counts as one more run of the main lane.
+    ``lane``: the lane of that run. ``made``: the run's index on the lane; `BEFORE` if it ran before the fork.
+    ``first`` and ``last``: per lane, the indices of the runs that read the copy first and last; None if the lane does
+    not read it. The end of the step reads the outputs; it counts as one more run of the main lane.
     """
 
     tensor: str
@@ -142,7 +149,7 @@ class Copy:
     last: list[int | None]
 
     def read(self, lane: int, index: int) -> None:
-        """Record that a run reads the copy."""
+        """Record that the run of this index on a lane reads the copy. Runs before the fork are not recorded."""
         if index > BEFORE:
             if self.first[lane] is None:
                 self.first[lane] = index
@@ -156,8 +163,11 @@ class Copy:
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """Return the copies that a sequence of runs makes, except those from before the fork that nobody reads after
-    it."""
+    """Return the copies that a sequence of runs makes, except those from before the fork that nobody reads after it.
+
+    ``touches``: what each run reads and writes. ``where``: the lanes of the runs. ``inputs`` have no copies; the end
+    of the step reads the ``outputs``.
+    """
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
         lane, index = where.where.get(at, (MAIN, BEFORE))
@@ -213,7 +223,8 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """Return the fewest waits that enforce ``needs``."""
+    """Return the fewest waits that enforce ``needs``, as in `Lanes`: pairs (run, run of the other lane that it waits
+    for)."""
     found = []
     for lane, runs in enumerate(where.lanes):
         other = where.lanes[1 - lane]
@@ -224,7 +235,7 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Return the needs that a set of waits enforces. The end of the step waits for both lanes.
+    """Return the needs that waits (as in `Lanes`) enforce. The end of the step waits for both lanes.
 
     Raises:
         ProblemError: a wait does not name two runs after the fork, one on each lane, the awaited one first.
@@ -242,7 +253,10 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Map the position of each later run of a random op to the position of its first run."""
+    """Map the position of each later run of a random op to the position of that op's first run.
+
+    ``ordered``: the names of the random ops.
+    """
     first: dict[str, int] = {}
     wanted = set(ordered)
     return {
@@ -260,7 +274,7 @@ class Laned:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """The copies of tensors that are live after the fork."""
+        """The copies of tensors that are live at the fork or made after it."""
         rows = [self.graph.op[name] for name in self.runs]
         touches = [(op.reads, op.writes) for op in rows]
         return copies_of(touches, self.where, self.graph.inputs, self.graph.outputs)

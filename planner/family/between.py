@@ -64,7 +64,7 @@ class Between:
         return list(zip(*([t.bytes for t in self.captured[x].tensors] for x in self._points), strict=True))
 
     def bytes_at(self, size: int) -> list[int]:
-        """Return the bytes of each tensor.
+        """Return the bytes of each tensor of the problem at a size, by the polynomials.
 
         Raises:
             ProblemError: a polynomial has no whole number of bytes there.
@@ -79,17 +79,20 @@ class Between:
         return [int(values[row]) for row in self._rows]
 
     def holds_at(self, size: int) -> bool:
-        """Whether the polynomials give the bytes of all tensors of a captured size."""
+        """Return whether the polynomials give the bytes of all tensors at a captured size exactly."""
         try:
             return self.bytes_at(size) == [t.bytes for t in self.captured[size].tensors]
         except ProblemError:
             return False
 
     def amounts(self, size: int) -> Amounts:
-        """Return the amounts of the problem at a size between captured ones, without the problem itself.
+        """Return the amounts of the problem at a size, without building the problem itself.
+
+        ``size``: above the smallest captured size, at most the largest.
 
         Raises:
-            ProblemError: the size is outside of the range.
+            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
+                an op's traffic is not between those of the neighbouring captured sizes (`workspaces_between`).
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -108,13 +111,14 @@ class Between:
         )
 
     def problem(self, size: int) -> TrainingGraph:
-        """Return the problem at a size in the range.
+        """Return the problem at a size from the smallest captured one to the largest.
 
         Bytes are the polynomials'. Costs are linear between the nearest two captured sizes. So are workspaces, in the
         bytes that an op reads and writes, with a margin (`workspaces_between`).
 
         Raises:
-            ProblemError: the size is outside of the range.
+            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
+                an op's traffic is not between those of the neighbouring captured sizes.
         """
         if size in self.captured:
             return self.captured[size]

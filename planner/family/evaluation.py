@@ -33,7 +33,8 @@ class Evaluation:
         return [int(m) for m in rows[np.lexsort((self.peaks[rows], self.costs[rows]))]]
 
     def nearest_over(self, budget: int) -> int | None:
-        """The position of the member whose peak is over a budget by the fewest bytes; None if all fit."""
+        """The position of the allowed member whose peak is over a budget by the fewest bytes; None if all allowed ones
+        fit."""
         rows = np.flatnonzero(self.allowed & (self.peaks > budget))
         return int(rows[np.lexsort((self.costs[rows], self.peaks[rows]))[0]]) if rows.size else None
 
@@ -78,7 +79,10 @@ class Stack:
 
 
 def stack(members: Sequence[Member], tensors: int) -> Stack:
-    """Put members in one row; at least one. ``tensors``: how many tensors the ops of the structure write."""
+    """Join the events of members, of which there must be at least one, into a `Stack`.
+
+    ``tensors``: how many tensors the ops of the structure write.
+    """
     nothing = members[0].recipes
     ends = np.cumsum([0, *(m.events.size for m in members)])
     rows = np.cumsum([0, *(m.runs.size + 1 for m in members)])

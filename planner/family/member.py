@@ -34,7 +34,7 @@ class Member:
 
     @cached_property
     def runs(self) -> Ints:
-        """The positions of what runs, in order."""
+        """The positions of the ops and inverses that run, in order, repeats included."""
         return self.steps[self.steps >= 0]
 
     @cached_property
@@ -50,7 +50,8 @@ class Member:
         return found
 
     def estimate(self, amounts: Amounts) -> Estimate:
-        """What `simulate` returns for the schedule in a problem of these amounts."""
+        """Return the schedule's peak, cost and overhead in a problem of these amounts, equal to the result of
+        `simulate`."""
         held = self.held(amounts)
         peak, peak_at = amounts.fixed, -1
         if held.size and int(held.max()) > peak:
@@ -66,12 +67,14 @@ class Member:
         )
 
     def is_allowed(self, amounts: Amounts) -> bool:
-        """Whether no op runs again that may run only once."""
+        """Return whether each op that may run only once runs at most once."""
         return not bool((self.counts[amounts.once] > 1).any())
 
 
 def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member:
-    """Convert a valid schedule of a problem.
+    """Return a valid schedule of a problem by position, so that it can be evaluated for other amounts.
+
+    ``strategy``: the name of what found the schedule.
 
     Raises:
         ProblemError: the schedule names an op or tensor that the problem does not have.
@@ -111,7 +114,7 @@ def step_table(graph: TrainingGraph) -> tuple[tuple[Step, ...], tuple[Step, ...]
 
 
 def schedule_of(member: Member, table: tuple[Sequence[Step], Sequence[Step]]) -> Schedule:
-    """Return the schedule in the names of a problem. ``table``: see `step_table`."""
+    """Return a member's schedule in the names of a problem. ``table``: the result of `step_table` for that problem."""
     runs, frees = table
     return tuple(runs[s] if s >= 0 else frees[-1 - s] for s in member.steps.tolist())
 

@@ -100,7 +100,7 @@ class PlanFamily:
         return members[0] if members else None
 
     def fitting(self, amounts: Amounts, budget: int, count: int) -> tuple[Member, ...]:
-        """Return the ``count`` cheapest members within a budget (bytes), the cheapest first."""
+        """Return the ``count`` cheapest members within a budget (bytes), the cheapest first; fewer if fewer fit."""
         state = self._state
         return tuple(state.members[m] for m in state.stack.evaluate(amounts).fitting(budget)[:count])
 
@@ -111,7 +111,7 @@ class PlanFamily:
         return None if found is None else state.members[found]
 
     def least(self, amounts: Amounts) -> Member:
-        """Return the member of the smallest peak."""
+        """Return the allowed member with the smallest peak for a problem of these amounts."""
         found = self.nearest_over(amounts, -1)
         assert found is not None, "the member that runs every op once is always allowed"
         return found
@@ -132,7 +132,8 @@ class PlanFamily:
         return Plan(graph.name, member.strategy, schedule, estimate)
 
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
-        """Return all members as plans of a problem.
+        """Return as plans of a problem all members that are allowed there: those that run no op again that may run
+        only once.
 
         Raises:
             ProblemError: the problem is of another structure.
@@ -142,7 +143,7 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in allowed)
 
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest member that fits a problem's budget (bytes) as a plan; None if none fits.
+        """Return the cheapest member within a budget (bytes) as a plan of a problem; None if none fits.
 
         Raises:
             ProblemError: the problem is of another structure.
@@ -166,7 +167,7 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in members)
 
     def knows_other_sizes(self, graph: TrainingGraph) -> bool:
-        """Return whether a problem of other sizes was met before."""
+        """Return whether the sizes met so far include others than those of a problem."""
         amounts = amounts_of(graph)
         return any(
             met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met

@@ -54,9 +54,10 @@ class RangeProof(Generic[Size]):
 def prove_range(
     family: PlanFamily, amounts_at: Callable[[Size], Amounts], sizes: Iterable[Size], budget: int
 ) -> RangeProof[Size]:
-    """Evaluate a family at every size of a range.
+    """Return, for every size of a range, which member of a family fits a budget.
 
     Args:
+        family: the members.
         amounts_at: returns the bytes, workspaces and costs at a size; all of the family's structure.
         sizes: what ``amounts_at`` takes, one for each combination of dimensions.
         budget: bytes.
