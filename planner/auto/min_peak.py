@@ -53,7 +53,8 @@ def smallest_peak(
             Not used if moves are counted: then `Anneal` lowers the overhead.
 
     Raises:
-        KeyboardInterrupt: before any plan was found. Later it ends the search, and the best plan so far is returned.
+        KeyboardInterrupt: before any plan was found, or between the two searches. In the searches themselves, Ctrl-C
+            ends the search, and the best plan so far is returned.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)

@@ -138,8 +138,8 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 class Table:
     """The least recomputation cost C[i, j, m] for every interval of blocks i .. j - 1 and every number m of units.
 
-    ``cost``: C by the interval's number (see `Intervals`) and m, as shares of the cost of all blocks; infinite where
-    nothing fits.
+    ``cost``: C by the interval's number (see `Intervals`) and m, as shares of the sum of all costs (see `Units`);
+    infinite where nothing fits.
     """
 
     units: Units

@@ -129,10 +129,10 @@ def prepare(
 ) -> LowerSetDP:
     """Prepare the program for a family of lower sets, sorted by size, from ∅ to V.
 
-    ``ticks``: about how many ticks the cost of all nodes has. ``charge_last``: whether the last block's recomputation
-    is charged. ``gradients``: whether a block's gradients and what they wait for are charged, as in the paper.
-    Otherwise a block costs M(V′), which is closer to the truth where each gradient takes the place of the value it is
-    computed from.
+    ``ticks``: the largest number of ticks into which the cost of all nodes is divided. ``charge_last``: whether the
+    last block's recomputation is charged. ``gradients``: whether a block's gradients and what they wait for are
+    charged, as in the paper. Otherwise a block costs M(V′), which is closer to the truth where each gradient takes the
+    place of the value it is computed from.
     """
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)

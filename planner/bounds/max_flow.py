@@ -133,7 +133,11 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut if each held byte costs ``price``; None if its capacities are too large to be summed."""
+        """Return the minimum cut if each held byte costs ``price``; None if the sum of the capacities would be too
+        large.
+
+        ``price``: in the unit of costs.
+        """
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 

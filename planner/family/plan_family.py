@@ -167,7 +167,7 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in members)
 
     def knows_other_sizes(self, graph: TrainingGraph) -> bool:
-        """Return whether the sizes met so far include others than those of a problem."""
+        """Return whether the sizes at which members are compared include others than those of a problem."""
         amounts = amounts_of(graph)
         return any(
             met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met

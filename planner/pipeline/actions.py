@@ -39,14 +39,15 @@ RankActions: TypeAlias = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of each rank's actions.
+    """The order in which each rank of a pipeline runs its actions.
 
-    ``name``: of the schedule. ``stages``, ``ranks``, ``microbatches``: their numbers. ``actions``: of each rank.
-    ``stage_of_rank``: the stages of each rank, ascending.
+    ``name``: the schedule's name. ``stages``, ``ranks``, ``microbatches``: how many of each there are. ``actions``:
+    for each rank, its actions in order. ``stage_of_rank``: for each rank, the numbers of its stages, ascending.
 
     Raises:
-        ProblemError: a stage has no rank or two; a rank works for a stage of another rank; or the actions of a
-            micro-batch in a stage are not F and B, or F, I and W, in this order.
+        ProblemError: there is not one list of actions for each rank; a stage has no rank or two; a rank works for a
+            stage of another rank; or the actions of a micro-batch in a stage are not F and B, or F, I and W, in this
+            order.
     """
 
     name: str
@@ -93,8 +94,9 @@ class PipelineSchedule:
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """Return the schedule with given rows ``(kind, stage, microbatch)`` of each rank. A rank has the stages in its
-    row.
+    """Return the schedule whose ranks run the given actions: for each rank, a row of (kind, stage, micro-batch).
+
+    A rank has the stages that occur in its row.
 
     Raises:
         ProblemError: see `PipelineSchedule`; or a kind is unknown.
@@ -158,7 +160,7 @@ class StagePlan:
     closing: int = 0
 
     def microseconds(self, kind: Kind) -> float:
-        """Return the time of an action of a kind."""
+        """Return the microseconds that one action of a kind takes; a B takes those of I and W together."""
         return {
             "F": self.forward,
             "I": self.backward,
@@ -168,7 +170,7 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Return plans by the number of their stage.
+    """Map the number of each plan's stage to the plan.
 
     Raises:
         ProblemError: two plans are of the same stage.

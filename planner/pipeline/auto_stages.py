@@ -22,7 +22,7 @@ SHORTEST = 0.1
 
 @dataclass(frozen=True)
 class AutoStages:
-    """Plans stages with `auto`.
+    """A `StagePlanner` that uses `Auto`.
 
     ``time_limit``: seconds for each call. ``deadline``: a time of the monotonic clock; after it, nothing is searched
     for except the smallest peak, briefly.
@@ -33,11 +33,16 @@ class AutoStages:
 
     @property
     def left(self) -> float:
-        """The seconds until the deadline."""
+        """The seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """See `StagePlanner.within`."""
+        """Return the cheapest plan found within a budget (bytes); after the deadline, the cheapest start that fits, or
+        the plan without recomputation.
+
+        Raises:
+            InfeasibleBudget: no plan is found that fits.
+        """
         if self.left <= 0:
             fitting = [p for p in (*starts, no_recompute(graph)) if p.estimate.peak <= budget]
             if not fitting:
@@ -53,11 +58,15 @@ class AutoStages:
         )
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """See `StagePlanner.least`."""
+        """Return the plan with the smallest peak that is found. ``starts``: plans to start from."""
         return smallest_peak(graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts)
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """See `StagePlanner.floor`."""
+        """Return a proven lower bound of the overhead within a budget (bytes), infinite if it is proven that no plan
+        fits.
+
+        After the deadline it is the bound that needs no search.
+        """
         if self.left <= 0:
             return CutBounds(graph, budget).best.overhead
         return lower_bound(graph, budget, min(self.time_limit, self.left)).overhead
@@ -65,21 +74,26 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class StrategyStages:
-    """Plans stages with any strategy. It proves no bounds."""
+    """A `StagePlanner` that uses any strategy. It proves no lower bounds."""
 
     strategy: Strategy
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """See `StagePlanner.within`."""
+        """Return the plan of the strategy within a budget (bytes). ``starts``: plans to start from, if the strategy
+        uses them.
+
+        Raises:
+            InfeasibleBudget: the strategy finds no plan that fits.
+        """
         return self.strategy.plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """See `StagePlanner.least`."""
+        """Return the plan of the strategy at the smallest budget that it says it can meet."""
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:
             return self.strategy.plan(graph, error.smallest, starts=starts)
 
     def floor(self, _graph: TrainingGraph, _budget: int) -> float:
-        """Return 0: recomputation takes no less time than none."""
+        """Return 0, a lower bound of any overhead: recomputation takes no less time than none."""
         return 0.0

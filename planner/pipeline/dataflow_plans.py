@@ -25,10 +25,10 @@ NAME = "dataflow"
 def starting_plans(
     problems: Sequence[StageProblem], actions: RankActions
 ) -> tuple[list[list[Plan]], list[int]]:
-    """Return, for each stage of a rank, plans to start from, and the most bytes that a plan may keep per micro-batch.
+    """Return for each stage of a rank the `dataflow_plans`, and for each the bytes that they keep for a micro-batch.
 
-    With a single micro-batch in flight there is no such limit (the second list is empty): keeping less would save
-    nothing.
+    The latter are the most that any plan of the stage may keep. With a single micro-batch in flight there is no such
+    limit (the second list is empty): keeping less would save nothing.
     """
     starts = [dataflow_plans(one) for one in problems]
     if max(in_flight(actions).values()) == 1:
@@ -37,7 +37,7 @@ def starting_plans(
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """Return the plans that keep the fewest bytes per micro-batch.
+    """Return the plans that keep the fewest bytes for a micro-batch between its forward and its backward.
 
     The candidates are the plans of `Reversible`, and the plan that runs the forward again.
     """

@@ -51,7 +51,7 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def utilisation_bound(ranks: int, hop: float) -> float:
-    """Return the largest share of time in which the first rank of 1F1B can work.
+    """Return the largest share (0 to 1) of time in which the first rank of 1F1B can work, with P = ``ranks``.
 
     ``hop``: the time of a message ÷ the time of a stage's forward and backward. P micro-batches are in flight during
     one round trip.
@@ -60,8 +60,8 @@ def utilisation_bound(ranks: int, hop: float) -> float:
 
 
 def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
-    """Return the largest share of time in which a rank can work under any order.
+    """Return the largest share (0 to 1) of time in which a rank can work under any order of actions.
 
-    The pipeline fills and drains once. ``hop``: see `utilisation_bound`.
+    The pipeline fills and drains once. ``hop``: the time of a message ÷ the time of a stage's forward and backward.
     """
     return microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop))

@@ -50,7 +50,8 @@ LEAST = (0.0, 0.5, 1.0)
 
 
 class StagePlanner(Protocol):
-    """The interface of a planner for single problems. ``starts``: plans to start from."""
+    """The interface of a planner for single problems, such as that of a stage. ``starts``: plans of the problem to
+    start from."""
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the cheapest plan within a budget in bytes.
@@ -60,7 +61,11 @@ class StagePlanner(Protocol):
         """
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak."""
+        """Return the plan with the smallest peak that is found.
+
+        Raises:
+            InfeasibleBudget: the planner does not search for it.
+        """
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
         """Return a proven lower bound of the overhead of any plan within a budget; infinity if there is no plan."""
@@ -70,9 +75,9 @@ class StagePlanner(Protocol):
 class RankPlan:
     """The plans of a rank's stages.
 
-    ``stages``: their memory and times. ``plans``: their plans, for the graphs of the stages' problems. ``peak``:
-    bytes, of the rank's actions. ``extra``: microseconds of recomputation for one micro-batch, in all stages.
-    ``floor``: a lower bound of ``extra``.
+    ``stages``: the memory and times of each stage under its plan. ``plans``: for each stage, its plan of the graph of
+    its problem. ``peak``: the most bytes that the rank holds. ``extra``: microseconds of recomputation for one
+    micro-batch, in all stages together. ``floor``: a lower bound of ``extra``.
     """
 
     stages: tuple[StagePlan, ...]
@@ -95,10 +100,11 @@ _Chosen: TypeAlias = tuple[_Candidate, ...]
 class RankSearch:
     """The search for the plans of one rank.
 
-    ``stages``: their problems. ``actions``: the rank's actions in order. ``budget``: bytes that the rank may hold,
-    states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after this time, and once a
-    combination fits, the planner is not called again. ``starts``: for each stage, further plans to start from.
-    ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch; one of the starts must satisfy it.
+    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes that
+    the rank may hold, states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after this
+    time, and once a combination fits, the planner is not called again. ``starts``: for each stage, further plans to
+    start from. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch; one of the starts must
+    satisfy it.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class RankSearch:
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
     def run(self) -> RankPlan:
-        """Return the cheapest plans that are found.
+        """Return the cheapest plans found with which the rank stays within the budget.
 
         Raises:
             InfeasibleBudget: none are found that fit. The error has the rank's smallest budget that is found.
@@ -141,7 +147,8 @@ class RankSearch:
         return RankPlan(figures, plans, self._peak(best), extra, floor)
 
     def least(self) -> int:
-        """Return the rank's smallest peak that is found, in bytes."""
+        """Return the smallest peak (bytes) of the rank that a search finds. All plans found become candidates for
+        `run`."""
         for at, stage in enumerate(self.stages):
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)

@@ -35,8 +35,9 @@ SLOWER = 1.02
 class MessageBytes:
     """The bytes of a stage's messages for one micro-batch.
 
-    ``received``: from the stage before it, in the forward. ``answered``: from the next stage, in the backward.
-    ``sent``: to the next stage. ``returned``: to the stage before it. ``given``: the outputs of the last stage.
+    ``received``: those that the stage before it sends, in the forward. ``answered``: those that the next stage sends,
+    in the backward. ``sent``: those to the next stage, in the forward. ``returned``: those to the stage before it, in
+    the backward. ``given``: the outputs of the last stage, 0 in other stages.
     """
 
     received: int
@@ -47,12 +48,15 @@ class MessageBytes:
 
 
 def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
-    """Return the figures of a stage that do not depend on its plan: bytes for messages, without states and gradients.
+    """Return the bytes that a stage needs for messages, as a `StagePlan` without any other figures.
 
     Args:
         schedule: the pipeline's schedule.
         stage: the stage's number.
         size: the bytes of its messages.
+
+    Raises:
+        ProblemError: the schedule is a dataflow that deadlocks with any number of credits.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own

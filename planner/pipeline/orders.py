@@ -39,9 +39,11 @@ def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
 
 
 def one_stage_a_rank(name: str, in_flight: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Return a schedule in which each stage runs some forwards, and then alternates backward and forward.
+    """Return a schedule named ``name`` in which each stage runs some forwards, and then alternates backward and
+    forward.
 
-    ``in_flight``: for each stage, the number of these forwards, at least 1.
+    ``in_flight``: for each stage, the number of these forwards, at least 1. There are at most ``microbatches`` of
+    them.
     """
     rows = []
     for stage, most in enumerate(in_flight):

@@ -44,9 +44,10 @@ Intervals = tuple[tuple[int, int], ...]
 class Terms:
     """The conditions that a pipeline is planned for.
 
-    ``budget``: bytes that each rank may hold. ``link``: between ranks. ``overhead``: microseconds of each action in
-    addition to its work. ``optimizer``: bytes of optimizer state per byte of trained parameters. ``batch``: the names
-    of inputs that differ between micro-batches; ranks that read them hold those of all micro-batches.
+    ``budget``: bytes that each rank may hold. ``link``: latency and bandwidth between ranks. ``overhead``:
+    microseconds that each action takes in addition to its work. ``optimizer``: bytes of optimizer state per byte of
+    trained parameters. ``batch``: the names of inputs that differ between micro-batches; ranks that read them hold
+    those of all micro-batches.
     """
 
     budget: int
@@ -59,10 +60,10 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and message sizes of the stages.
+    """Return the times and message sizes of each stage of a chain that is cut at the blocks ``cuts``.
 
-    ``times``: microseconds of forward, backward and weight gradients, for each stage. ``recovers``: whether stages
-    recover their inputs from their outputs.
+    ``times``: for each stage, the microseconds of its forward, its backward and its weight gradients. ``recovers``:
+    whether stages recover their inputs from their outputs.
     """
     bounds = (0, *cuts, len(chain))
     return tuple(
@@ -72,9 +73,9 @@ def stage_times(
 
 
 def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
-    """Return the bytes of the message back from the stage that begins at block ``place``.
+    """Return the bytes of the message that the stage that begins at block ``place`` sends to the stage before it.
 
-    It contains gradients, and, if stages recover their inputs, the recovered input.
+    The message contains gradients, and, with ``recovers``, also the recovered input, as big as what was sent.
     """
     return chain.returns[place] + (chain.sends[place] if recovers else 0)
 
@@ -268,7 +269,7 @@ class PipelineSearch:
 
     @cached_property
     def split(self) -> bool:
-        """Whether weight gradients are computed separately."""
+        """Whether the schedule computes weight gradients in separate actions (W)."""
         return any(action.kind == "W" for row in self.schedule.actions for action in row)
 
     def _intervals(self, cuts: Cuts, rank: int) -> Intervals:
@@ -277,8 +278,10 @@ class PipelineSearch:
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """Return the figures of a stage that do not depend on its plan: optimizer states, messages, its part of the
+        """Return those figures of a stage that do not depend on its plan: optimizer states, messages, its part of the
         batch.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
         piece = StageSlice(self.chain, start, end)
         inputs = self.chain.inputs_of(start, end)

@@ -25,12 +25,13 @@ PIPELINE_FORMAT = "rematplan.pipeline/1"
 class PlannedPipeline:
     """A pipeline with its schedule, its cuts and the plans of its stages.
 
-    ``problem``: its name. ``budget``: bytes of each rank. ``cuts``: the blocks at which the second and each later
-    stage begin. ``names``: the modules or ops with which they begin. ``stages``: memory, times and plan of each
-    stage. ``times``: times and message sizes of each stage. ``overhead``: microseconds of each action in addition to
-    its work. ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``floors``: for each
-    rank, a lower bound of its recomputation in microseconds, for these cuts. ``model``: how the model was loaded, so
-    that it can be loaded again.
+    ``problem``: the name of the planning problem of the whole step. ``budget``: bytes that each rank may hold.
+    ``cuts``: the blocks at which the second and each later stage begin. ``names``: the modules or ops with which these
+    stages begin. ``stages``: the memory, times and plan of each stage. ``times``: the times and message sizes of each
+    stage. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds that each action takes in addition
+    to its work. ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``floors``: for
+    each rank, a lower bound of its recomputation in microseconds, for these cuts. ``model``: how the model was loaded,
+    so that it can be loaded again.
     """
 
     problem: str
@@ -48,7 +49,7 @@ class PlannedPipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The replay of the schedule, with the credits of its channels if it has any."""
+        """The replay of the schedule; for a dataflow, with `least_credits` as the limit of unread messages."""
         credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
         return replay(self.schedule, self.times, self.link, self.overhead, credits)
 
@@ -60,7 +61,7 @@ class PlannedPipeline:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches in flight in each stage."""
+        """The largest number of micro-batches in flight in each stage, by stage number."""
         return most_in_flight(self.schedule)
 
     @property
@@ -70,14 +71,16 @@ class PlannedPipeline:
 
     @property
     def ideal_bubble(self) -> float:
-        """The schedule's bubble by formula, with stages of equal time and links that take no time."""
+        """The share of time in which ranks do not work by the schedule's formula, with stages of equal time and
+        instant links."""
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
 
 
 def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return the most micro-batches in each stage between the start of their forward and the end of their
-    backward.
+    """Return, for each stage, the largest number of micro-batches that are in flight at once.
+
+    A micro-batch is in flight from the start of its F to the end of its B or I.
     """
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return tuple(most[stage] for stage in range(schedule.stages))
@@ -120,11 +123,11 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
-    """Return the pipeline in JSON data. Its peaks and its timeline are computed again.
+    """Build the pipeline from JSON data, as `pipeline_to_json` returns it. Its peaks and its timeline are computed
+    again.
 
     Raises:
-        ProblemError: the data does not have the format, its actions cannot be run or deadlock, or a rank exceeds the
-            budget.
+        ProblemError: the data does not have the format, its actions cannot be run, or a rank exceeds the budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")

@@ -44,7 +44,10 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
     """Return the most bytes that a rank holds at any moment of a step.
 
-    Arguments and errors are those of `rank_bytes`.
+    ``actions``: the rank's actions in order. ``plans``: the figures of its stages.
+
+    Raises:
+        ProblemError: two plans are of the same stage.
     """
     return max(rank_bytes(actions, plans))
 

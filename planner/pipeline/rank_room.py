@@ -15,15 +15,22 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankRoom:
-    """The stages of a rank, its actions, and the figures ``all`` of each stage without recomputation."""
+    """What is needed to divide a rank's budget among its stages.
+
+    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the figures of
+    each stage under its plan without recomputation.
+    """
 
     stages: tuple[StageProblem, ...]
     actions: RankActions
     all: tuple[StagePlan, ...]
 
     def bounds(self, share: float) -> list[Bounds]:
-        """Return limits for each stage: ``share`` of the difference between the least that it can keep and
-        everything.
+        """Return limits of what each stage keeps for a micro-batch (`Bounds`, bytes).
+
+        Between forward and backward, the limit is the least that the stage can keep, plus ``share`` (0 to 1) of the
+        difference to what it keeps without recomputation. Between I and W, it is ``share`` of what it defers without
+        recomputation, but no less than the first limit.
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
@@ -32,7 +39,11 @@ class RankRoom:
         return found
 
     def share(self, kept: Sequence[int]) -> float:
-        """Return the largest share, over the stages, at which the limits equal the bytes ``kept``."""
+        """Return the smallest share (0 to 1) at which the limits (`bounds`) of all stages allow the bytes ``kept``; at
+        most 1.
+
+        ``kept``: for each stage, bytes that it keeps for a micro-batch between forward and backward.
+        """
         spans = (m.kept_bytes - s.least_kept for s, m in zip(self.stages, self.all, strict=True))
         shares = (
             (k - s.least_kept) / span if span > 0 else 0.0

@@ -66,24 +66,26 @@ class StageChain:
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
-        """The microseconds of the forward of all blocks before each block, and in total (n + 1 numbers)."""
+        """For each block, the microseconds that the forward of all blocks before it takes; then the total (n + 1
+        numbers)."""
         return self._times(True)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
-        """The microseconds of the backward of all blocks before each block, and in total (n + 1 numbers)."""
+        """For each block, the microseconds that the backward of all blocks before it takes; then the total (n + 1
+        numbers)."""
         return self._times(False)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """The bytes of a micro-batch's message to the stage that begins at each block (n + 1 numbers, 0 at both
-        ends).
-        """
+        """For each block, the bytes that a stage that begins there receives for a micro-batch in the forward (n + 1
+        numbers, 0 at both ends)."""
         return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
-        """The bytes of a micro-batch's message back from the stage that begins at each block (n + 1 numbers)."""
+        """For each block, the bytes that a stage that begins there sends back for a micro-batch in the backward (n + 1
+        numbers, 0 at both ends)."""
         return self._crossing(lambda p: (p.down, p.made))
 
     def allowed(self) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ class StageChain:
                     )
 
     def label(self, name: str) -> str:
-        """Return a parameter's name for messages."""
+        """Return the name of a parameter to use in messages: its label, or ``name`` itself if it has none."""
         return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
@@ -192,8 +194,9 @@ def stage_chain(
 
 
 def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the forward ops of each block, by base position, if blocks after the first begin at the ops
-    ``firsts``.
+    """Return for each block its forward ops, as positions in the base order.
+
+    ``firsts``: for each block except the first, the position at which it begins, ascending.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]

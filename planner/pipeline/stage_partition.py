@@ -36,10 +36,10 @@ MOST_PAIRS = 32
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A division into stages.
+    """A division of a chain into stages.
 
-    ``slowest``: microseconds of the slowest stage or link, for one micro-batch. ``through``: microseconds of all
-    stages and links together.
+    ``cuts``: the blocks at which the second and each later stage begin. ``slowest``: microseconds of the slowest stage
+    or link, for one micro-batch. ``through``: microseconds of one micro-batch through all stages and links.
     """
 
     cuts: Cuts
@@ -48,14 +48,15 @@ class Partition:
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """Return divisions into stages, by rising slowest stage; none that another beats in both times. Empty if none
-    fits.
+    """Return divisions of a chain into stages, by rising slowest stage; none that another beats in both times.
+
+    They are at most `MOST_PAIRS`; none if no division fits.
 
     Args:
         chain: the blocks.
-        stages: their number.
-        time: the time of a stage.
-        link: between stages.
+        stages: the number of stages.
+        time: returns the microseconds of a stage.
+        link: latency and bandwidth between stages.
 
     Raises:
         UsageError: there are too few places to cut at.
@@ -107,7 +108,8 @@ def _undominated(found: list[Partition]) -> list[Partition]:
 
 
 def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """Return the cuts with one of them moved to the next place before or after it."""
+    """Return all cuts that differ from ``cuts`` in one place, which is moved to the next place allowed before or after
+    it."""
     places = chain.allowed()
     found = []
     for at, cut in enumerate(cuts):

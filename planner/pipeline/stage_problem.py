@@ -56,7 +56,7 @@ class StageProblem:
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
 
     def bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes of tensors of the graph."""
+        """Return the sum of the bytes of the tensors with these names."""
         return sum(self.graph.size[name] for name in names)
 
     @property
@@ -77,10 +77,11 @@ class StageProblem:
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return the problem of plans that hold at most ``kept`` bytes at the boundary and ``deferred`` at the second
-        one.
+        """Return a variant of the problem, all of whose plans within a budget keep two limits for a micro-batch:
+        ``kept`` bytes at the boundary, and ``deferred`` bytes at the second boundary.
 
-        ``budget``: bytes; the peak of the graph, including all its inputs, for which the limits are meant.
+        ``budget``: bytes, the inputs of the graph included. ``deferred``: None for no limit; ignored if the stage is
+        not split.
         """
         bounds = {self.boundary: kept - self.bytes(self.held) - self.between + self.bytes(self.leaving)}
         if self.weights is not None and deferred is not None:
@@ -99,7 +100,7 @@ class StageProblem:
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
     def with_room(self, workspace: int) -> TrainingGraph:
-        """Return the problem with a workspace of so many bytes at the boundary.
+        """Return the problem with a workspace of ``workspace`` bytes at the boundary.
 
         The smallest peak of its plans is a compromise between what they keep and what else they need.
         """

@@ -35,26 +35,26 @@ class StageSlice:
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """The tensors that the stage before it sends."""
+        """The tensors that the stage before this one sends to it in the forward."""
         return self._of(lambda p: p.forward and p.made < self.start <= p.up)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """The tensors that it sends to the next stage, including those that only pass through."""
+        """The tensors that this stage sends to the next one in the forward, including those that only pass through."""
         return self._of(lambda p: p.forward and p.made < self.end <= p.up)
 
     @cached_property
     def answered(self) -> tuple[int, ...]:
-        """The tensors that the next stage sends back."""
+        """The tensors that the next stage sends to this one in the backward."""
         return self._of(lambda p: p.down < self.end <= p.made)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """The tensors that it sends back to the stage before it."""
+        """The tensors that this stage sends to the one before it in the backward."""
         return self._of(lambda p: p.down < self.start <= p.made)
 
     def bytes(self, tensors: Iterable[int]) -> int:
-        """Return the bytes of tensors."""
+        """Return the sum of the bytes of the tensors at these positions."""
         sizes = indexed(self.chain.graph).bytes
         return sum(sizes[t] for t in tensors)
 
@@ -63,7 +63,8 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """Return the backward ops that the message back does not depend on: those of the weights' gradients."""
+    """Return the backward ops on which nothing depends that the stage sends back: those of the weights' gradients, by
+    position."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()

@@ -19,10 +19,10 @@ from rematplan.planner.pipeline.actions import Action, PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The times of a stage in microseconds, and the bytes of its messages.
+    """The times of a stage in microseconds, and the bytes of its messages, for one micro-batch.
 
-    ``forward``; ``backward``: the part of the backward that computes the input's gradient; ``weight``: the rest of
-    it. ``sends``: to the next stage. ``returns``: to the stage before it.
+    ``forward``: its forward. ``backward``: the part of its backward that computes the input's gradient. ``weight``:
+    the rest of its backward. ``sends``: bytes to the next stage. ``returns``: bytes to the stage before it.
     """
 
     forward: float
@@ -37,7 +37,7 @@ class StageTimes:
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """Return the microseconds of an action of a kind; B is I and W together."""
+        """Return the microseconds of an action of a kind (F, B, I or W); a B takes those of I and W together."""
         times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
         return times[kind]
 
@@ -101,15 +101,15 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Return the timeline of a schedule.
+    """Return the timeline of a schedule: when each action starts and ends.
 
     Args:
         schedule: the actions of each rank.
-        times: of each stage.
-        link: between ranks.
-        overhead: microseconds of each action in addition to its stage's time.
-        credits: the number of messages in one direction between two stages that may be sent and not yet read. With
-            one more, a rank waits until the reader starts to use an earlier one. None: no limit.
+        times: for each stage, its times and message sizes.
+        link: latency and bandwidth between ranks.
+        overhead: microseconds that each action takes in addition to its stage's time.
+        credits: the number of messages in one direction between two stages that may be sent and not yet read. With one
+            more, a rank waits until the reader starts to use an earlier one. None: no limit.
 
     Raises:
         ProblemError: a deadlock. The message names the first action that waits forever.
