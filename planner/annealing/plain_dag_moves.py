@@ -88,11 +88,12 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """Return at least how much energy is saved by running an op again just before ``stop``, and the run it would
-    replace.
+    """Return a lower estimate of the energy saved if an op runs again just before the slot ``stop``, and the earlier
+    run whose copies that allows to drop, or -1.
 
-    The op's cost is subtracted, that of its inputs is not. Only its tensors that are idle across ``slot`` and read
-    later count.
+    Both are (0.0, -1) if the last copy before ``stop`` of one of the op's tensors is not from before ``slot``. Only
+    tensors of the op that are idle across ``slot`` and read later count. The op's cost is subtracted, unless the
+    earlier run can then be removed; the cost of its inputs is not.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):

@@ -32,17 +32,18 @@ MINOR = 1 / 64
 
 @dataclass(frozen=True)
 class BlockChain:
-    """Blocks 0 .. n - 1, and the stages n - 1 .. 0 of the backward half.
+    """A chain of blocks 0 .. n - 1 of the forward half, and of the stages n - 1 .. 0 of the backward half.
 
     A block can run in three ways. *Passing* keeps what later blocks read. *Saving* also keeps what any stage reads.
     *Closing*, when the stages of later blocks are done, keeps what is read from the block's own stage on.
 
-    ``cost[k]`` and ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are
-    bytes, without what is always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k
-    writes while it runs that way. ``saved[k]``: what saving keeps of it. ``stage[k]``: the peak, in stage k, of
-    gradients, of what is still needed of block k, and of the outputs it writes. ``entering[k]``: the gradients that
-    wait for stage k - 1 (n + 1 entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r,
-    b): block p writes b bytes whose last reader outside of p is block r or its stage.
+    ``forward[k]`` and ``backward[k]``: the ops of block k and of stage k, in order. ``cost[k]`` and
+    ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are bytes, without what is
+    always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k writes while it runs that
+    way. ``saved[k]``: what saving keeps of it. ``stage[k]``: the peak, in stage k, of gradients, of what is still
+    needed of block k, and of the outputs it writes. ``entering[k]``: the gradients that wait for stage k - 1 (n + 1
+    entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r, b): block p writes b bytes whose
+    last reader outside of p is block r or its stage.
     """
 
     forward: Groups

@@ -101,10 +101,11 @@ class _Probing:
 class PipelineSearch:
     """The search for cuts and plans, for one schedule.
 
-    ``chain``: the blocks to divide into stages. ``terms``: budget, link and other conditions. ``planner``: plans
-    single stages. ``seconds``: no further cuts are planned after this time. ``planned``: for each rank and its
-    stages' blocks, its plans, or the error if none fits. ``least_kept``: whether the stages of a dataflow keep as
-    little between forward and backward as they can, whatever the budget.
+    ``chain``: the blocks to divide into stages. ``schedule``: the order of the ranks' actions. ``terms``: budget, link
+    and other conditions. ``planner``: plans single stages. ``progress``: called with the fraction done and a short
+    text. ``seconds``: no further cuts are planned after this time. ``least_kept``: whether the stages of a dataflow
+    keep as little between forward and backward as they can, whatever the budget. ``planned``: the plans found so far,
+    by rank and by the blocks of its stages; the error if none fits.
     """
 
     chain: StageChain
