@@ -47,7 +47,7 @@ def write_cached(file: Path, content: str) -> bool:
 
 
 def report_damage(file: Path, reason: str) -> None:
-    """Log that a file of the cache is damaged."""
+    """Log that a file of the cache is damaged and counts as empty, once per process. ``reason``: what is wrong."""
     log_once(f"{file} is damaged and counts as empty: {reason}")
 
 

@@ -113,7 +113,7 @@ class InfeasibleBudget(RematplanError):
 
 
 def show_bytes(n: float) -> str:
-    """Format ``n`` bytes for a reader, in binary units: ``1.20 GiB``."""
+    """Format ``n`` bytes for a reader, in binary units up to GiB, such as ``1.20 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

@@ -69,7 +69,11 @@ def problem_from_json(data: object) -> TrainingGraph:
 
 
 def save_problem(graph: TrainingGraph, path: str | Path) -> None:
-    """Write a problem file. An error leaves no partial file behind."""
+    """Write a problem file, completely or not at all.
+
+    Raises:
+        ProblemError: the folder or the file cannot be written.
+    """
     write_whole(path, json.dumps(problem_to_json(graph)))
 
 

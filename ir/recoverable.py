@@ -46,7 +46,7 @@ class Recovery:
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """The tensors that the steps read and that no step writes."""
+        """The tensors that must be resident before the recovery: its steps read them, and none of them writes them."""
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
 
@@ -93,7 +93,7 @@ def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
 
 
 def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
-    """For each tensor that the forward half reads, return the position of the last op that reads it."""
+    """For each tensor that the forward half reads, return the position in ``ops`` of its last reader there."""
     forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
     return {t: i for i, op in forward for t in op.reads}
 

@@ -28,7 +28,7 @@ DROP_PATH = 0.2
 
 
 def silu() -> nn.Module:
-    """Return the paper's activation."""
+    """Return SiLU, the activation of the EfficientNet paper."""
     return nn.SiLU(inplace=True)
 
 

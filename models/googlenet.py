@@ -60,7 +60,9 @@ class Inception(nn.Module):
 
 
 class LocalResponseNorm(nn.Module):
-    """Divides each value by a power of its neighbours' squares (Krizhevsky et al. 2012), with the paper's constants.
+    """Divides each value by a power of the sum of squares in neighbouring channels (Krizhevsky et al. 2012).
+
+    The constants are those of the paper.
 
     PyTorch's own layer squeezes a dimension, which an export turns into a branch on the shape.
     """
@@ -73,7 +75,7 @@ class LocalResponseNorm(nn.Module):
 
 
 def halve() -> nn.MaxPool2d:
-    """Return the pooling between stages, which rounds up."""
+    """Return the max pooling between stages, which halves height and width, rounded up."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)
 
 

@@ -47,7 +47,7 @@ def conv_norm(
 
 
 def relu6() -> nn.Module:
-    """Return the paper's activation."""
+    """Return ReLU6, the activation of the MobileNetV2 paper."""
     return nn.ReLU6(inplace=True)
 
 

@@ -48,7 +48,7 @@ class Pyramid(nn.Module):
 class PSPNet(nn.Module):
     """A network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
-    ``width``: as for `ResNet`.
+    ``width``: channels of the stem of the ResNet.
     """
 
     def __init__(self, width: int = 64, classes: int = 19) -> None:

@@ -43,7 +43,8 @@ def window_side(image: int) -> int:
 class WindowAttention(nn.Module):
     """Self-attention within windows of features (N, H, W, C).
 
-    ``side``: of the features. ``window``: side of a window. ``shifted``: shift the windows by half their side.
+    ``side``: the side of the features. ``window``: the side of a window. ``shifted``: whether the windows are
+    shifted by half their side.
     """
 
     def __init__(self, width: int, side: int, window: int, shifted: bool) -> None:

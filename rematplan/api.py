@@ -83,9 +83,9 @@ class LoadedStep:
 
     @property
     def blind(self) -> LoadedStep | None:
-        """The same step with the inverses that can be found without weights, so none through a scale.
+        """The same step with only those inverses that do not need the values of weights (none divides by a scale).
 
-        None if the step was loaded without inverses.
+        None unless the step was loaded with ``inverses=True``.
         """
         if self.bare is None:
             return None
@@ -110,9 +110,10 @@ class Sizes:
 class StepReport:
     """The measurements of a planned step.
 
-    ``measured_peak``, ``eager_peak``: bytes of all that the step holds, planned and with plain autograd. ``seconds``,
-    ``eager_seconds``: per step. ``losses``: of the timed steps. ``verification``: the comparison with plain autograd,
-    if one was asked for. ``one_lane_seconds``: the time of the same plan on one lane, if the plan has two.
+    ``measured_peak``, ``eager_peak``: the measured peaks in bytes, parameters, buffers and batch included, with the
+    plan and with plain autograd. ``seconds``, ``eager_seconds``: the time of one step with each. ``losses``: the loss
+    of each timed step. ``verification``: the comparison with plain autograd; None if it was not asked for.
+    ``one_lane_seconds``: the time of the same plan on one lane, if the plan has two; otherwise None.
     """
 
     plan: Plan
@@ -129,8 +130,8 @@ class StepReport:
 class MeasuredPlan:
     """A plan that was timed alternately with others.
 
-    ``plan``: None stands for plain autograd. ``peak``: bytes of all that the step holds. ``seconds``: the time of the
-    step in each round.
+    ``plan``: None stands for plain autograd. ``peak``: the measured peak in bytes, parameters, buffers and batch
+    included. ``seconds``: the time of the step in each round.
     """
 
     plan: Plan | None
@@ -316,7 +317,14 @@ def problem(
 ) -> TrainingGraph:
     """Return the planning problem of a step.
 
-    ``costs``, ``device``, ``progress``, ``max_inversion_error``: see `rematplan.plans.pricing.priced`.
+    Args:
+        loaded: the step.
+        costs: ``roofline`` models the costs of ops; ``profile`` measures them on the present device; otherwise the
+            path of a file that ``rematplan profile`` wrote.
+        device: the name of the device model for ``roofline``.
+        progress: called with the fraction done and a short text.
+        max_inversion_error: the largest relative error that a tensor may have after it is recovered by inverses; by
+            default one that suits its type.
 
     Raises:
         UsageError: unknown costs or device model, or a profile file that lacks an op of the step.
@@ -432,8 +440,8 @@ def measure_plans(
 ) -> tuple[MeasuredPlan, ...]:
     """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 
-    Times may be compared within a round, since a slow spell of the machine affects all plans of a round alike. The
-    module's state is restored afterwards.
+    Plans with two lanes run on one lane. Times may be compared within a round, since a slow spell of the machine
+    affects all plans of a round alike. The module's state is restored afterwards.
 
     Returns:
         One `MeasuredPlan` for each plan, in order, and one for plain autograd at the end.
@@ -474,10 +482,11 @@ def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
-    """Return the predicted relative error of forward tensors when the backward reads them.
+    """Return the largest predicted relative error of the forward tensors that the backward reads.
 
-    It is the error of the tensors that the plan recovers by inverses. A step that was loaded with inverses may sum in
-    another order even if the plan runs none, so its error is at least one rounding. It is 0 if bits must be equal.
+    Only tensors that the plan recovers by inverses have an error. The result is 0 if the step has no inverse that
+    rounds. Otherwise it is at least one rounding error, even if the plan runs no inverse, because the step may sum in
+    another order.
     """
     if not loaded.inexact:
         return 0.0

@@ -42,10 +42,10 @@ took 1.23 of its budget with it, and 1.02 without.
 
 
 class PlanningBackend:
-    """A backend that plans each graph it compiles; `backend` returns it.
+    """A backend of `torch.compile` that plans each graph it compiles. `backend` makes it.
 
-    ``plans``: all plans made so far. The search for another size starts from them. ``compiled``: how often each frame
-    of TorchDynamo (a function that it compiles) was compiled, each time for another size or mode.
+    ``plans``: all plans made so far. ``compiled``: the numbers of the compilations of each frame of TorchDynamo (a
+    function that it compiles), by the frame's number. Each compilation is for another size or mode.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
@@ -54,7 +54,7 @@ class PlanningBackend:
         self.compiled: dict[int, set[int]] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile a graph of forward ops. If it has a backward, that follows a plan.
+        """Compile a graph of forward ops and return the compiled function. Its backward, if any, follows a plan.
 
         Symbolic sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
         """
@@ -77,7 +77,13 @@ class PlanningBackend:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a joint graph into forward and backward; see `torch._functorch.partitioners.default_partition`."""
+        """Plan a joint graph, and return the graphs of its forward and its backward.
+
+        The arguments are those of `torch._functorch.partitioners.default_partition`.
+
+        Raises:
+            InfeasibleBudget: no plan fits, and the options say that this is raised.
+        """
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         # A percentage is of the peak of each graph: graphs after a break, or of other models, have different peaks.

@@ -162,8 +162,9 @@ def plan_module(
             standard error is a terminal. Otherwise nothing is printed.
         in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
             end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
-        deferred: a backward computes only the gradients of the inputs, and leaves those of the weights to
-            `finish_weights`, for up to this many waiting micro-batches.
+        deferred: the number of micro-batches whose weight gradients may wait at once. A backward then computes only
+            the gradients of the inputs, and `finish_weights` computes those of the weights later. None: a backward
+            computes both.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.

@@ -90,7 +90,12 @@ class RematplanBackend(Backend):
     def run_model(
         cls, model: onnx.ModelProto, inputs: Sequence[Any], device: str = "CPU", **options: Any
     ) -> tuple[Any, ...]:
-        """Prepare a model, run it once, and return its outputs as arrays."""
+        """Prepare a model, run it once, and return its outputs as arrays, in the graph's order.
+
+        Raises:
+            Refused: see `prepare`.
+            ModelError: the inputs do not fit the model.
+        """
         return cls.prepare(model, device, **options).run(inputs)
 
     @classmethod

@@ -26,7 +26,10 @@ PLAIN = 13  # the opset of the nodes inserted for stacking and indexing
 
 
 def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, ...]:
-    """Return the outer values that a node's subgraphs read."""
+    """Return the values of the surrounding graphs that a node's subgraphs read, nested ones included.
+
+    ``name``: the node's name. ``bodies``: the subgraphs by node name and attribute.
+    """
     found: dict[str, None] = {}
     for body in bodies.get(name, {}).values():
         own = {*body.inputs, *body.initialisers, *(o for n in body.nodes for o in n.outputs)}
@@ -38,9 +41,10 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Return the draft with every subgraph inlined or unrolled, and a note that says how many.
+    """Return the draft with every subgraph inlined or unrolled, and a note that says how many; no note if none.
 
-    ``draft.nodes`` must be in topological order.
+    ``draft``: its nodes must be in topological order. ``inputs``: the graph's inputs. ``bound``: sizes of symbolic
+    dimensions, by name.
 
     Raises:
         ModelError: a condition or length is unknown, or the result would be too large.

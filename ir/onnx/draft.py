@@ -104,6 +104,6 @@ class Edit:
         return free
 
     def float_weight(self, name: str) -> Array | None:
-        """Return the initialiser of that name if its elements are real numbers."""
+        """Return the initialiser of that name if it has a floating-point type; otherwise None."""
         array = self.initialisers.get(name)
         return array if array is not None and array.dtype in roles.FLOATS else None

@@ -97,9 +97,9 @@ def _repeated(edit: Edit, array: Array) -> str:
 
 
 def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
-    """Return how the tensor is computed from a smaller weight, or None if its values do not show that it is.
+    """Return how a tensor is computed from a smaller weight; None if its values do not show that it is.
 
-    ``expanded``: its first axis is known to be repeated.
+    ``values``: the tensor. ``expanded``: whether its first axis is known to repeat the weight.
     """
     wide = values.astype(np.float64)
     base, mask = _without_mask(values, wide)

@@ -16,7 +16,10 @@ Role = Literal["parameter", "buffer", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A graph input or output. ``dtype``: numpy's name. ``shape``: fully bound for inputs, None if unknown."""
+    """A graph input or output.
+
+    ``dtype``: numpy's name of the type. ``shape``: an input has numbers only; None if an output's shape is unknown.
+    """
 
     name: str
     dtype: str

@@ -15,7 +15,11 @@ MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise gro
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Refuse tensors whose data do not match their shape, before anything allocates that shape."""
+    """Check that the data of all tensors match their shapes, before anything allocates these shapes.
+
+    Raises:
+        ModelError: the data of a tensor do not, or the model has sparse initialisers.
+    """
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
     graphs = [proto.graph]
@@ -64,7 +68,11 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Check that every input and output that states a type is a dense tensor."""
+    """Check that every input and output that states a type is a dense tensor.
+
+    Raises:
+        ModelError: one is not.
+    """
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             stated = value.type.WhichOneof("value") or "tensor_type"
@@ -74,7 +82,11 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Check that every value is written once and that every value read is written."""
+    """Check that every value is written once and that every value that is read is written.
+
+    Raises:
+        ModelError: a value is not; or a node has no printable op type.
+    """
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
@@ -105,7 +117,11 @@ def _label(node: onnx.NodeProto) -> str:
 
 
 def check_expansion(proto: onnx.ModelProto) -> None:
-    """Refuse local functions that call themselves or expand to too many nodes."""
+    """Check that no local function calls itself or expands to too many nodes.
+
+    Raises:
+        ModelError: one does.
+    """
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}
 

@@ -44,10 +44,10 @@ def read_onnx(path: Path) -> Draft:
 
 
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
-    """Like :func:`read_onnx`, for a model in memory. ``path``: its name; external data are expected next to it.
+    """Read a model in memory. ``path``: names the model in messages; external data are expected next to it.
 
     Raises:
-        ModelError: as :func:`read_onnx`.
+        ModelError: the model violates the format.
     """
     try:
         check_tensors(proto)

@@ -33,7 +33,9 @@ SAMPLE = 64  # rows and columns compared to recognise a transpose
 
 
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """Return the draft with its weights as the module had them, and notes for the user.
+    """Return the draft with the weights that the exported module had, and notes for the user.
+
+    Weights that the exporter folded, shared or repeated are separate weights again.
 
     ``draft.nodes`` must be in topological order.
     """

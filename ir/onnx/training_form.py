@@ -31,7 +31,9 @@ FOLDED_BY_SCRIPT = re.compile(r"onnx::Conv_\d+$")  # the name TorchScript gives 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The requested forms.
+    """The forms into which batch norms and dropouts of a file are put.
+
+    ``bn``: ``as-is``, ``train`` or ``frozen``. ``dropout``: ``as-is``, ``on`` or ``off``.
 
     Raises:
         UsageError: an unknown form.

@@ -41,7 +41,7 @@ class Evidence:
         self.tells = any(o.kind for o in draft.origins.values())
 
     def is_weight(self, array: Array) -> bool:
-        """Whether a float initialiser may be trained, as far as its origin decides this."""
+        """Return whether a floating-point initialiser may be a trained weight, judged by its origin, name and use."""
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"

@@ -38,7 +38,7 @@ class CSRGraph(NamedTuple):
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:
-    """Return the arrays of a problem; computed once per graph."""
+    """Return the problem as arrays. They are computed once per graph object."""
     return cached_on(graph, "traffic", lambda: _traffic(graph))
 
 

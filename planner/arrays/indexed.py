@@ -33,7 +33,7 @@ class Indexed:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """The ops that do not belong to the forward half, ascending."""
+        """The positions of the ops that do not belong to the forward half, ascending."""
         return tuple(o for o, forward in enumerate(self.forward) if not forward)
 
     @cached_property
@@ -50,7 +50,7 @@ class Indexed:
 
 
 def indexed(graph: TrainingGraph) -> Indexed:
-    """Return the indexed problem; computed once per graph."""
+    """Return the problem with positions in place of names. It is computed once per graph object."""
     return cached_on(graph, "indexed", lambda: _index(graph))
 
 

@@ -98,7 +98,10 @@ def without_inverses(graph: TrainingGraph) -> TrainingGraph:
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that draw random numbers, write nothing, or must precede an output."""
+    """Return the names of the ops that every schedule runs.
+
+    They draw random numbers, write nothing, or must precede an output.
+    """
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

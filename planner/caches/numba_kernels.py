@@ -31,7 +31,7 @@ def kernel(loop: Loop) -> Loop:
 
 
 def inner(loop: Loop) -> Loop:
-    """Like `borrowing`, for loops that only other kernels call.
+    """Compile a loop that only other kernels call, and that neither creates nor returns arrays; see `borrowing`.
 
     No entry point from Python is compiled; for a short loop that takes longer than the loop itself.
     """
@@ -39,8 +39,9 @@ def inner(loop: Loop) -> Loop:
 
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
-    """Like `compiled`, for loops that neither create nor return arrays. They do not count references to their
-    arguments.
+    """Compile a loop that neither creates nor returns arrays, without counting references to its arguments.
+
+    ``options``: of numba, as for `compiled`.
 
     Counting needs atomic operations for each array and call, which took more than half of the annealer's time.
     """
@@ -48,8 +49,10 @@ def borrowing(loop: Loop, **options: bool) -> Loop:
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:
-    """Like `kernel`, with numba options: ``fastmath`` (sums may be reordered), ``nogil`` (other Python threads may
-    run)."""
+    """Compile ``loop`` at its first call, as `kernel` does, with numba options.
+
+    ``options``: for example ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may run).
+    """
     made = cast(Any, numba.njit)(**options)(loop)  # numba's type hints list only some of its options
     with suppress(RuntimeError):  # numba found no folder for its cache
         made._cache = _Cache(loop)

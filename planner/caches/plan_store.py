@@ -70,7 +70,7 @@ class PlanStore:
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
-        """Return the plan that was stored for this problem and budget.
+        """Return the plan that was stored for this problem and budget; None if there is none.
 
         If a stored problem differs only in the ops' costs, its plan is returned without a lower bound, because the
         bound belongs to other costs. A step in which only a constant changed needs no new search.
@@ -118,8 +118,16 @@ class PlanStore:
             del self._refused[next(iter(self._refused))]
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """The refusal of this budget (bytes), if it or a larger one was refused before, for good or after a search of
-        about as many seconds: no search is made twice, and a longer one still is."""
+        """Return the error for a budget that needs no search because it is known to be too small; otherwise None.
+
+        It is known if this budget or a larger one was refused before, by a proof or after a search of about as many
+        seconds. A longer search is still made.
+
+        Args:
+            problem: the problem.
+            budget: bytes.
+            seconds: the time limit of the search that would be made.
+        """
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
                 return known.changed(budget=budget)
@@ -159,13 +167,15 @@ class PlanStore:
         return family.starts(problem, budget, STARTS)
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return the plans on disk of a problem, and of the same problem without inverses; the latest first."""
+        """Return the plans on disk of a problem, then those of the same problem without inverses."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """The plan on disk that needs no further search, if there is one: it fits, and its overhead is proven to be
-        within ``gap`` of the optimum's, or was searched for as long as ``seconds``.
+        """Return the best plan on disk that fits the budget, if it needs no further search; otherwise None.
+
+        It needs none if its overhead is proven to be at most ``gap`` above the optimum's, or if it was searched for at
+        least ``seconds`` seconds.
 
         A floor that is proven for some budget holds for all smaller ones, whose plans are among those for it.
 
@@ -187,10 +197,9 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Keep a plan on disk with the others of its problem, without those that are no better in any way than
-        another; and what its search proved.
+        """Keep a plan on disk with the others of its problem, together with the lower bound that its search proved.
 
-        ``seconds``: that were spent on it.
+        Plans that another one equals or beats in peak and cost are dropped. ``seconds``: the duration of the search.
         """
         file = _file(problem)
         content = _read(file, problem)

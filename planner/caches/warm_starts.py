@@ -11,9 +11,10 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """Return a plan of ``graph`` with the runs of another problem's plan that ``graph`` has too.
+    """Return a plan of ``graph`` made from ``plan``, which may be of another problem; None if that is not valid.
 
-    Ops that only ``graph`` has run as soon as everything they read is there. None if this is not a valid schedule.
+    Runs of ops that ``graph`` does not have are left out. Ops that only ``graph`` has run as soon as all tensors that
+    they read have been computed.
     """
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)

@@ -32,7 +32,7 @@ def read_message(stream: IO[bytes]) -> bytes | None:
 
 
 def write_message(stream: IO[bytes], body: bytes) -> None:
-    """Send a message."""
+    """Write a message, preceded by its length, and flush the stream."""
     stream.write(LENGTH.pack(len(body)))
     stream.write(body)
     stream.flush()
@@ -71,7 +71,7 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests from standard input on standard output, until the input ends."""
     end_with_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

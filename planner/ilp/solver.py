@@ -67,9 +67,12 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise within ``seconds``. A solution within ``gap`` of the optimum counts as optimal.
+        """Minimise the cost of a program for at most about ``seconds``, and return the best solution and bound.
 
-        ``integer``: if off, solve the linear relaxation. ``hint``: values of some variables to start from.
+        A solution within ``gap`` (in units of cost) of the optimum counts as optimal. After `stop`, or if the solver fails, the
+        answer is empty.
+
+        ``integer``: False solves the linear relaxation. ``hint``: values of some variables to start from.
         """
         if self._stopped:
             return Answer()

@@ -83,7 +83,7 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """Return the known sequence as values of R."""
+        """Return the known sequence of runs as values of the variables «the op runs again in the stage»."""
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ class StageProgram:
 
 
 def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
-    """Return the sequence of runs of a solution."""
+    """Return the names of the ops in the order in which a solution runs them. ``values``: the solution."""
     runs = []
     for k, members in enumerate(program.again):
         runs += [program.ops[v].name for v in members if values[program.run[v, k]] > 0.5]

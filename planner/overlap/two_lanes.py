@@ -28,7 +28,10 @@ def fastest_on_two_lanes(
 
 
 def saved(plan: Plan, cost: float) -> float:
-    """Return the share of a step's time that two lanes are predicted to save, if one lane takes ``cost``."""
+    """Return the share of a step's time that a plan's two lanes are predicted to save; 0 if it has one lane.
+
+    ``cost``: the time on one lane.
+    """
     return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 

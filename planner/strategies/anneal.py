@@ -36,13 +36,13 @@ class Anneal(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """See `Strategy.lasting`."""
+        """Whether plans are kept on disk, where later searches start from them: always."""
         return True
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`. The plan is never worse than a start that fits.
+        """Return the best plan found within ``budget`` bytes. It is never worse than a start that fits.
 
         Raises:
             InfeasibleBudget: no plan was found; the error carries the smallest peak that the search met.

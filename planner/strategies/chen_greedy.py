@@ -22,7 +22,9 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 @dataclass(frozen=True)
 class ChenGreedy(BlockStrategy):
-    """One plan per threshold b of a grid. O(grid · n).
+    """Block partitions that begin a block when the accumulated bytes exceed a threshold, one for each threshold.
+
+    The search takes O(grid · n) operations.
 
     ``grid``: the number of thresholds; half of them cover the whole range, half are near √(x·y).
     """

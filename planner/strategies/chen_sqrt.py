@@ -22,7 +22,7 @@ BLOCK_COUNTS_TRIED = 24
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
-    """For k = 2 .. 2√n segments: cut at the first cut point at or after each k-th of the memory.
+    """Block partitions into k = 2 .. 2√n segments, cut at the first cut point at or after each k-th of the memory.
 
     At most `BLOCK_COUNTS_TRIED` values of k are tried: all small ones, and large ones in geometric steps.
     """

@@ -46,7 +46,7 @@ class ILP(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """See `Strategy.lasting`."""
+        """Whether plans are kept on disk, where later searches start from them: always."""
         return True
 
     def plan(

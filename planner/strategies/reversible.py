@@ -26,9 +26,9 @@ from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 @dataclass(frozen=True)
 class Reversible(FamilyStrategy):
-    """One plan recovers everything recoverable; others recover only the earlier tensors.
+    """Plans that recover tensors by inverses: one recovers all that can be, the others only those written first.
 
-    On a graph without inverses this is the plan that runs every op once. ``shares``: the number of plans.
+    On a graph without inverses the only plan runs every op once. ``shares``: the number of plans.
     """
 
     shares: int = 8

@@ -19,7 +19,7 @@ class StoreAll(FamilyStrategy):
     summary: ClassVar[str] = "run every op once and keep what the backward reads"
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield the one plan."""
+        """Yield one plan, which runs every op once."""
         del progress
         yield plan_from_runs(graph, [op.name for op in graph.ops], self.name)
 

@@ -71,7 +71,11 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
-    """A binding such as ``batch=8``, or a range such as ``batch=1..64``."""
+    """Read a dimension with its size, such as ``batch=8``, or with a range of sizes, such as ``batch=1..64``.
+
+    Raises:
+        ArgumentTypeError: ``text`` is something else.
+    """
     name, equals, sizes = text.rpartition("=")
     low, dots, high = sizes.partition("..")
     if not (name and equals and dots):

@@ -14,7 +14,7 @@ KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     parser.add_argument(
         "action",
         choices=("list", "clear"),

@@ -66,12 +66,12 @@ class TradeOff:
 
     @property
     def whole(self) -> int:
-        """The bytes that a share of activations does not reduce; see `whole_bytes`."""
+        """The bytes of the problem's inputs and outputs, which a share of activations does not reduce."""
         return whole_bytes(self.source.graph)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     parser.add_argument(
@@ -216,7 +216,7 @@ def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
 
 
 def document(trade_off: TradeOff) -> dict[str, Any]:
-    """Return the JSON output."""
+    """Return the JSON output of this command."""
     base = trade_off.base.estimate
     plans = [p for curve in trade_off.curves.values() for p in curve]
     rows = rows_at(trade_off.curves, trade_off.budgets, base.peak, trade_off.whole)

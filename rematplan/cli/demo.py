@@ -32,7 +32,7 @@ TIME_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network of the demo with its sizes, and the budget of the step that is run."""
+    """A network of the demo, its sizes, and the budget (as text) within which its step is planned and run."""
 
     name: str
     batch: int
@@ -46,7 +46,7 @@ SMALL_CASES = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     parser.add_argument(
         "--folder",
         type=Path,

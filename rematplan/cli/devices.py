@@ -8,7 +8,7 @@ from rematplan.cli.output import Output
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
+    """Do nothing: this command has no arguments."""
     del parser
 
 

@@ -13,7 +13,7 @@ from rematplan.ir import show_bytes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
     add_sizes(parser)
     parser.add_argument(

@@ -23,7 +23,7 @@ MOST_RANKS = 2**20
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "--ranks",
@@ -151,7 +151,7 @@ def document(
     pairs: Sequence[tuple[Iteration, Iteration]],
     peaks: tuple[int, int],
 ) -> dict[str, Any]:
-    """Return the JSON output."""
+    """Return the JSON output of this command."""
     return {
         "model": model.plain.name,
         "kind": LABEL,

@@ -20,7 +20,7 @@ AUTO, DATAFLOW = "auto", "dataflow"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     parser.add_argument(

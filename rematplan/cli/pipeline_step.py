@@ -17,7 +17,7 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     parser.add_argument(
         "file", type=Path, metavar="PIPELINE.json", help="a file that rematplan pipeline wrote"
     )

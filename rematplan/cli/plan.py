@@ -30,7 +30,7 @@ from rematplan.report.tables import pairs_table, plan_table, split_for_people, s
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     add_budget(parser)
@@ -131,7 +131,10 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 @contextmanager
 def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
-    """In the block, add a question to the refusal of a small number: whether GiB or percent were meant."""
+    """In the block, add a question to an `InfeasibleBudget` if the budget is a small number without a unit.
+
+    The question is whether the user meant GiB or percent.
+    """
     try:
         yield
     except InfeasibleBudget as e:

@@ -13,7 +13,7 @@ from rematplan.cli.source import add_model, load_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="PROFILE.json", help="the file to write"

@@ -30,7 +30,7 @@ COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_per
 
 
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
-    """The dimension that has a range of sizes, and the range; None if there is none.
+    """Return the dimension for which the arguments state a range of sizes, and the range; None if there is none.
 
     Raises:
         UsageError: there are several.
@@ -42,7 +42,7 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
-    """``rematplan plan`` for a range: a family of plans and a table; refuses sizes at which nothing fits.
+    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show a table, and return the exit status.
 
     Raises:
         UnfitSizes: no plan is known that fits at some sizes; the table was shown.
@@ -69,7 +69,10 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def draw_sizes(args: argparse.Namespace, out: Output) -> int:
-    """``rematplan curve`` for a range: overhead by size at several budgets, as tables, a picture and a CSV file."""
+    """Run ``rematplan curve`` for a range of sizes, and return the exit status.
+
+    Overhead by size, at several budgets, is shown as tables, a picture and a CSV file.
+    """
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")
     if set(args.strategy or (Auto.name,)) != {Auto.name}:

@@ -26,7 +26,7 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of this command to ``parser``."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     add_budget(parser, required=False)

@@ -10,7 +10,7 @@ from rematplan.ir.cache_folder import cache_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
+    """Do nothing: this command has no arguments."""
     del parser
 
 

@@ -110,7 +110,7 @@ class Ranks:
         return tuple(name for name, owner in self._owner.items() if owner == self._rank)
 
     def worked(self) -> Collection[str]:
-        """Return the names of the layers whose owner is in this process's column."""
+        """Return the names of the layers whose gradients this process multiplies by inverses."""
         return tuple(name for name in self._owner if self._place(name) == self._rank % self._width)
 
     def _place(self, name: str) -> int:
@@ -131,7 +131,10 @@ class Ranks:
         return started
 
     def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Add the statistics of all processes by a reduce-scatter, or return what `begin` has added."""
+        """Return the sums over all processes of the statistics of the layers that this process owns.
+
+        If `begin` has sent statistics, the result is their sum. Otherwise ``sums`` are added by a reduce-scatter.
+        """
         if self._early_sums and (found := self._guarded(self._early_sums.finish)):
             return found.items()
         parts = dict(sums)
@@ -139,7 +142,10 @@ class Ranks:
         return summed.items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Broadcast new inverses along the column: first their kinds and shapes, then the tensors."""
+        """Broadcast new inverses from each layer's owner to its other workers: first kinds and shapes, then tensors.
+
+        ``made``: see `Exchange.inverses`.
+        """
         if self._width == self._size:
             return
         for rank in range(self._rank % self._width, self._size, self._width):
@@ -163,7 +169,11 @@ class Ranks:
         self._guarded(distributed.broadcast, tensor, source, self._column)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Average gradients: a reduce-scatter within the block, an all-reduce along the column."""
+        """Return the mean gradients of the layers that this process is a worker of.
+
+        They are averaged by a reduce-scatter and an all-reduce, weighted by ``rows``. If ``reduce_gradients`` is False
+        they are returned unchanged.
+        """
         places = {name: self._place(name) for name in gradients}
         here = self._rank % self._width
         if not self._reduce:
@@ -181,9 +191,9 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Distribute updates within the block.
+        """Return the updates of all layers in ``names``, and the sum of ``product`` over all layers.
 
-        Each process broadcasts its updates, followed by its part of ``product``.
+        Each process broadcasts the updates that it has computed, together with its ``product``.
         """
         if self._width == 1:
             return updates, product
@@ -208,7 +218,10 @@ class Ranks:
         return found, torch.stack([buffer[-1] for buffer in buffers]).sum()
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Average the gradients of parameters without factors, in place, by one all-reduce."""
+        """Replace gradients by their means over the processes, weighted by ``rows``, in place, by one all-reduce.
+
+        If ``reduce_gradients`` is False they stay unchanged.
+        """
         if not self._reduce or not gradients:
             return
         total = torch.full((1,), rows, dtype=self._dtype, device=next(iter(gradients)).device)

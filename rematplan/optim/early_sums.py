@@ -15,7 +15,7 @@ class Pending(Protocol):
     """A communication that has been started."""
 
     def wait(self) -> object:
-        """Return when it is complete."""
+        """Wait until the communication is complete."""
 
 
 class EarlySums:

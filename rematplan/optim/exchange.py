@@ -100,11 +100,11 @@ class Alone:
         self._names = tuple(layers)
 
     def owned(self) -> Collection[str]:
-        """Return all layers."""
+        """Return the names of all layers."""
         return self._names
 
     def worked(self) -> Collection[str]:
-        """Return all layers."""
+        """Return the names of all layers."""
         return self._names
 
     early = False

@@ -20,7 +20,10 @@ MORE_DAMPING = 10.0
 
 
 class Inverse(Protocol):
-    """An inverse (F + λ I)⁻¹ in some form. Its fields are tensors, so that it can be saved and sent."""
+    """The inverse (F + λ I)⁻¹ of a factor F with damping λ, in some form.
+
+    Its fields are tensors or tuples of tensors, so that it can be saved and sent.
+    """
 
     kind: ClassVar[str]
 
@@ -36,7 +39,7 @@ class Dense:
     kind: ClassVar[str] = "dense"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product, by one matrix multiplication."""
+        """Return the product of the inverse and ``x``, by one matrix multiplication."""
         return self.matrix @ x
 
 
@@ -44,8 +47,8 @@ class Dense:
 class Spectral:
     """The inverse by eigenvectors.
 
-    ``basis``: eigenvectors, (…, n, r). ``scales``: the factor for each of them, (…, r). ``rest``: the factor for the
-    orthogonal complement, (…).
+    ``basis``: r eigenvectors of F, (…, n, r). ``scales``: the eigenvalue of the inverse for each of them, (…, r).
+    ``rest``: the eigenvalue of the inverse for all vectors orthogonal to them, (…).
     """
 
     basis: Tensor
@@ -54,20 +57,20 @@ class Spectral:
     kind: ClassVar[str] = "spectral"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product, by two multiplications with the basis."""
+        """Return the product of the inverse and ``x``, by two multiplications with the basis."""
         rest = self.rest[..., None, None]
         return x * rest + self.basis @ ((self.scales[..., None] - rest) * (self.basis.mT @ x))
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """The inverse of the diagonal, (…, n)."""
+    """The inverse of the diagonal of F + λ I. ``scales``: its entries, (…, n)."""
 
     scales: Tensor
     kind: ClassVar[str] = "diagonal"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product, by scaling each row."""
+        """Return the product of the inverse and ``x``, by scaling each row."""
         return self.scales[..., None] * x
 
 
@@ -80,7 +83,7 @@ class Hierarchical:
     kind: ClassVar[str] = "hierarchical"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product; see `hodlr.apply`."""
+        """Return the product of the inverse and ``x``, which must be one matrix (n, columns)."""
         return hodlr.apply(self.leaves, self.levels, x)
 
 
@@ -89,9 +92,9 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """Invert by Cholesky factorisation.
+    """Invert F + λ I by Cholesky factorisation; λ is ``damping``.
 
-    If rounding errors make F + λ I indefinite, λ is multiplied by 10 until the factorisation succeeds.
+    If rounding errors make F + λ I indefinite, λ is increased tenfold or more until the factorisation succeeds.
     """
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
@@ -105,9 +108,9 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """Invert by all eigenvectors.
+    """Invert by all eigenvectors. Negative eigenvalues, which are rounding errors, count as 0.
 
-    It takes five times as long as Cholesky (measured); the eigenvalues are known then.
+    It takes five times as long as Cholesky factorisation (measured).
     """
     values, vectors = torch.linalg.eigh(factor)
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
@@ -135,7 +138,7 @@ def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: flo
 
 
 def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> Diagonal:
-    """Invert the diagonal, which is what ``factor`` contains: (…, n)."""
+    """Invert a diagonal factor. ``factor``: its diagonal entries, (…, n); negative ones count as 0."""
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 

@@ -49,8 +49,9 @@ class Link:
     latency: float
 
     def half(self, size: float, ranks: int) -> float:
-        """Return the microseconds of a reduce-scatter or an all-gather of ``size`` bytes between ``ranks``
-        processes.
+        """Return the microseconds of half an all-reduce: a reduce-scatter or an all-gather.
+
+        ``size``: bytes. ``ranks``: the number of processes.
         """
         rounds = math.ceil(math.log2(ranks))
         return rounds * self.latency + (ranks - 1) / ranks * size / (self.bandwidth * 1e3)

@@ -41,11 +41,12 @@ class Side:
     """One factor of ``size`` rows.
 
     ``blocks``: () for one factor, (groups,) for a grouped layer, which has one for each group. ``how``: a name of
-    `INVERSES`, or ``auto``. ``dtype``: of the average and the inverse. ``vector``: whether the statistics contain
-    only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or its diagonal. ``count``: the
-    number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that needs no
-    correction at the start. ``made``: how often the factor has been inverted. ``changed``: whether the average has
-    changed since. ``rank``: the number of eigenvalues above the damping when they were last counted.
+    `INVERSES`, or ``auto``. ``dtype``: the type of the average and the inverse. ``vector``: whether the statistics
+    contain only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or its diagonal.
+    ``count``: the number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that
+    needs no correction at the start. ``inverse``: None before the first inversion. ``made``: how often the factor has
+    been inverted. ``changed``: whether the average has changed since the last inversion. ``rank``: the number of
+    eigenvalues above the damping when they were last counted; None before.
     """
 
     size: int

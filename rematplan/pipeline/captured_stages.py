@@ -68,7 +68,10 @@ class CapturedStage:
     problem: StageProblem
 
     def planned(self, plan: Plan) -> nn.Module:
-        """Return the stage's module, which follows a plan of its problem and shares all its state."""
+        """Return a module that runs the stage as ``plan`` says. It shares the parameters and buffers of the stage.
+
+        ``plan``: a plan of ``problem``.
+        """
         spare = backward_spare(self.problem.graph, plan.schedule)
         return _prepared(self.stage, _Given(StepPlan(self.step, plan, spare, self.problem.gradient_bytes)))
 
@@ -76,7 +79,7 @@ class CapturedStage:
 def captured_stage(
     stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, handed: int
 ) -> CapturedStage:
-    """Capture a stage and make its planning problem.
+    """Capture a stage, and return it with its planning problem.
 
     Args:
         stage: the stage's module and arguments.
@@ -107,7 +110,7 @@ def captured_stage(
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
-    """Capture the step of a stage.
+    """Return the captured step of a stage: its forward and backward for one micro-batch.
 
     Raises:
         ModelError: the stage cannot be captured.

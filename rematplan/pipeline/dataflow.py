@@ -42,7 +42,10 @@ SMALL = 1e-6
 
 @dataclass(frozen=True)
 class DataflowPart:
-    """A captured stage with its planning problem. ``number``: of the stage. ``stages``: how many there are."""
+    """A captured stage of a dataflow pipeline, with its planning problem.
+
+    ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has.
+    """
 
     number: int
     stages: int
@@ -51,7 +54,12 @@ class DataflowPart:
     problem: StageProblem
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """Return the engine's stage that follows a plan of the problem, for the processes in ``group``."""
+        """Return the stage in the form that `DataflowSchedule` runs.
+
+        Args:
+            plan: a plan of ``problem``, which the stage follows.
+            group: the processes of the pipeline.
+        """
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
         kept = self.problem.measured(plan).kept_bytes
@@ -63,7 +71,7 @@ class DataflowPart:
 def dataflow_part(
     stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
 ) -> DataflowPart:
-    """Capture a stage and make its planning problem.
+    """Capture a stage of a dataflow pipeline, and return it with its planning problem.
 
     Args:
         stage: the stage's module and arguments.
@@ -105,6 +113,12 @@ def dataflow_stages(
     part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
 ) -> list[DataflowStage]:
     """Return this process's stage, in a list.
+
+    Args:
+        part: the captured stage.
+        plan: a plan of its problem.
+        group: the processes of the pipeline; None: all.
+        wrapped: whether the user wants the stage's module to be wrapped, which is refused.
 
     Raises:
         UsageError: the stage is to be wrapped, the processes do not use gloo, or the stage is not on a CPU.

@@ -46,9 +46,9 @@ TORCH_CLASSES: Mapping[str, str] = {
 class Pipeline:
     """A planned pipeline.
 
-    ``order``: the actions of each rank. ``cuts``: the modules with which the second and each later stage begin.
-    ``budget``: bytes of each rank. ``parts``: the captured stages, by number. ``ranks``: the plans of each planned
-    rank's stages.
+    ``order``: the schedule, with the actions of each rank. ``cuts``: the names of the modules with which the second
+    and each later stage begin. ``budget``: the bytes that each rank may hold. ``parts``: the captured stages, by
+    stage number. ``ranks``: the plans of a rank's stages, by rank; only planned ranks are included.
     """
 
     order: PipelineSchedule
@@ -59,13 +59,13 @@ class Pipeline:
 
     @cached_property
     def stage_plans(self) -> tuple[StagePlan, ...]:
-        """The memory, times and plan of each stage."""
+        """The memory, times and plan of each stage of the planned ranks, by rising stage number."""
         found = (one for rank in self.ranks.values() for one in rank.stages)
         return tuple(sorted(found, key=lambda one: one.stage))
 
     @property
     def peaks(self) -> dict[int, int]:
-        """The most bytes that each rank holds, including parameters, gradients and PyTorch's buffers."""
+        """The predicted peak of each planned rank in bytes, including parameters, gradients and PyTorch's buffers."""
         return {rank: plan.peak for rank, plan in self.ranks.items()}
 
     def modules(self, rank: int) -> tuple[nn.Module, ...]:
@@ -242,7 +242,11 @@ def planned_in_order(
     ranks: Iterable[int] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Pipeline:
-    """Plan a pipeline with given lists of actions. The other arguments and the errors are those of `plan_pipeline`."""
+    """Plan a pipeline whose schedule is given.
+
+    ``order``: the schedule. ``stated``: the budget. ``asked``: the options of planning, whose own budget is ignored.
+    The other arguments and the errors are those of `plan_pipeline`.
+    """
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if isinstance(cuts, str):

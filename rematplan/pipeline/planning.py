@@ -34,9 +34,10 @@ AMPLE = 2**50
 class Asked:
     """A user's options for a pipeline.
 
-    ``schedule``: a name or ``auto``. ``cuts``: names of modules; None: choose them. ``overhead``: microseconds of
-    each action in addition to its work. ``optimizer``: size of the optimizer's state in copies of the parameters.
-    ``seconds``: about how long the search may take.
+    ``schedule``: the name of a schedule, or ``auto``. ``stages``, ``microbatches``: their numbers. ``budget``: the
+    budget of each rank. ``cuts``: names of the modules that begin stages; None: choose them. ``link``: the network
+    between ranks. ``overhead``: microseconds that each action takes in addition to its work. ``optimizer``: the size of
+    the optimizer's state, in copies of the trained parameters. ``seconds``: about how long the search may take.
     """
 
     schedule: str
@@ -53,10 +54,10 @@ class Asked:
 def plan_stages(
     step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
 ) -> PlannedPipeline:
-    """Return the pipeline of a step of one micro-batch.
+    """Divide a captured step into pipeline stages, plan their recomputation, and return the pipeline.
 
     Args:
-        step: the captured step.
+        step: the captured step of one micro-batch.
         graph: its planning problem.
         asked: the user's options.
         model: how the model was loaded; it is kept in the result.

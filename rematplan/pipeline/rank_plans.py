@@ -30,7 +30,7 @@ Part = CapturedStage | DataflowPart
 
 
 def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule) -> Part:
-    """Capture a stage for its schedule, and return it with its planning problem.
+    """Capture a stage of a pipeline with the schedule ``order``, and return it with its planning problem.
 
     ``number``: the stage's number.
 
@@ -97,13 +97,13 @@ def given_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """Return a rank's plans from plans that were made before.
+    """Return the plans of a rank's stages, read from plans that were made before.
 
-    ``plans``: by the stage's number, as JSON data.
+    ``plans``: the plans as JSON data, by stage number. ``budget``: bytes.
 
     Raises:
-        InfeasibleBudget: they exceed the budget.
-        ProblemError: they belong to other stages.
+        InfeasibleBudget: the rank's peak with these plans exceeds the budget.
+        ProblemError: a plan belongs to another stage.
     """
     mine = order.stage_of_rank[rank]
     own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)

@@ -36,10 +36,11 @@ LEAST_NORM = 1e-2
 class RankReport:
     """The measurements of a rank.
 
-    ``promised``, ``measured``: peaks in bytes, parameters and buffers included. ``extra``: microseconds of
-    recomputation for a micro-batch. ``losses``: on the rank of the last stage. ``compared``: the number of compared
-    tensors. ``different``: the names of those that are not bit-equal to a single process; of a dataflow's gradients,
-    those whose relative error is more than ``expected``. ``error``: the largest relative error of a gradient.
+    ``promised``, ``measured``: the predicted and the measured peak in bytes, parameters and buffers included.
+    ``extra``: microseconds of recomputation per micro-batch. ``losses``: the losses, on the rank of the last stage;
+    empty on others. ``compared``: the number of tensors that were compared with a single process. ``different``: the
+    names of those that are not bit-equal to a single process; of a dataflow's gradients, those whose relative error is
+    more than ``expected``. ``error``: the largest relative error of a gradient.
     """
 
     promised: int
@@ -59,7 +60,7 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 
     Args:
         plan: the pipeline.
-        verify: whether to compare with a single process.
+        verify: whether to compare the results with those of a single process.
         time_limit: seconds of search for each rank.
 
     Raises:

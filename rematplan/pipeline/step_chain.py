@@ -20,7 +20,7 @@ WRAPPER = "model."
 
 @dataclass(frozen=True)
 class NamedChain:
-    """A chain of blocks with names.
+    """The chain of blocks of a step, between which stages can be cut.
 
     ``names``: the module or op with which each block begins; empty for the first. ``batch``: the names of the inputs
     that differ between micro-batches.
@@ -31,7 +31,7 @@ class NamedChain:
     batch: frozenset[str]
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Return the blocks that begin with these names.
+        """Return the positions in the chain of the blocks that begin with the modules or ops named in ``cuts``.
 
         Raises:
             UsageError: no block begins with one of the names, or the names are not in running order.
@@ -49,7 +49,7 @@ class NamedChain:
 
 
 def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] = ()) -> NamedChain:
-    """Return the chain of a step's problem.
+    """Divide a step's problem into a chain of blocks, and return it with the blocks' names.
 
     Args:
         step: the captured step.

@@ -33,8 +33,9 @@ def held_by_torch(
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:
-    """Return the bytes of a stage's outputs that are counted as the inputs of the next stage, on the same rank; or
-    0.
+    """Return the bytes of a stage's outputs if the next stage is on the same rank, and otherwise 0.
+
+    They are then counted as the inputs of the next stage.
     """
     mine = schedule.stage_of_rank[schedule.rank_of(number)]
     return _bytes(stage.outputs, device) if number + 1 in mine else 0

@@ -67,7 +67,8 @@ class Budget:
 
         Args:
             base_peak: bytes; a percentage refers to it.
-            smallest: called if the budget is ``min``; returns the smallest reachable peak in bytes.
+            smallest: returns the smallest reachable peak in bytes. It is called only if the budget is ``min`` or
+                ``least``.
             whole: bytes of ``base_peak`` that a share of activations does not reduce; see `whole_bytes`.
         """
         if self.is_lean:
@@ -79,11 +80,14 @@ class Budget:
 
     @property
     def is_lean(self) -> bool:
-        """Whether it is one of `LEAN`."""
+        """Whether the budget is ``min`` or ``least``."""
         return self.kind in LEAN
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
-        """Return the budget in bytes for a problem. ``smallest``: see `bytes`."""
+        """Return the budget in bytes for a problem.
+
+        ``smallest``: returns the problem's smallest reachable peak in bytes, which ``min`` and ``least`` need.
+        """
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
 

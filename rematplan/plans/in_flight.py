@@ -24,7 +24,10 @@ QUESTIONS = 24
 
 
 def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
-    """Return the planner of stages that uses ``strategy``, for about ``seconds`` in all."""
+    """Return the planner of stages that uses ``strategy``.
+
+    `Auto` searches for about ``seconds`` in all; other strategies keep their own time limits.
+    """
     return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
 
 

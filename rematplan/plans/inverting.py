@@ -79,9 +79,10 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the problem whose plan has the least cost within the budget.
+    """Return the problem and the plan of the least cost.
 
-    If both are equal it is the first, the plain one, whose gradients are bit-equal.
+    With ``min`` and ``least`` only plans near the smallest peak of all are compared; with other budgets all of
+    ``found`` fit already. Of plans with equal costs the first in ``found`` is returned.
     """
     smallest = min(plan.estimate.peak for _, plan in found)
     within = [

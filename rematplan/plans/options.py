@@ -87,7 +87,10 @@ class PlanOptions:
     def chosen(self) -> Strategy:
         """Return the strategy with its options.
 
-        If ``deterministic``, `auto` is replaced by annealing with a number of moves.
+        If ``deterministic``, `auto` is replaced by annealing with a number of moves proportional to the time limit.
+
+        Raises:
+            UsageError: an unknown strategy or option.
         """
         if self.strategy != Auto.name:
             return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
@@ -100,8 +103,9 @@ class PlanOptions:
     def refines(self) -> bool:
         """Whether training starts with a quickly found plan, which another process refines.
 
-        False if results may depend on the plan (inverses that round), if the smallest peak is asked for, or if the
-        plan has a second lane, whose time is measured for the plan.
+        True only if the user did not turn it off, the strategy is `auto` and its time limit is above `QUICK` seconds.
+        False with ``deterministic``, a saved plan, inverses that round (results would depend on the plan), a budget
+        ``min`` or ``least``, or a second lane, whose time is measured for one plan.
         """
         return (
             self.refine
@@ -124,7 +128,7 @@ class PlanOptions:
 
     @property
     def several(self) -> bool:
-        """Whether several micro-batches may be in flight."""
+        """Whether the plan is for several micro-batches in flight, or for weight gradients that are deferred."""
         return self.in_flight > 1 or self.deferred is not None
 
     @property

@@ -83,11 +83,11 @@ def prove_step(
     The planner's plans are evaluated first. Where none of them fits, it searches, and keeps what it finds.
 
     Args:
-        planner: of the step; its budget, costs, constraints and known plans hold for all sizes.
-        dimension: its name, for messages.
-        sizes: in ascending order, without gaps.
-        step_at: returns the step at a size. It is called for few sizes where the sizes of all tensors are polynomials
-            of it, and else for all.
+        planner: plans the step. Its budget, costs, constraints and known plans are used for all sizes.
+        dimension: the name of the dimension, for messages.
+        sizes: the sizes of the dimension, in ascending order, without gaps.
+        step_at: returns the step at a size. It is called for a few sizes if the bytes of all tensors are polynomials
+            of the size, and otherwise for more, up to all.
 
     Raises:
         UsageError: the budget is ``min``, which is another one at each size.

@@ -35,11 +35,11 @@ POLISH = 0.1
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The plans of a range.
+    """The plans for a range of sizes of one dimension.
 
-    ``proof``: what fits at each size. ``captured``: the sizes that were captured; the others were computed from them.
-    ``proven``: of the sizes at which nothing fits, those at which it is proven that no plan can. ``families``: by
-    structure.
+    ``dimension``: its name. ``proof``: the plan of the range that fits at each size, if any. ``captured``: the sizes
+    at which the step was captured; the problems of other sizes were computed from these. ``proven``: the sizes at which
+    it is proven that no plan can fit. ``families``: the families of plans, by the structure of their problems.
     """
 
     dimension: str
@@ -55,7 +55,7 @@ class RangePlan:
 
     @property
     def refusal(self) -> str:
-        """Which sizes do not fit and why, as text; empty if all do."""
+        """A message that names the sizes at which no known plan fits; empty if there are none."""
         unfit, proof = self.proof.unfit, self.proof
         if not unfit:
             return ""
@@ -88,8 +88,11 @@ def plan_range(
     for the rest of the time plans of other sizes are polished at sizes that need recomputation.
 
     Args:
-        auto: its time limit is that of the whole range.
-        store: has plans to start with, and gets those that are found.
+        problems: the problem of each size.
+        budget: bytes, for every size.
+        auto: the strategy. Its time limit is for all sizes together.
+        progress: called with the fraction done and a short text.
+        store: the search starts from its plans, and adds those that it finds.
     """
     compile_kernels(progress)  # before the clock starts
     search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)

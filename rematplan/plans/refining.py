@@ -22,9 +22,9 @@ LOG = logging.getLogger("rematplan")
 class Wanted:
     """A search in another process.
 
-    ``plan``: the plan with which training starts. ``strategy``, ``options``: of the search. ``budget``: bytes.
-    ``shapes``: of the batch, as text.
-    ``starts``: plans of the step in other sizes, from which the search starts.
+    ``problem``: the planning problem of the step. ``shapes``: the shapes of the batch, as text. ``budget``: bytes.
+    ``plan``: the plan with which training starts. ``strategy``, ``options``: the name of the strategy that searches,
+    and its options. ``starts``: plans of the step in other sizes, from which the search starts in addition to ``plan``.
     """
 
     problem: TrainingGraph
@@ -69,7 +69,10 @@ class Refining:
         return Refining(self.wanted, both, self.store)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """See `Refinement.begin`."""
+        """Start the search in another process.
+
+        ``compiled``: compiles a better plan. It is called in another thread for each one; `take` returns its result.
+        """
         wanted, began = self.wanted, time.monotonic()
 
         def heard(plan: Plan | None, ended: bool) -> None:
@@ -99,29 +102,29 @@ class Refining:
 
     @property
     def ready(self) -> bool:
-        """See `Refinement.ready`."""
+        """Whether a better plan waits for `take`."""
         return self._found is not None
 
     def take(self) -> tuple[StepPlan, Any]:
-        """See `Refinement.take`."""
+        """Return the best plan found since the last call, and what ``compiled`` returned for it. Call it if `ready`."""
         found, self._found = self._found, None
         assert found is not None
         return found
 
     @property
     def working(self) -> bool:
-        """See `Refinement.working`."""
+        """Whether the search has not ended yet."""
         return not self._ended.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """See `Refinement.wait`."""
+        """Wait until the search ends, at most ``seconds`` (None: without a limit). Return whether it has ended."""
         return self._ended.wait(seconds)
 
 
 def mapped(found: StepPlan, change: Callable[[StepPlan], StepPlan | None]) -> StepPlan | None:
-    """Return a step's plan changed by ``change``, which later changes the plans of its refinement, too.
+    """Return ``change`` of a step's plan. ``change`` is also applied to every better plan that refining finds later.
 
-    None if ``change`` returns None.
+    None if ``change`` returns None for the plan.
     """
     changed = change(found)
     if changed is None or found.refinement is None:

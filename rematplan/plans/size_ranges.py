@@ -16,7 +16,11 @@ EACH = 12
 
 @dataclass(frozen=True, eq=False)
 class ProblemRange:
-    """Problems by size. ``captured``: those that were captured. ``spans``: what gives those between."""
+    """The planning problems of one step at all sizes of one dimension.
+
+    ``dimension``: its name. ``sizes``: in ascending order. ``captured``: the problems that were captured, by size.
+    ``spans``: computes the problems of all other sizes from captured ones.
+    """
 
     dimension: str
     sizes: tuple[int, ...]
@@ -30,7 +34,7 @@ class ProblemRange:
         return self._span(size).problem(size)
 
     def amounts(self, size: int) -> tuple[str, Amounts]:
-        """Return the structure and the amounts of the problem at a size of the range."""
+        """Return the structure of the problem at ``size``, and its sizes, workspaces and costs."""
         if size in self.captured:
             return self.captured[size].structure, amounts_of(self.captured[size])
         span = self._span(size)

@@ -44,7 +44,7 @@ class _Measured:
 
 @dataclass(eq=False)
 class SizedCosts:
-    """The measured costs of steps, by the kind of all of their calls, for further sizes of them."""
+    """Measured costs of steps, from which those of the same steps in other sizes are interpolated."""
 
     _known: dict[Kind, list[list[_Measured]]] = field(default_factory=dict)
 

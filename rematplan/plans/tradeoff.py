@@ -83,8 +83,9 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return at most `RIVAL_PEAKS` peaks (bytes) along the Pareto front of these plans, none below the smallest
-    budget.
+    """Return at most `RIVAL_PEAKS` peaks (bytes) of plans on the Pareto front of ``rivals``.
+
+    Only plans that recompute something count, and of these only peaks of at least the smallest budget (bytes).
     """
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))

@@ -18,7 +18,10 @@ Pairs = Sequence[tuple["Iteration", "Iteration"]]
 
 
 def breakdown_table(title: str, pairs: Pairs) -> Table:
-    """Milliseconds of an iteration by part, a row each for SGD and K-FAC."""
+    """Return a table of the milliseconds of an iteration by part, with a row each for SGD and K-FAC.
+
+    ``pairs``: the iterations of SGD and of K-FAC, for each number of devices.
+    """
     table = Table(title=f"{title}: milliseconds an iteration", box=box.SIMPLE, title_justify="left")
     table.add_column("devices", justify="right")
     table.add_column("")
@@ -32,7 +35,10 @@ def breakdown_table(title: str, pairs: Pairs) -> Table:
 
 
 def memory_table(title: str, pairs: Pairs, peaks: tuple[int, int]) -> Table:
-    """Return a table of the optimizer's state, alone and with the step's peak, in bytes of the device with most."""
+    """Return a table of the bytes of SGD's and K-FAC's state, on the device that holds most, without and with a step.
+
+    ``pairs``: as for `breakdown_table`. ``peaks``: the step's peak in bytes with SGD and with K-FAC.
+    """
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in ("devices", "SGD state", "K-FAC state", "SGD in all", "K-FAC in all"):
         table.add_column(column, justify="right")

@@ -60,7 +60,7 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
 
 def pipeline_table(plan: PlannedPipeline) -> Table:
-    """Makespan, bubble, slowest stage and its floor."""
+    """Return a table of a pipeline's makespan and bubble, and of its slowest stage with a lower bound of its time."""
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
     rows = {

@@ -18,7 +18,9 @@ GREY = "#BBBBBB"
 
 
 def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iteration]]) -> None:
-    """Write the picture as a PNG, whole or not at all: for each number of devices SGD, left, and K-FAC, right.
+    """Draw the time of an iteration by part as a PNG file: for each number of devices SGD, left, and K-FAC, right.
+
+    The file is written completely or not at all. ``pairs``: the iterations of SGD and of K-FAC.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -23,7 +23,7 @@ LEAST = 1e-18
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
-    """Write the picture as a PNG file, whole or not at all.
+    """Draw the peak and the extra time of each row as a PNG file, which is written completely or not at all.
 
     ``budget``: bytes; a line marks it, and rows that do not fit have hollow markers. Peaks are measured where the row
     was run, else predicted; extra times are predicted.

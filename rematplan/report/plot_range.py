@@ -16,7 +16,7 @@ from rematplan.report.plot import COLOURS, MARKERS, unit_of
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
-    """Write a PNG with two panels, one line a budget: overhead by size, and predicted peak by size.
+    """Draw overhead by size and predicted peak by size as two panels of a PNG file, with one line per budget.
 
     Sizes at which no plan fits have no point. The dashed line is the step without recomputation.
 

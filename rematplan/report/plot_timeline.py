@@ -30,7 +30,7 @@ NUMBERED = 1 / 90
 
 
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:
-    """Write the picture as a PNG, whole or not at all.
+    """Draw a pipeline's timeline as a PNG file, which is written completely or not at all.
 
     Raises:
         ProblemError: the file cannot be written.
@@ -60,7 +60,7 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:
-    """Draw each rank's actions; later stages of a rank are darker."""
+    """Draw the actions of each rank over time into ``axes``. Later stages of a rank are darker."""
     scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
     present = {span.action.kind for row in line.rows for span in row}
     for rank, row in enumerate(line.rows):

@@ -47,6 +47,6 @@ def range_table(name: str, plan: RangePlan) -> Table:
 
 
 def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
-    """Return the places of the rows to show."""
+    """Return the positions of the rows that `range_table` shows, in ascending order."""
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})

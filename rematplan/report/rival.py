@@ -26,7 +26,10 @@ class Rival:
     report: StepReport | None = None
 
     def fits(self, budget: int) -> str:
-        """``yes``, ``no``, or ``predicted``: the predicted peak is within the budget, the measured one is not."""
+        """Return whether the peak is within ``budget`` bytes: ``yes``, ``no`` or ``predicted``.
+
+        ``predicted``: the predicted peak is within the budget, the measured one is not.
+        """
         if self.plan.peak > budget:
             return "no"
         return "predicted" if self.report and self.report.measured_peak > budget else "yes"

@@ -43,7 +43,7 @@ ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspa
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a step time."""
+    """Format a time given in seconds: in seconds from 1 s up, otherwise in milliseconds."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -53,7 +53,7 @@ def show_share(part: float, whole: float) -> str:
 
 
 def show_overhead(plan: Plan) -> str:
-    """Format a plan's overhead."""
+    """Format a plan's overhead as a percentage."""
     return f"{100 * plan.estimate.overhead:.2f} %"
 
 
@@ -157,7 +157,10 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
 
 
 def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
-    """Plans that were run in turn: the no-recompute plan first, with which all are compared; plain autograd last."""
+    """Return a table of plans that were timed alternately.
+
+    ``measured``: first the plan without recomputation, with which all are compared; last plain autograd.
+    """
     table = _table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
         "strategy",
@@ -209,7 +212,7 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Peak, extra time and error of each row, and whether it fits the budget."""
+    """Return a table of the peak, extra time and error of each row, and of whether it fits ``budget`` bytes."""
     columns = (
         "fits",
         "predicted\npeak",
@@ -257,7 +260,7 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 
 
 def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Device models, as the JSON output of ``rematplan devices`` lists them."""
+    """Return a table of device models. ``rows``: as in the JSON output of ``rematplan devices``."""
     columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
     keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")
     table = _table("Device models", "name", "", *columns, left=2)

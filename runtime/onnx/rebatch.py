@@ -229,8 +229,11 @@ class _Case:
 
 @dataclass(frozen=True)
 class Operand:
-    """The replacement of an input: numbers; or, with ``op``, the result of a node (Expand, Tile) that applies
-    them to the input."""
+    """What replaces a node's input.
+
+    ``numbers``: the new values, if ``op`` is empty. Otherwise the input is replaced by the result of a node ``op``
+    (Expand or Tile) that is applied to it with ``numbers`` as the shape or the repeats.
+    """
 
     numbers: Shape | np.ndarray
     op: str = ""
