@@ -117,10 +117,10 @@ def _label(node: onnx.NodeProto) -> str:
 
 
 def check_expansion(proto: onnx.ModelProto) -> None:
-    """Check that no local function calls itself or expands to too many nodes.
+    """Check that local functions do not call themselves, are not nested too deep, and expand to few enough nodes.
 
     Raises:
-        ModelError: one does.
+        ModelError: otherwise; the message says which of these fails.
     """
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}

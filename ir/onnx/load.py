@@ -61,8 +61,8 @@ def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int
     """Load the graph of a model in memory, an ``onnx.ModelProto``.
 
     Raises:
-        ModelError: as :func:`load_onnx`; ``name`` is how the message calls the model.
-        UsageError: as :func:`load_onnx`.
+        ModelError: the model is not valid, or an input dimension is not bound. The message calls the model ``name``.
+        UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
     """
     draft = read_proto(proto, Path(name))
     try:

@@ -35,7 +35,8 @@ SAMPLE = 64  # rows and columns compared to recognise a transpose
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     """Return the draft with the weights that the exported module had, and notes for the user.
 
-    Weights that the exporter folded, shared or repeated are separate weights again.
+    Weights that the exporter stored transposed or reshaped have their own shape again, weights that it merged because
+    their values are equal are separate again, and tensors that repeat a weight are computed from it.
 
     ``draft.nodes`` must be in topological order.
     """

@@ -26,7 +26,9 @@ Floats = NDArray[np.float64]
 
 
 def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem with phases, if it has none and looks like a training step; otherwise the problem itself.
+    """Return a problem whose ops are marked as forward or backward.
+
+    A problem that has such marks already, or does not look like a training step, is returned unchanged.
 
     Phases only tell the search where to look. They do not change which schedules are valid.
     """

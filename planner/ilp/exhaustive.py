@@ -23,15 +23,18 @@ MOST_TENSORS = 64
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """``cost``: the least cost of any schedule within the budget, infinite if there is none. ``runs``: the runs of
-    such a schedule."""
+    """The optimal schedule within a budget.
+
+    ``cost``: the least cost of any schedule that fits, infinite if none does. ``runs``: the names of the ops that a
+    schedule of this cost runs, in order.
+    """
 
     cost: float
     runs: tuple[str, ...]
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimum within ``budget`` bytes; ``ordered`` is ignored.
+    """Return the optimum within ``budget`` bytes, by a search through all states. It ignores ``graph.ordered``.
 
     None if there are too many tensors or states, or an op may run only once (a state does not record what has run).
     """

@@ -22,7 +22,7 @@ class Rows:
     impossible: bool = False
 
     def variable(self, cost: float, integer: bool = True) -> int:
-        """Add a variable, binary or between 0 and 1, and return its number."""
+        """Add a variable and return its number. It is 0 or 1 or, if ``integer`` is False, any number between them."""
         self.cost.append(cost)
         self.integers.append(integer)
         return len(self.cost) - 1

@@ -69,8 +69,8 @@ class Solver:
     ) -> Answer:
         """Minimise the cost of a program for at most about ``seconds``, and return the best solution and bound.
 
-        A solution within ``gap`` (in units of cost) of the optimum counts as optimal. After `stop`, or if the solver fails, the
-        answer is empty.
+        A solution within ``gap`` (in units of cost) of the optimum counts as optimal. After `stop`, or if the solver
+        fails, the answer is empty.
 
         ``integer``: False solves the linear relaxation. ``hint``: values of some variables to start from.
         """

@@ -30,15 +30,21 @@ BYTES = 2**40  # beyond this many bytes coarser units are used: sizes are rounde
 
 @dataclass(frozen=True)
 class StepOptimum:
-    """``runs``: the best sequence found, or None. ``proven``: no sequence of at most ``T`` runs is cheaper (or,
-    without runs, none fits)."""
+    """The result of `solve_steps`.
+
+    ``runs``: the names of the ops that the best schedule found runs, in order; None if none was found. ``proven``:
+    whether it is proven that no schedule of at most ``steps`` runs is cheaper or, if ``runs`` is None, that none fits.
+    """
 
     runs: tuple[str, ...] | None
     proven: bool
 
 
 def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """Return the cheapest schedule of at most ``steps`` runs within ``budget`` bytes; ``ordered`` is ignored."""
+    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, for up to ``seconds``.
+
+    It ignores ``graph.ordered``.
+    """
     if budget < graph.input_bytes:
         return StepOptimum(None, True)
     model = cp_model.CpModel()

@@ -69,7 +69,7 @@ class Anneal(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`.
+        """Return plans by falling peak and rising overhead, one for each of ``budgets`` (bytes) at most.
 
         Budgets are planned from the largest down; each plan is a start for the next. The time limit holds for the
         whole curve. A plan for a smaller budget also serves larger ones, so the curve is monotone.

@@ -66,7 +66,10 @@ class CandidateStrategy(FamilyStrategy):
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """See `FamilyStrategy.around`. Only these one or two plans are built."""
+        """Return the cheapest plan that fits ``budget`` bytes, if one does, and the plan of the smallest peak.
+
+        They may be the same plan, which is then returned once. No other plans are built.
+        """
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
         picks = {priced.peak: priced for priced in (*fitting[:1], front[-1])}
@@ -116,7 +119,7 @@ class BlockStrategy(CandidateStrategy):
         raise NotImplementedError
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """See `CandidateStrategy.candidates`."""
+        """Yield the sequences of runs that the chains are lowered to, each with its blocks."""
         for partition in self._partitions(graph, progress):
             yield Candidate(lower_to_positions(graph, partition), partition.blocks)
 

@@ -52,7 +52,11 @@ class ILP(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`. Starts that run inverses are not used."""
+        """Return the plan of least overhead found within ``budget`` bytes. Starts that run inverses are not used.
+
+        Raises:
+            InfeasibleBudget: no plan was found.
+        """
         floor = BoundSearch(graph, budget).best.overhead
         best = _Best(graph, budget, progress, floor, floor)
         inverses = {op.name for op in graph.inverses}
@@ -138,8 +142,10 @@ class ILP(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. The time limit holds for the whole curve. A plan for a smaller budget also serves
-        larger ones."""
+        """Return plans by falling peak and rising overhead, one for each of ``budgets`` (bytes) at most.
+
+        The time limit holds for the whole curve. A plan for a smaller budget also serves larger ones.
+        """
         share = replace(self, time_limit=self.time_limit / max(1, len(budgets)))
         plans: list[Plan] = []
         for k, budget in enumerate(sorted(set(budgets), reverse=True)):

@@ -58,7 +58,7 @@ class NestedDP(CandidateStrategy):
                 raise UsageError(f"{self.name}: {option} is {value}; it must be at least {least}")
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterator[Candidate]:
-        """See `CandidateStrategy.candidates`."""
+        """Yield candidate sequences of runs for a problem with phases; none without a forward half."""
         if not len(forward_graph(graph)):
             return
         chain, alike = cached_on(graph, ("block chain", self.units), lambda: self._chain(graph))

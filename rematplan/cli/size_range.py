@@ -45,6 +45,7 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan plan`` for a range of sizes: plan all sizes, show a table, and return the exit status.
 
     Raises:
+        UsageError: an option that can only be used with one size, or a strategy other than ``auto``.
         UnfitSizes: no plan is known that fits at some sizes; the table was shown.
     """
     for option, given in (("--output", args.output), ("--problem-out", args.problem_out)):

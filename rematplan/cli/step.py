@@ -108,7 +108,10 @@ def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Sourc
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a plan and show its measurements."""
+    """Run a plan for ``steps`` timed steps, show its measurements, and return them.
+
+    ``check``: also compare the results with plain autograd.
+    """
     from rematplan import api
 
     with out.progress("running") as progress:

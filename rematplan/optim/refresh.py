@@ -9,7 +9,7 @@ from rematplan.optim.slots import longest_first
 
 
 class Refresh:
-    """Inverts the factors of the layers that this process owns, some in each step.
+    """Inverts the factors of the layers that this process owns, a part of them in each step.
 
     Each factor of each layer is assigned to one of ``every`` slots by `longest_first`. In the steps of its slot (step
     number mod ``every``) it is inverted again if its average has changed. During the first ``early`` steps, and while

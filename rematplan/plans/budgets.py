@@ -136,6 +136,8 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 def parse_loss_memory(text: str) -> Budget:
     """Read the memory of a loss from text: bytes, or, for example, ``3x`` for three tensors of the outputs' size.
 
+    The result has the kind ``bytes``, or ``share`` with the number of such tensors as its amount.
+
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.
     """

@@ -28,7 +28,7 @@ class ProblemRange:
     spans: tuple[Between, ...]
 
     def problem(self, size: int) -> TrainingGraph:
-        """Return the problem at a size of the range."""
+        """Return the problem at ``size``, which must be one of ``sizes``."""
         if size in self.captured:
             return self.captured[size]
         return self._span(size).problem(size)

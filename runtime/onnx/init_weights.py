@@ -77,8 +77,10 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
 
 
 def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
-    """Fill a generated weight in place, according to its first reader (see `first_readers`; None if there is
-    none)."""
+    """Fill a generated weight in place with random values that suit the node that reads it.
+
+    ``reader``: the weight's row of `first_readers`; None if nothing reads it. ``seed``: the generator to draw from.
+    """
     node, at = reader if reader is not None else (None, 0)
     fill = FILLS.get((node.op, at), SMALL_NORMAL) if node is not None else SMALL_NORMAL
     with torch.no_grad():

@@ -49,8 +49,10 @@ def onnx_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One node, ready to run. ``row``: its row of the op table. ``last``: the values that nothing reads after
-    it."""
+    """One node, ready to run.
+
+    ``row``: the node's row of the op table. ``last``: the names of the values that no later node reads.
+    """
 
     node: Node
     row: Row
@@ -130,7 +132,7 @@ class OnnxModule(nn.Module):
         return outputs
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """Return the values that exist before the first node runs, by name.
+        """Return the values that exist before the first node runs (inputs and weights), by name.
 
         Raises:
             ModelError: the number of inputs is wrong.
