@@ -48,7 +48,7 @@ def prove_ranges(
     options, found = planner.options, list[RangePlan]()
     if options.several or options.accumulate or options.inverting or options.plan is not None:
         return ()
-    if options.stated_budget().kind == "min":
+    if options.stated_budget().is_lean:
         return ()
     for axis in shapes.axes:
         made = set[int]()
@@ -97,8 +97,10 @@ def prove_step(
         return planner.problem(planner.opened(step_at(size)))
 
     stated = planner.options.stated_budget()
-    if stated.kind == "min":
-        raise UsageError("a range of sizes needs a budget in bytes or a share: min differs from size to size")
+    if stated.is_lean:
+        raise UsageError(
+            f"a range of sizes needs a budget in bytes or a share: {stated.text} differs from size to size"
+        )
     problems = problems_over(dimension, sizes, capture)
     budget = planner.limit(problems.captured[problems.sizes[-1]]).bytes(0, lambda: 0)
     found, search = prove_sizes(problems, budget, planner.store), planner.options.chosen()

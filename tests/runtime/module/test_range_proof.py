@@ -153,7 +153,9 @@ def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pyt
         module()
 
 
-@pytest.mark.parametrize("more", [{"accumulate": True}, {"budget": "min"}, {"inverses": True}])
+@pytest.mark.parametrize(
+    "more", [{"accumulate": True}, {"budget": "min"}, {"budget": "least"}, {"inverses": True}]
+)
 def test_what_is_not_proven_is_not_tried(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     monkeypatch.setattr(proving, "prove_step", None)
     module(**more)
