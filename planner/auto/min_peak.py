@@ -53,8 +53,8 @@ def smallest_peak(
             Not used if moves are counted: then `Anneal` lowers the overhead.
 
     Raises:
-        KeyboardInterrupt: before any plan was found, or between the two searches. In the searches themselves, Ctrl-C
-            ends the search, and the best plan so far is returned.
+        KeyboardInterrupt: before any plan was found. Afterwards Ctrl-C ends the search, and the best plan so far is
+            returned.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)
@@ -65,16 +65,16 @@ def smallest_peak(
     known = [*starts, least]
     if share.interrupted:
         return replace(least, budget=budget)
-    if moves:
-        strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
-    else:
-        until = effort.spent() + EVICTION * (time_limit - effort.spent())
-        lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=TRIES, seed=seed)
-        known += [lean] if lean else []
-        left = max(0.0, time_limit - effort.spent())
-        auto = Auto(seed=seed, keep_order=keep_order)
-        strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
     try:
+        if moves:
+            strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
+        else:
+            until = effort.spent() + EVICTION * (time_limit - effort.spent())
+            lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=TRIES, seed=seed)
+            known += [lean] if lean else []
+            left = max(0.0, time_limit - effort.spent())
+            auto = Auto(seed=seed, keep_order=keep_order)
+            strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
         plan = strategy.plan(marked, budget, progress, known)
     except (InfeasibleBudget, KeyboardInterrupt):
         plan = least

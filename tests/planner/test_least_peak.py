@@ -6,10 +6,12 @@ import math
 import random
 from dataclasses import replace
 
+import problems
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import SearchBudget
+from rematplan.planner.auto import min_peak
 from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.least_peak import least_peak
@@ -142,3 +144,13 @@ def test_a_refusal_names_what_min_finds():
         with pytest.raises(InfeasibleBudget) as caught:
             auto.plan(graph, budget)
         assert caught.value.smallest <= least
+
+
+def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(min_peak, "plan_by_eviction", interrupted)
+    graph = problems.unet(3)
+    plan = min_peak.smallest_peak(graph, 1.0, slack=0.01)
+    assert plan.estimate.peak < no_recompute(graph).estimate.peak
