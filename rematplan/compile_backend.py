@@ -11,8 +11,8 @@ from torch import fx
 
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs

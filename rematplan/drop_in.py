@@ -10,10 +10,10 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.progress import print_log
 from rematplan.plans.proving import prove_ranges
-from rematplan.plans.reserved import Reserved
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors

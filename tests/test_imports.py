@@ -91,7 +91,7 @@ ONLY_IN = {
         "planner/ilp/solver.py",
         "planner/ilp/highs_process.py",
         "planner/bounds/max_flow.py",
-        "planner/ilp/steps.py",
+        "planner/ilp/step_program.py",
     ),
     "matplotlib": ("rematplan/report/plot*.py",),
 }

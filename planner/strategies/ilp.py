@@ -18,7 +18,7 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.solver import Solver
-from rematplan.planner.ilp.stages import StageProgram, add_violated, runs_at
+from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
 
 TINY = 10  # recipes up to which every order is searched
 START = 0.3  # share of the time for annealing, which finds the order and the first incumbent
@@ -30,10 +30,10 @@ LARGEST = 1500  # ops beyond which no solver gets anywhere with the program: the
 class ILP(Strategy):
     """Integer programs of the schedule, after Checkmate (Jain et al. 2020).
 
-    Up to 10 ops and inverses are scheduled in every order (`ilp.steps`, CP-SAT); the result is optimal among
+    Up to 10 ops and inverses are scheduled in every order (`ilp.step_program`, CP-SAT); the result is optimal among
     schedules of at most 2 · recipes + 2 runs. Larger problems are scheduled in the order of an annealed plan
-    (`ilp.stages`, HiGHS), without a guarantee: only a few upstream ops may run again in a stage, and inverses are
-    not used. Ctrl-C returns the best plan so far.
+    (`ilp.stage_program`, HiGHS), without a guarantee: only a few upstream ops may run again in a stage, and inverses
+    are not used. Ctrl-C returns the best plan so far.
 
     Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops may run again in a stage.
     """
@@ -80,7 +80,7 @@ class ILP(Strategy):
         recipes = len(graph.ops) + len(graph.inverses)
         if recipes <= TINY and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
-            from rematplan.planner.ilp.steps import solve_steps
+            from rematplan.planner.ilp.step_program import solve_steps
 
             found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
             if found.runs is not None:

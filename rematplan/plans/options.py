@@ -14,9 +14,9 @@ from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
+from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.overlapping import OFF, check_mode
 from rematplan.plans.pricing import check_costs
-from rematplan.plans.reserved import Reserved
 
 if TYPE_CHECKING:
     from rematplan.runtime.problem.constraints import Name

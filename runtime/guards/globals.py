@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.runtime.graph.generators import GENERATORS
+from rematplan.runtime.graph.host_generators import GENERATORS
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import BOOKKEEPING, is_record
 from rematplan.runtime.guards.bytecode import (

@@ -17,7 +17,7 @@ from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.ilp.solver import Solver
-from rematplan.planner.ilp.stages import StageProgram, runs_at
+from rematplan.planner.ilp.stage_program import StageProgram, runs_at
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
 
