@@ -229,7 +229,8 @@ class StepPlanner:
         asked = self.options
         if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
             return None
-        if self.store.solved(graph, plan.budget, asked.gap, asked.time_limit) is not None:
+        lasting = asked.chosen().lasting  # otherwise plans on disk do not count
+        if lasting and self.store.solved(graph, plan.budget, asked.gap, asked.time_limit) is not None:
             return None
         starts = self.store.starts(graph, plan.budget)
         limit = FURTHER * asked.time_limit if starts else asked.time_limit
