@@ -44,8 +44,8 @@ from rematplan.planner.background import shared
 SHARE = 0.6
 """The budget: this share of the activations."""
 POINT = 0.001
-EAGER_SECONDS = 6.0
-PEER_STEPS = 3
+STEPS, SECONDS = 3, 6.0
+"""Speeds are of at least so many steps and seconds."""
 GPT = {"batch": 4, "tokens": 128, "width": 256, "vocabulary": 2000}
 CASES = {
     c.name: c
@@ -71,13 +71,10 @@ class Times(logging.Handler):
             self.costs, self.search = map(float, record.args[-2:])  # type: ignore[arg-type, misc, index]
 
 
-def timed(step: Callable[[], None], began: float, go_on: Callable[[int, float], bool]) -> list[float]:
-    """Run steps while ``go_on`` allows it, and return their ends in seconds since ``began``.
-
-    ``go_on``: called with the number of steps and the end of the last one.
-    """
+def timed(step: Callable[[], None], began: float, go_on: Callable[[], bool] = lambda: False) -> list[float]:
+    """Run `STEPS` steps for `SECONDS`, and more while ``go_on()``. Return their ends in seconds since ``began``."""
     ends: list[float] = []
-    while not ends or go_on(len(ends), ends[-1]):
+    while len(ends) <= STEPS or ends[-1] < ends[0] + SECONDS or go_on():
         step()
         ends.append(time.perf_counter() - began)
     return ends
@@ -99,7 +96,8 @@ def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> 
         step()
         overheads.append(model.plan.estimate.overhead)
 
-    ends = timed(one, began, lambda n, _: n < PEER_STEPS or bool(rematplan.planning(model).stats().searching))
+    searches = rematplan.planning(model)
+    ends = timed(one, began, lambda: bool(searches.stats().searching))
     step()  # takes the last plan
     last = model.plan
     overheads.append(last.estimate.overhead)
@@ -120,7 +118,7 @@ def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> 
 
 def peer(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     """Some steps of a model that needs no plan."""
-    ends = timed(stepper(model, inputs), time.perf_counter(), lambda n, _: n < PEER_STEPS)
+    ends = timed(stepper(model, inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
 
@@ -129,17 +127,13 @@ def compiled(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     began = time.perf_counter()
     model = partitioned(case, SHARE)  # which does a step
     first, step = time.perf_counter() - began, stepper(model, inputs)
-    ends = timed(step, time.perf_counter(), lambda n, _: n < PEER_STEPS)
-    return {"first": first, "speed": len(ends) / ends[-1]}
+    ends = timed(step, time.perf_counter())
+    return {"first": first, "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
 
 def eager(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     """The model as it is."""
-    ends = timed(
-        stepper(network(case), inputs),
-        time.perf_counter(),
-        lambda n, end: n < PEER_STEPS or end < EAGER_SECONDS,
-    )
+    ends = timed(stepper(network(case), inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
 

@@ -121,7 +121,9 @@ class BackgroundSearch:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must not reach this process
+                # Ctrl-C must not reach this process. A session of its own would prevent that too, but Linux shares the
+                # processor evenly among sessions (autogroup), whatever the niceness of their processes.
+                process_group=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         except (OSError, ValueError) as error:

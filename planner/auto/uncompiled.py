@@ -1,4 +1,4 @@
-"""Chen's plans by plain Python, for a training that begins before the hot loops are compiled."""
+"""Plans by plain Python, for a training that begins before the hot loops are compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.lowering import lower_to_positions, partition_of
 from rematplan.planner.core.plan import Plan, plan_from_runs
@@ -16,18 +17,29 @@ from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 
 STRATEGIES: tuple[BlockStrategy, ...] = (ChenSqrt(), ChenGreedy())
+SIMULATIONS = 24
+"""Simulations of eviction, as many as the time allows."""
+LONGEST = 4.0
+"""Eviction may take this many times the stated seconds if no other plan fits: compiling the loops takes longer."""
 
 
 def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan | None:
-    """Return the cheapest plan of `ChenSqrt` and `ChenGreedy` within ``budget`` bytes.
+    """Return the cheapest plan within ``budget`` bytes of `ChenSqrt`, `ChenGreedy` and simulated eviction.
 
     It needs no compiled loop. After ``seconds`` it returns the best plan found by then, or the first that it finds
-    later. None if no plan fits, or if the problem has no phases.
+    later. None if no plan fits.
     """
-    if not graph.has_phases:
-        return None
-    best, until = None, time.monotonic() + seconds
-    for plan in _plans(graph):
+    start = time.monotonic()
+    best = _best_of_chen(graph, budget, start + seconds) if graph.has_phases else None
+    until = start + (seconds if best else seconds * LONGEST)
+    evicted = plan_by_eviction(graph, budget, lambda: time.monotonic() < until, tries=SIMULATIONS)
+    found = [plan for plan in (best, evicted) if plan is not None]
+    return min(found, key=lambda plan: plan.estimate.cost, default=None)
+
+
+def _best_of_chen(graph: TrainingGraph, budget: int, until: float) -> Plan | None:
+    best: Plan | None = None
+    for plan in _chen_plans(graph):
         if plan.peak <= budget and (best is None or plan.estimate.cost < best.estimate.cost):
             best = plan
         if best is not None and time.monotonic() > until:
@@ -35,7 +47,7 @@ def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan |
     return best
 
 
-def _plans(graph: TrainingGraph) -> Iterator[Plan]:
+def _chen_plans(graph: TrainingGraph) -> Iterator[Plan]:
     bare = without_inverses(graph)
     view = forward_graph(bare)
     seen = set()

@@ -17,7 +17,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 LOG = logging.getLogger("rematplan")
 
 SECONDS = 2.0
-"""Seconds for Chen's plans, once one of them fits."""
+"""Seconds for plans by plain Python, once one of them fits."""
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
@@ -25,7 +25,8 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
 
     It is the plan that recomputes nothing, if that fits, since no plan takes less time. Otherwise it is the best of
     the store's plans for the same ops, perhaps of other sizes: a plan for one batch size is good for another.
-    Otherwise, if the planner's loops are not compiled yet, it is the best of Chen's plans.
+    Otherwise, if the planner's loops are not compiled yet, it is the best plan that
+    plain Python finds quickly.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)

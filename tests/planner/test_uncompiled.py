@@ -1,4 +1,4 @@
-"""Plans that are made without compiled loops are the ones that compiled loops give."""
+"""Plans without compiled loops: Chen's are those that compiled loops give, and eviction fits smaller budgets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ import pytest
 from rematplan.planner.auto.compile_kernels import compile_kernels, kernels_are_ready
 from rematplan.planner.auto.uncompiled import STRATEGIES, uncompiled_plan
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions
+from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
 
 
+@pytest.fixture
+def chen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rematplan.planner.auto.uncompiled.plan_by_eviction", lambda *_, **__: None)
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_the_plan_is_the_best_of_the_strategies_for_every_budget(problems, seed) -> None:
+def test_chens_plan_is_the_best_of_the_strategies_for_every_budget(chen_alone, problems, seed) -> None:
     graph = problems.random_training(Random(seed), 6 + 2 * seed)
     curves = [plan for s in STRATEGIES for plan in s.curve(graph, ()) if plan.estimate.reruns]
     for plan in pareto(curves):
@@ -29,17 +35,28 @@ def test_the_plan_is_the_best_of_the_strategies_for_every_budget(problems, seed)
     assert uncompiled_plan(graph, smallest - 1, 60.0) is None
 
 
-def test_after_its_time_it_takes_what_fits_by_then(problems) -> None:
+def test_after_its_time_it_takes_what_fits_by_then(chen_alone, problems) -> None:
     graph = problems.residual()
     least = min(plan.peak for s in STRATEGIES for plan in s.curve(graph, ()))
     assert uncompiled_plan(graph, least, 0.0).peak == least
     assert uncompiled_plan(graph, 10**12, 0.0) is not None
 
 
-def test_a_problem_without_phases_has_no_such_plan(problems) -> None:
+@pytest.mark.parametrize("name", ["residual", "unet"])
+@pytest.mark.parametrize("phases", [True, False])
+def test_eviction_fits_budgets_below_those_of_chen(problems, name, phases) -> None:
+    graph = getattr(problems, name)(6) if name == "unet" else problems.residual()
+    least = min(plan.peak for s in STRATEGIES for plan in s.curve(graph, ()))
+    if not phases:
+        graph = replace(graph, ops=tuple(replace(op, phase=None) for op in graph.ops))
+    found = uncompiled_plan(graph, least - 1, 60.0)
+    assert found.strategy == "eviction"
+    assert simulate(graph, found.schedule).peak == found.peak < least
+
+
+def test_no_plan_is_found_within_a_budget_that_none_fits(problems) -> None:
     graph = problems.chain(4)
-    bare = replace(graph, ops=tuple(replace(op, phase=None) for op in graph.ops))
-    assert uncompiled_plan(bare, 10**12, 1.0) is None
+    assert uncompiled_plan(graph, max(graph.size.values()), 60.0) is None
 
 
 @pytest.mark.parametrize("name", ["chain", "unet", "wide"])

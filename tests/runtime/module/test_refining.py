@@ -25,6 +25,7 @@ from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.planner.worker import NICE
 from rematplan.plans import refining
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -284,21 +285,21 @@ def first_use(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> Elsewher
     return elsewhere
 
 
-def test_training_begins_with_a_plan_of_chen_while_loops_are_compiled(
+def test_training_begins_with_a_plan_of_plain_python_while_loops_are_compiled(
     first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
     with caplog.at_level("INFO", "rematplan"):
         model = planned(Network(), budget="90% of activations")
-    assert model.plan.strategy in ("chen_sqrt", "chen_greedy")
+    assert model.plan.strategy in ("chen_sqrt", "chen_greedy", "eviction")
     assert model.plan.peak <= model.plan.budget
     assert len(first_use.searches) == 1
     said = [r.message for r in caplog.records if "not compiled" in r.message]
     assert len(said) == 1
-    assert "starts with a plan of chen" in said[0]
+    assert f"starts with a plan of {model.plan.strategy}" in said[0]
 
 
-def test_a_budget_that_no_plan_of_chen_fits_is_searched_all_the_same(
+def test_a_budget_that_no_such_plan_fits_is_searched_all_the_same(
     first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rematplan.plans.at_once.uncompiled_plan", lambda *_: None)
@@ -354,6 +355,18 @@ def test_the_process_finds_plans_that_fit(search: BackgroundSearch, problem: tup
     wait_for(lambda: ended)
     assert found
     assert all(plan.estimate.peak <= budget for plan in found)
+
+
+def test_the_process_has_low_priority_among_those_of_its_session(
+    search: BackgroundSearch, problem: tuple[Any, int]
+) -> None:
+    graph, budget = problem
+    _, ended = searched(search, graph, budget)
+    wait_for(lambda: ended)
+    assert search.pid is not None
+    assert os.getsid(search.pid) == os.getsid(0)  # Linux applies niceness within a session only
+    assert os.getpgid(search.pid) != os.getpgid(0)  # Ctrl-C is not for it
+    assert os.getpriority(os.PRIO_PROCESS, search.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
 
 
 def test_a_process_that_is_killed_ends_its_searches_and_another_takes_over(
