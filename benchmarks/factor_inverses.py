@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.optim import hodlr
-from rematplan.optim.inverses import (
+from rematplan.optim.damped_inverses import (
     Hierarchical,
     Inverse,
     cholesky,

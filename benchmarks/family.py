@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from rematplan import api
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
-from rematplan.planner.annealing.polish import TIDIED, polished
+from rematplan.planner.annealing.adapt_to_size import TIDIED, polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.simulator import simulate
-from rematplan.planner.family.amounts import amounts_of
+from rematplan.planner.family.amounts_by_position import amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import whole_bytes

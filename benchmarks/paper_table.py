@@ -22,8 +22,8 @@ from networks import NETWORKS, base_plan
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.min_peak import smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
@@ -79,7 +79,7 @@ def line(name: str, seconds: float) -> str:
     """One network's row: the paper's figures, ours, the two comparisons."""
     _, graph = NETWORKS[name].load()
     paper, base, blocks = PAPER[name], base_plan(graph).estimate.peak, leanest(graph)
-    least = smallest_peak(graph, seconds, starts=tuple(blocks.values()))
+    least = cheapest_near_smallest_peak(graph, seconds, starts=tuple(blocks.values()))
     try:
         plan = Auto(time_limit=seconds, reuse=False).plan(graph, int(paper.best * base))
         at_paper = f"{1 + plan.estimate.overhead:.3f} (≥ {1 + (plan.lower_bound or 0.0):.3f})"

@@ -21,10 +21,10 @@ from networks import NETWORKS, activation_share, rivals, share_of
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.min_peak import smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import CLOSED
-from rematplan.planner.bounds.search import lower_bound
+from rematplan.planner.bounds.bound_search import lower_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.peak_report import floor_text
 
@@ -82,7 +82,7 @@ def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float)
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
     """Print and return the plan of the least peak."""
-    plan = smallest_peak(graph, seconds, starts=others)
+    plan = cheapest_near_smallest_peak(graph, seconds, starts=others)
     rival = min((p.estimate.peak for p in others), default=0)
     print(
         f"  least budget: f = {share_of(graph, plan.estimate.peak):.4f}, overhead "

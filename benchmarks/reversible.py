@@ -20,24 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rematplan.cli.program import run as command
+from rematplan.cli.run_command import run as command
 from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.planner.core.inversion_error import worst_error
-from rematplan.planner.core.lanes import Sharing, place
+from rematplan.planner.core.lane_schedule import Sharing, place
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.two_lanes import on_two_lanes, saved
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes, saved
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.pricing import priced
+from rematplan.plans.op_costs import priced
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
 from rematplan.runtime.execute.compile import bind_inputs, named_tensors
 from rematplan.runtime.execute.lane_speed import measured_sharing
 from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
-from rematplan.runtime.inversion.find import is_exact, with_inverses
+from rematplan.runtime.inversion.find_inverses import is_exact, with_inverses
 
 WIDTH, ROWS = 128, 256
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rematplan.cli import main
-from rematplan.cli.program import COMMANDS
+from rematplan.cli.run_command import COMMANDS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

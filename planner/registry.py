@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from rematplan.ir import UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.approx_dp import ApproxDP

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         run_step,
     )
     from rematplan.compile_backend import backend
-    from rematplan.drop_in import finish_weights, plan_module, planning
+    from rematplan.plan_any_module import finish_weights, plan_module, planning
     from rematplan.optim.kfac import KFAC
-    from rematplan.pipeline.planned_pipeline import Pipeline, plan_pipeline
+    from rematplan.pipeline.plan_pipeline import Pipeline, plan_pipeline
     from rematplan.planner.core.plan import Plan, save_plan
     from rematplan.runtime.statistics.options import Kronecker
 
@@ -86,11 +86,11 @@ _HOMES = {
         "rematplan.api",
     ),
     "backend": "rematplan.compile_backend",
-    "Pipeline": "rematplan.pipeline.planned_pipeline",
-    "plan_module": "rematplan.drop_in",
-    "plan_pipeline": "rematplan.pipeline.planned_pipeline",
-    "finish_weights": "rematplan.drop_in",
-    "planning": "rematplan.drop_in",
+    "Pipeline": "rematplan.pipeline.plan_pipeline",
+    "plan_module": "rematplan.plan_any_module",
+    "plan_pipeline": "rematplan.pipeline.plan_pipeline",
+    "finish_weights": "rematplan.plan_any_module",
+    "planning": "rematplan.plan_any_module",
     "Kronecker": "rematplan.runtime.statistics.options",
     "Plan": "rematplan.planner.core.plan",
     "save_plan": "rematplan.planner.core.plan",

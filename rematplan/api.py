@@ -22,7 +22,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
-from rematplan.plans.pricing import priced
+from rematplan.plans.op_costs import priced
 from rematplan.plans.tradeoff import trace_curves
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.fake_weights import is_weightless, without_data
@@ -39,7 +39,7 @@ from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.inversion.find import is_exact, with_exact_inverses, with_inverses
+from rematplan.runtime.inversion.find_inverses import is_exact, with_exact_inverses, with_inverses
 from rematplan.runtime.onnx.module import OnnxModule
 from rematplan.runtime.onnx.ops.values import torch_dtype
 from rematplan.runtime.onnx.rebatch import rebatched

@@ -73,7 +73,7 @@ LAYERS = {
     "rematplan": (
         "optim",
         "plans",
-        "api drop_in compile_backend onnx_backend",
+        "api plan_any_module compile_backend onnx_backend",
         "pipeline",
         "report",
         "cli",

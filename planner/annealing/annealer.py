@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.cleanup import tidy
+from rematplan.planner.annealing.redundant_runs import tidy
 from rematplan.planner.annealing.edits import link
 from rematplan.planner.annealing.moves import anneal
 from rematplan.planner.annealing.problem_arrays import EXACT, problem_arrays, recipes

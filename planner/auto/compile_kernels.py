@@ -8,15 +8,15 @@ from __future__ import annotations
 from numba.core.dispatcher import Dispatcher
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing import annealer, cleanup, moves
+from rematplan.planner.annealing import annealer, moves, redundant_runs
 from rematplan.planner.annealing.annealer import compile_annealer
-from rematplan.planner.blocks import interval_dp, lower_set_dp, lowering_kernel, price_runs
+from rematplan.planner.blocks import evaluate_runs, interval_dp, lower_set_dp, lowering_kernel
 from rematplan.planner.caches.numba_kernels import are_compiled
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 
-HOT = (annealer, cleanup, moves, lowering_kernel, price_runs, lower_set_dp, interval_dp)
+HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp)
 """The modules whose loops Python calls."""
 
 

@@ -28,7 +28,7 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_g
 from rematplan.planner.blocks.lower_sets import blocks_of
 from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.caches.graph_cache import cached_on
-from rematplan.planner.caches.plain_loops import plain
+from rematplan.planner.caches.uncompiled_loops import plain
 
 
 @dataclass(frozen=True, slots=True)

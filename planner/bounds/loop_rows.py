@@ -19,7 +19,7 @@ import networkx as nx
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence
 from rematplan.planner.bounds.multi_cut_program import CutProgram, Loop
-from rematplan.planner.ilp.rows import is_set
+from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:

@@ -22,7 +22,7 @@ from rematplan.planner.arrays.csr import Ints, traffic_of
 from rematplan.planner.arrays.precedence import Precedence
 from rematplan.planner.blocks.lowering import kept_always
 from rematplan.planner.blocks.lowering_kernel import lowered
-from rematplan.planner.blocks.price_runs import price_runs
+from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.bounds.max_flow import CutNetwork
 
 SLOPE = 0.05
@@ -57,7 +57,7 @@ def cut_start(
         if found is None:
             break
         runs = _lower(graph, cut, found.again)
-        peak, cost = price_runs(graph, runs)
+        peak, cost = evaluate_runs(graph, runs)
         if peak <= budget:
             high = price
             best = (cost, runs) if best is None or cost < best[0] else best

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence
-from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
+from rematplan.planner.ilp.sparse_rows import ONE, ZERO, Rows, Term
 
 Loop = tuple[str, ...]
 

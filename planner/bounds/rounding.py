@@ -14,7 +14,7 @@ from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.bounds.multi_cut_program import CutProgram
 from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.planner.ilp.rows import is_set
+from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:

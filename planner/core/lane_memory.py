@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.core.lanes import (
+from rematplan.planner.core.lane_schedule import (
     BEFORE,
     MAIN,
     RECOVERY,

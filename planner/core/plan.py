@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rematplan.ir import ProblemError, TrainingGraph, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
 from rematplan.planner.core.lane_memory import checked_lanes
-from rematplan.planner.core.lanes import Lanes, lanes_from_json, lanes_to_json
+from rematplan.planner.core.lane_schedule import Lanes, lanes_from_json, lanes_to_json
 from rematplan.planner.core.schedule import Free, Run, Schedule, with_frees
 from rematplan.planner.core.simulator import Estimate, simulate
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.family.amounts import Amounts, Floats, Ints
-from rematplan.planner.family.member import Member
+from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints
+from rematplan.planner.family.schedule_by_position import Member
 
 Bools: TypeAlias = NDArray[np.bool_]
 

@@ -10,9 +10,9 @@ import numpy as np
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import with_frees
-from rematplan.planner.family.amounts import Amounts, amounts_of
+from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.evaluation import Evaluation, Stack, stack
-from rematplan.planner.family.member import Member, member_of, schedule_of, step_table
+from rematplan.planner.family.schedule_by_position import Member, member_of, schedule_of, step_table
 
 MEMBERS = 36
 """The number of members of a family."""

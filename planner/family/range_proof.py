@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rematplan.planner.core.simulator import Estimate
-from rematplan.planner.family.amounts import Amounts
-from rematplan.planner.family.member import Member
+from rematplan.planner.family.amounts_by_position import Amounts
+from rematplan.planner.family.schedule_by_position import Member
 from rematplan.planner.family.plan_family import PlanFamily
 
 Size = TypeVar("Size")

@@ -19,7 +19,7 @@ from ortools.math_opt import model_pb2, parameters_pb2, result_pb2, rpc_pb2, sol
 
 from rematplan.planner.ilp import highs_process
 from rematplan.planner.ilp.highs_process import read_message, respond, write_message
-from rematplan.planner.ilp.rows import Rows
+from rematplan.planner.ilp.sparse_rows import Rows
 
 OVERRUN = 0.5
 """Seconds by which HiGHS may exceed its own limit before its process is killed."""

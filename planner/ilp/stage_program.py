@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.schedule import Run, with_frees
-from rematplan.planner.ilp.rows import ONE, ZERO, Rows, Term
+from rematplan.planner.ilp.sparse_rows import ONE, ZERO, Rows, Term
 
 DEPTH = 24
 """How many ops upstream of a stage's op may run again in its stage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rematplan.planner.core.lanes import MAIN, RECOVERY, Laned, Needs, Sharing
+from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Needs, Sharing
 
 
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:

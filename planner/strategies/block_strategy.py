@@ -15,7 +15,7 @@ from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.blocks.forward_graph import ForwardGraph, forward_graph
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions, partition_of
-from rematplan.planner.blocks.price_runs import price_runs
+from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, Progress, silent, undominated
@@ -90,7 +90,7 @@ class CandidateStrategy(FamilyStrategy):
             # If the halves are interleaved, no partition is lowered to the base order.
             base = Candidate(np.arange(len(graph.ops)))
             for candidate in chain([base], self.candidates(graph, progress)):
-                peak, cost = price_runs(graph, candidate.runs)
+                peak, cost = evaluate_runs(graph, candidate.runs)
                 front[:] = undominated(
                     [*front, _Priced(cost, peak, candidate)], lambda row: (row.cost, row.peak)
                 )

@@ -13,7 +13,7 @@ from rematplan.planner.annealing.restarts import Search, SearchBudget
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.bounds.search import BoundSearch
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent

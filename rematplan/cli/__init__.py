@@ -1,4 +1,4 @@
-"""The command line, ``rematplan COMMAND``: one module per command; `program` parses arguments and calls the
+"""The command line, ``rematplan COMMAND``: one module per command; `run_command` parses arguments and calls the
 command.
 """
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``argv``: the arguments; by default those of the process.
     """
     try:
-        from rematplan.cli.program import (
+        from rematplan.cli.run_command import (
             run,
         )  # imported here, so that Ctrl-C during the import is reported in one line, too
 

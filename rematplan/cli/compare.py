@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import add_overlap, check_overlap, lane_sharing
-from rematplan.cli.source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
+from rematplan.cli.overlap_option import add_overlap, check_overlap, lane_sharing
+from rematplan.cli.problem_source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
 from rematplan.ir import InfeasibleBudget
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan
@@ -24,8 +24,8 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, parse_budget, plan_within
-from rematplan.plans.overlapping import ON, overlapped
-from rematplan.report.rival import Rival
+from rematplan.plans.two_lane_plans import ON, overlapped
+from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rematplan.cli import curve, step
 from rematplan.cli.arguments import several_strategies
 from rematplan.cli.export import write_network
 from rematplan.cli.output import Output
-from rematplan.cli.source import PROFILE, price
+from rematplan.cli.problem_source import PROFILE, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.registry import STRATEGIES

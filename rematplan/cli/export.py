@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rematplan.cli.arguments import add_sizes, check_outputs, given_sizes
 from rematplan.cli.output import Output
-from rematplan.cli.source import zoo_errors
+from rematplan.cli.problem_source import zoo_errors
 from rematplan.ir import show_bytes
 
 

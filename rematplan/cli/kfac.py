@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import check_outputs, positive
 from rematplan.cli.output import Output
-from rematplan.cli.source import add_model, load_model
+from rematplan.cli.problem_source import add_model, load_model
 from rematplan.planner.strategies.store_all import no_recompute
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any
 
 from rematplan.cli.arguments import check_outputs, given_sizes, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
+from rematplan.cli.problem_source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import UsageError, show_bytes
 from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link
 from rematplan.pipeline.schedules import SCHEDULES
-from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline, pipeline_to_json, save_pipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, pipeline_to_json, save_pipeline
 from rematplan.plans.budgets import parse_budget
 
 AUTO, DATAFLOW = "auto", "dataflow"

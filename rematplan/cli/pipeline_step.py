@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rematplan.cli.arguments import positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.source import ROOFLINE
+from rematplan.cli.problem_source import ROOFLINE
 from rematplan.ir import UsageError
-from rematplan.planner.pipeline.planned_pipeline import load_pipeline
+from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
 VERIFICATION_FAILED = 1
 

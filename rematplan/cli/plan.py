@@ -12,20 +12,20 @@ from typing import Any
 
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
+from rematplan.cli.overlap_option import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.size_range import plan_sizes, spanned
-from rematplan.cli.source import Source, add_costs, add_model, load
+from rematplan.cli.problem_source import Source, add_costs, add_model, load
 from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.two_lanes import saved
+from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
-from rematplan.plans.inverting import plan_either
+from rematplan.plans.plan_with_inverses import plan_either
 from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rematplan.cli.arguments import check_outputs
 from rematplan.cli.output import Output
-from rematplan.cli.source import add_model, load_model
+from rematplan.cli.problem_source import add_model, load_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from rematplan.cli.arguments import one_strategy, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.source import load
+from rematplan.cli.problem_source import load
 from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.family.range_proof import RangeRow
 from rematplan.planner.registry import strategy

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.overlap import add_overlap, check_overlap, wanted_lanes
+from rematplan.cli.overlap_option import add_overlap, check_overlap, wanted_lanes
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.source import Source, add_costs, add_model, costs_of, load, price
+from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load, price
 from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.strategies.store_all import no_recompute

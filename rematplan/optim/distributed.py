@@ -31,9 +31,9 @@ from torch.distributed import ProcessGroup
 
 from rematplan.ir import ProcessEnded, UsageError
 from rematplan.optim.early_sums import EarlySums, Pending
-from rematplan.optim.inverses import restored, saved
+from rematplan.optim.damped_inverses import restored, saved
 from rematplan.optim.layer import Layer
-from rematplan.optim.slots import longest_first
+from rematplan.optim.load_balancing import longest_first
 
 Result = TypeVar("Result")
 ROWS = "(rows)"

@@ -17,8 +17,8 @@ from functools import cached_property
 
 import torch
 
-from rematplan.optim.side import AUTO, Side
-from rematplan.optim.slots import longest_first
+from rematplan.optim.factor import AUTO, Factor
+from rematplan.optim.load_balancing import longest_first
 from rematplan.runtime.costs.device_models import DeviceModel
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -152,7 +152,7 @@ class IterationModel:
         return self.device.time(size, MOVED_BY_UPDATE * size, torch.float32)
 
     @cached_property
-    def _sides(self) -> Mapping[str, tuple[Side, Side]]:
+    def _sides(self) -> Mapping[str, tuple[Factor, Factor]]:
         return {name: (_side(form, form.a), _side(form, form.g)) for name, form in self.forms.items()}
 
     @cached_property
@@ -185,9 +185,9 @@ class IterationModel:
         return times
 
 
-def _side(form: Factors, factor: torch.Tensor) -> Side:
+def _side(form: Factors, factor: torch.Tensor) -> Factor:
     blocks = (form.groups,) if form.groups > 1 else ()
-    return Side(factor.shape[-1], blocks, AUTO, factor.dtype)
+    return Factor(factor.shape[-1], blocks, AUTO, factor.dtype)
 
 
 def _most(owners: Mapping[str, int], amounts: Mapping[str, float]) -> float:

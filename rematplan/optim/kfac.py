@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import LAYERS, check_whole
-from rematplan.optim.exchange import Alone, Exchange
+from rematplan.optim.communication import Alone, Exchange
 from rematplan.optim.layer import Layer, layers_of
 from rematplan.optim.options import MakeOthers, check_numbers, check_others
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
-from rematplan.optim.refresh import Refresh
-from rematplan.optim.report import SideReport, rows_of
-from rematplan.optim.side import AUTO
-from rematplan.optim.source import Source
-from rematplan.optim.sources import PlannedSource, source_of
-from rematplan.optim.state_bytes import state_bytes
+from rematplan.optim.inversion_schedule import Refresh
+from rematplan.optim.factor_report import SideReport, rows_of
+from rematplan.optim.factor import AUTO
+from rematplan.optim.statistics_source import Source
+from rematplan.optim.planned_source import PlannedSource, source_of
+from rematplan.optim.optimizer_state_bytes import state_bytes
 from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.factors import Factors, Statistics
@@ -60,7 +60,7 @@ class KFAC(Optimizer):
             returns it, such as ``scaler.get_scale``.
         params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
             of options for its parameters without factors.
-        source: provides the statistics instead of the planned module; see `rematplan.optim.source.Source`.
+        source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
         exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
 
     Raises:

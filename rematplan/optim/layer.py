@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rematplan.optim.side import Side
+from rematplan.optim.factor import Factor
 from rematplan.runtime.statistics.factors import Factors
 
 
@@ -27,11 +27,11 @@ class Layer:
     weight: Parameter
     bias: Parameter | None
     form: Factors
-    a: Side
-    g: Side
+    a: Factor
+    g: Factor
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def sides(self) -> tuple[Factor, Factor]:
         """Both factors: of the inputs, of the outputs' gradients."""
         return self.a, self.g
 
@@ -153,7 +153,7 @@ def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, h
     """
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (
-        Side(t.shape[-1], blocks, how, t.dtype, vector=t.dim() == 1 + len(blocks)) for t in (form.a, form.g)
+        Factor(t.shape[-1], blocks, how, t.dtype, vector=t.dim() == 1 + len(blocks)) for t in (form.a, form.g)
     )
     return Layer(name, weight, bias, form, *sides)
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
-from rematplan.optim.inverses import INVERSES
+from rematplan.optim.damped_inverses import INVERSES
 from rematplan.optim.param_groups import Group
-from rematplan.optim.side import AUTO
+from rematplan.optim.factor import AUTO
 
 MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
 """Makes an optimizer from param groups, for the parameters without factors."""

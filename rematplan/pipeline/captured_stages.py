@@ -12,7 +12,7 @@ from torch import nn
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.plans.pricing import copies_priced, priced
+from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -26,7 +26,8 @@ from rematplan.runtime.problem.accumulation import (
 )
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.layout_copies import NONE
-from rematplan.runtime.problem.loss_boundary import NO_LOSS, with_loss_boundary
+from rematplan.runtime.problem.loss_boundary import with_loss_boundary
+from rematplan.runtime.problem.loss_memory import NO_LOSS
 
 
 class _Recorded(Exception):

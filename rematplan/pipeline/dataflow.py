@@ -18,15 +18,15 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.plans.pricing import priced
+from rematplan.plans.op_costs import priced
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
 from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
 from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
-from rematplan.runtime.pipeline.draws import STATE
+from rematplan.runtime.pipeline.random_seeds import STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients
 from rematplan.runtime.problem.constraints import ops_that_run_once

@@ -14,8 +14,8 @@ from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
-from rematplan.planner.pipeline.pipeline_plan import PipelineSearch, Terms, returned_bytes
-from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans.budgets import Budget

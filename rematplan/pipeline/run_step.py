@@ -16,15 +16,15 @@ from torch import distributed, nn
 
 from rematplan.ir import UsageError
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.pipeline.planned_pipeline import Pipeline, planned_in_order
+from rematplan.pipeline.plan_pipeline import Pipeline, planned_in_order
 from rematplan.planner.pipeline.messages import CHANNELS
-from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
-from rematplan.runtime.pipeline.draws import Seeded
+from rematplan.runtime.pipeline.random_seeds import Seeded
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 SEED = 0

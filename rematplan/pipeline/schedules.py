@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rematplan.ir import UsageError
 from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
-from rematplan.planner.pipeline.orders import dataflow, gpipe, one_forward_one_backward
+from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
 
 ONE_STAGE: Mapping[str, Callable[[int, int, float], PipelineSchedule]] = {
     "gpipe": lambda ranks, microbatches, hop: gpipe(ranks, microbatches),

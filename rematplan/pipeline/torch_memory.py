@@ -8,7 +8,7 @@ import torch
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, held_for_messages
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.auto.min_peak import SLACK, smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.min_budget_plan import SLACK, cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
@@ -18,7 +18,7 @@ from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.leanest import check_floor
+from rematplan.plans.over_budget_plans import check_floor
 
 UNITS = {
     "": 1,
@@ -240,7 +240,7 @@ def least_plan(
         def cheapest(left: float) -> Strategy:
             return replace(strategy, time_limit=left)
 
-        plan = smallest_peak(
+        plan = cheapest_near_smallest_peak(
             graph,
             limit,
             progress,

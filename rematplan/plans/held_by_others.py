@@ -11,8 +11,8 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.plans.budgets import parse_budget
-from rematplan.runtime.costs.optimizers import optimizer_memory, plain_tensors
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.costs.optimizer_memory import optimizer_memory, plain_tensors
+from rematplan.runtime.graph.allocator_rounding import allocated
 
 
 @dataclass(frozen=True)

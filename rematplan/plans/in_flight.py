@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
-from rematplan.planner.pipeline.orders import one_stage_a_rank
+from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.accumulation import StepPlan
-from rematplan.runtime.problem.loss_boundary import LossMemory
+from rematplan.runtime.problem.loss_memory import LossMemory
 
 QUESTIONS = 24
 """About how many plans and bounds of a stage share the time limit."""

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematplan.ir import UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.overlapping import OFF, check_mode
-from rematplan.plans.pricing import check_costs
+from rematplan.plans.two_lane_plans import OFF, check_mode
+from rematplan.plans.op_costs import check_costs
 
 if TYPE_CHECKING:
     from rematplan.runtime.problem.constraints import Name

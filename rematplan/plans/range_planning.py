@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, show_bytes
-from rematplan.planner.annealing.polish import polished
+from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.family.amounts import Amounts
+from rematplan.planner.family.amounts_by_position import Amounts
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
 from rematplan.plans.size_ranges import ProblemRange, show_sizes

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.family.amounts import Amounts, amounts_of
-from rematplan.planner.family.between import Between, between
+from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
+from rematplan.planner.family.interpolated_problems import Between, between
 
 EACH = 12
 """Up to this many sizes, all of them are captured."""

@@ -11,30 +11,30 @@ from fractions import Fraction
 import torch
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.lanes import Sharing
+from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.at_once import plan_at_once
+from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.in_flight import plan_in_flight
-from rematplan.plans.inverting import better_of, plan_either
-from rematplan.plans.leanest import leanest_plan
+from rematplan.plans.plan_with_inverses import better_of, plan_either
+from rematplan.plans.over_budget_plans import leanest_plan
 from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
-from rematplan.plans.overlapping import OFF, overlapped, sharing_here
-from rematplan.plans.pricing import copies_priced, priced
+from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
+from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.progress import log_plan, progress_bar, shapes_of
 from rematplan.plans.refining import Refining, Wanted, mapped
 from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
 from rematplan.runtime.problem.accumulation import (
     EARLIER,
@@ -45,12 +45,8 @@ from rematplan.runtime.problem.accumulation import (
     spare_bytes,
 )
 from rematplan.runtime.problem.constraints import ops_that_run_once
-from rematplan.runtime.problem.loss_boundary import (
-    LossMemory,
-    set_aside,
-    with_loss_boundary,
-    without_room,
-)
+from rematplan.runtime.problem.loss_boundary import set_aside, with_loss_boundary, without_room
+from rematplan.runtime.problem.loss_memory import LossMemory
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 
 FURTHER = 0.25

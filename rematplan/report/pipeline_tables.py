@@ -10,8 +10,8 @@ from rich.table import Table
 
 from rematplan.ir import show_bytes
 from rematplan.planner.pipeline.actions import StagePlan
-from rematplan.planner.pipeline.formulas import FORMULAS
-from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.bubble_formulas import FORMULAS
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.report.tables import pairs_table, show_seconds
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rematplan.ir.problem_json import write_whole
 from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, unit_of
 
 if TYPE_CHECKING:
-    from rematplan.report.rival import Rival
+    from rematplan.report.comparison_row import Rival
 
 MARKS = {"yes": "", "no": " (does not fit)", "predicted": " (fits as predicted, not as measured)"}
 LEAST = 1e-18

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from rematplan.ir import show_bytes
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.pipeline.planned_pipeline import PlannedPipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.timeline import Timeline
 from rematplan.report.plot import COLOURS, unit_of
 

@@ -14,14 +14,14 @@ from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.planner.core.inversion_error import gradient_error, inverses_run, worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.two_lanes import saved
+from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_split
 from rematplan.plans.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
     from rematplan.api import MeasuredPlan, StepReport
     from rematplan.models import ZooEntry
-    from rematplan.report.rival import Rival
+    from rematplan.report.comparison_row import Rival
 
 LABELS = {
     "parameter": "parameters",

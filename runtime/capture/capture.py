@@ -25,7 +25,7 @@ from rematplan.runtime.capture.host_random import no_host_draws, no_seeding
 from rematplan.runtime.capture.indexing import MarkedIndexing
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
-from rematplan.runtime.capture.patches.checks import Checks
+from rematplan.runtime.capture.patches.assertion_ops import Checks
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.capture.patches.tensor_data import written_data
@@ -44,8 +44,8 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.tensor_reads import undecided
-from rematplan.runtime.guards.values import ValueGuardRecorder
-from rematplan.runtime.symbols.batch import BatchSymbols
+from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.expressions import ExpressionTable
 
 _LEFT_BEHIND = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.capture.own_outputs import is_whole, with_own_outputs
+from rematplan.runtime.capture.output_storages import is_whole, with_own_outputs
 from rematplan.runtime.graph.captured_step import (
     Call,
     CapturedStep,
@@ -23,7 +23,7 @@ from rematplan.runtime.graph.captured_step import (
     single_call,
     substitute,
 )
-from rematplan.runtime.graph.own_losses import in_own_losses
+from rematplan.runtime.graph.losses_among_outputs import in_own_losses
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.zero_tangents import zeros_without
 

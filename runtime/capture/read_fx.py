@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
-from rematplan.runtime.capture.own_outputs import with_own_outputs, without_copies
+from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
     CapturedStep,

@@ -24,7 +24,7 @@ from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
 from rematplan.runtime.costs.profile_cache import load_costs, save_costs
 from rematplan.runtime.costs.roofline import flops, moved_bytes
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import pytree

@@ -15,10 +15,10 @@ from weakref import WeakSet
 
 import torch
 
-from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import Backward, compile_halves
-from rematplan.runtime.execute.rerun import Rerun
+from rematplan.runtime.execute.rerun_forward import Rerun
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.graph.compat import (
     DelayedError,

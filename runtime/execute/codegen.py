@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
 from rematplan.runtime.execute.in_place import overwriting_calls
 from rematplan.runtime.execute.missing_tangents import Unused
+from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.graph.kernel_of import kernel_of
-from rematplan.runtime.problem.segments import Segment
-
-Generator = Callable[[], Any]
-
+from rematplan.runtime.problem.backward_segments import Segment
 
 class Writer:
     """Writes the source of one schedule line by line, and tracks which values are alive.
@@ -205,21 +203,11 @@ class Writer:
 
     def _replayed(self, call: Call, expression: str) -> None:
         state = f"rng_{self.name(call.name)}"
-        assign = f"{self._results(call)} = {expression}"
         device = self.step.drawing_device(call)
-        save, load = (f"{what}_rng_{device.type}" for what in ("save", "load"))
-        self.scope.update({save: save_rng(device), load: load_rng(device)})
-        if state not in self.states:
-            self.states.add(state)
-            self.lines += [f"{state} = {save}()", assign]
-        else:
-            self.lines += [
-                f"rng_now = {save}()",
-                f"{load}({state})",
-                assign,
-                f"{load}(rng_now)",
-                "del rng_now",
-            ]
+        self.scope.update(replay_functions(device))
+        draw = later_draw if state in self.states else first_draw
+        self.states.add(state)
+        self.lines += draw(f"{self._results(call)} = {expression}", state, device)
 
     def _results(self, call: Call) -> str:
         if call.single:
@@ -324,17 +312,3 @@ def renewed_buffers(step: CapturedStep) -> set[str]:
 def read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
     """Return the storages that a schedule reads at position ``start`` or later."""
     return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}
-
-
-def save_rng(device: torch.device) -> Generator:
-    """Return a function that returns the state of the device's default generator."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.get_rng_state(device)
-    return torch.get_rng_state
-
-
-def load_rng(device: torch.device) -> Callable[[Any], None]:
-    """Return a function that sets the state of the device's default generator."""
-    if device.type == "cuda":
-        return lambda state: torch.cuda.set_rng_state(state, device)
-    return torch.set_rng_state

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rematplan.planner.core.lanes import Placed, Sharing
+from rematplan.planner.core.lane_schedule import Placed, Sharing
 from rematplan.runtime.costs.measure import synchronize
 from rematplan.runtime.costs.profile import SyntheticArguments
 from rematplan.runtime.execute.lane_threads import two_lanes

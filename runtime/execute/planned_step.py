@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rematplan.planner.core.inversion_error import gradient_error
-from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.capture.restore_state import same_buffers, same_draws, same_gradients
 from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors

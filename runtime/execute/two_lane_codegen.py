@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
 
-from rematplan.planner.core.lanes import (
+from rematplan.planner.core.lane_schedule import (
     BEFORE,
     MAIN,
     RECOVERY,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent", "answer"]
 OutputKind = Literal[

@@ -23,8 +23,8 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
-from rematplan.runtime.guards.tables import Table, picked
-from rematplan.runtime.guards.values import ValueGuard
+from rematplan.runtime.guards.bulk_comparison import Table, picked
+from rematplan.runtime.guards.decisions_by_values import ValueGuard
 
 _GONE = (LookupError, AttributeError, RuntimeError, ValueError)
 """Exceptions raised by the lookup of a value that no longer exists."""

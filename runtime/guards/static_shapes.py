@@ -16,7 +16,7 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """The part of `values.OpTape`, which records calls, that the rewriting functions need."""
+    """The part of `decisions_by_values.OpTape`, which records calls, that the rewriting functions need."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""

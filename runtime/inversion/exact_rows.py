@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from rematplan.runtime.graph.captured_step import Call, Ref
-from rematplan.runtime.inversion.facts import Facts, Found, Undone, fits, result
+from rematplan.runtime.inversion.row_types import Facts, Found, Undone, fits, result
 
 
 def copied(call: Call, facts: Facts) -> Found:

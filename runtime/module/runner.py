@@ -23,7 +23,7 @@ from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import Given, Own, Place, flattened_call, refill, tensors_in
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -35,12 +35,12 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.lock import CaptureLock
-from rematplan.runtime.module.open_shapes import Found, OpenShapes
-from rematplan.runtime.module.recent import Recent
-from rematplan.runtime.module.running import Running
+from rematplan.runtime.module.capture_lock import CaptureLock
+from rematplan.runtime.module.symbolic_shapes import Found, OpenShapes
+from rematplan.runtime.module.least_recently_used import Recent
+from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.module.tracing import Planned, Tracing
+from rematplan.runtime.module.forward_capture import Planned, Tracing
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
 from rematplan.runtime.statistics.options import Kronecker

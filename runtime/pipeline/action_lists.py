@@ -3,7 +3,7 @@
 A schedule class computes the lists of all ranks when it is constructed. It only asks its stages for their
 position, so stages without a module suffice. GPipe and 1F1B are not included: PyTorch's loops for one stage
 per rank do not follow the list that they show (that of 1F1B's last rank begins with micro-batch 1), so
-`rematplan.planner.pipeline.orders` defines what they run.
+`rematplan.planner.pipeline.gpipe_and_1f1b` defines what they run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rematplan.runtime.execute.autograd_function import add_gradient
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.dataflow_code import StageCode
-from rematplan.runtime.pipeline.draws import seed_of
+from rematplan.runtime.pipeline.random_seeds import seed_of
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 SAMPLED = 32

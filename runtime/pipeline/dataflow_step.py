@@ -24,7 +24,7 @@ from rematplan.runtime.graph.captured_step import (
     Value,
     single_call,
 )
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.loss_boundary import LATE, LOSS
 
 SEND, RETURN = "(send)", "(return)"

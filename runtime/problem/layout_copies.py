@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.graph.storage_slices import has_strides

@@ -6,15 +6,12 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass, replace
 
-import torch
-
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.core.lanes import Lanes
+from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
-from rematplan.runtime.graph.allocator import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.own_losses import in_own_losses
 from rematplan.runtime.problem.layout_copies import NONE, Copies
+from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that represents copies of buffers from before the step."""
@@ -31,91 +28,8 @@ WEIGHTS = "(weight gradients)"
 gradients); also the name of its tensor."""
 OUTSIDE = (LOSS, OPTIMIZER, WEIGHTS)
 """Ops that the caller runs, not the plan."""
-COPIES = 5
-"""The assumed peak of a loss, in tensors of the outputs' size and of float32 or wider, gradients of the
-outputs included. Almost every loss needs at most this many: mean squared error, L1, dice and divergences need
-four, a squared difference written as separate ops needs five."""
-FEWER = 4
-"""The same number for large outputs. Cross entropy and mean squared error need three."""
-AMPLE_SHARE = 1 / 8
-"""The share of the step's peak up to which `COPIES` is assumed rather than `FEWER`."""
-SCALARS = 8
-"""The assumed number of further one-element tensors of a loss: a sum of weights, a temperature, a penalty."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossMemory:
-    """Bytes that a loss needs in addition to the outputs and their gradients.
-
-    ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller
-    of backward holds the loss and its gradient meanwhile. (The scalar that `mse_loss` or `smooth_l1_loss`
-    returns keeps a storage of the outputs' size alive.)
-    """
-
-    peak: int
-    kept: int
-
-    @classmethod
-    def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak in bytes is known. Of that peak it is assumed to keep the loss
-        and its gradient, and one tensor of the size of each output that it reads.
-
-        ``used``: positions of the outputs that the loss does not read.
-        """
-        scalars = 2 * _scalar(step)
-        return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
-
-    @classmethod
-    def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak is ``copies`` tensors of the outputs' size, gradients of the
-        outputs included.
-
-        ``used``: positions of the outputs that the loss does not read.
-        """
-        given = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
-        more = max(0, int(copies * _each(step, used)) - given)
-        return cls.of_peak(step, more + SCALARS * _scalar(step), used)
-
-    @classmethod
-    def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss.
-
-        A scalar output is assumed to be a loss that the model computes. That output, and the outputs it is
-        computed from, need no bytes here, except those for which a gradient has arrived before
-        (`CapturedStep.arrived`). Other outputs, from which no scalar output is computed, are assumed to have
-        a loss outside the model.
-
-        ``peak``: bytes, of the step without recomputation and without a loss.
-        """
-        used = in_own_losses(step) - step.arrived
-        if not _read(step, used):
-            return cls.of_peak(step, 0)
-        ample = cls.of_copies(step, COPIES, used)
-        return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, used)
-
-
-NO_LOSS = LossMemory(0, 0)
 LATE = ("gradient", "input gradient", "statistic")
 """The kinds of outputs that the backward half computes."""
-
-
-def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
-    """Return the fake gradients of the outputs that a loss reads.
-
-    Outputs that the forward sets as attributes (a normalised weight, for example) are left out: a loss seldom
-    reads them.
-    """
-    others = used | step.attributes
-    return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
-
-
-def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
-    """Return the bytes of the outputs that a loss reads, in float32 or their own wider type."""
-    return sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _read(step, used))
-
-
-def _scalar(step: CapturedStep) -> int:
-    return allocated(8, step.device)
 
 
 def with_loss_boundary(

@@ -9,7 +9,7 @@ import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.ir.training_graph import LIBRARIES, THREADS
-from rematplan.runtime.graph.allocator import REST, allocated
+from rematplan.runtime.graph.allocator_rounding import REST, allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind, refs
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rematplan.runtime.execute.autograd_function import Sink
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.insert import Layer, StatisticsStep, Sums
 from rematplan.runtime.statistics.options import Kronecker

@@ -19,7 +19,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
-from rematplan.runtime.statistics.trace import NoRow, Placement, Region, Term, mapped, terms
+from rematplan.runtime.statistics.trace_gradients import NoRow, Placement, Region, Term, mapped, terms
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ import problems
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal

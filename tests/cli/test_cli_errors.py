@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from rematplan import api
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 
 PLAN = ("plan", "--budget", "90%")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rematplan.cli.arguments import MEANINGS
-from rematplan.cli.program import COMMANDS, parser
+from rematplan.cli.run_command import COMMANDS, parser
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.registry import STRATEGIES
 

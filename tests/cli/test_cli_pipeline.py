@@ -9,7 +9,7 @@ from rematplan import api
 from rematplan.cli import main
 from rematplan.ir import ProblemError, UsageError
 from rematplan.pipeline.options import parse_link
-from rematplan.planner.pipeline.planned_pipeline import load_pipeline, pipeline_to_json, save_pipeline
+from rematplan.planner.pipeline.pipeline_file import load_pipeline, pipeline_to_json, save_pipeline
 from rematplan.planner.pipeline.timeline import Link
 
 SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")

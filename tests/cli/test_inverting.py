@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.inversion_error import inverses_run
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, parse_budget
-from rematplan.plans.inverting import plan_either
+from rematplan.plans.plan_with_inverses import plan_either
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.planning_problem import training_graph
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import rematplan
 from rematplan.cli import main
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
 
 ROOT = Path(__file__).parent.parent.parent

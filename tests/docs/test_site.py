@@ -17,7 +17,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "reference/api/index.html").read_text(encoding="utf-8")
-    assert "rematplan.drop_in.plan_module" in api
+    assert "rematplan.plan_any_module.plan_module" in api
     assert "usage: rematplan plan" in (tmp_path / "reference/command-line/index.html").read_text(
         encoding="utf-8"
     )

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rematplan.optim import hodlr, side
-from rematplan.optim.inverses import INVERSES, cholesky, diagonal, inverse_bytes, low_rank, restored, saved
+from rematplan.optim import factor, hodlr
+from rematplan.optim.damped_inverses import INVERSES, cholesky, diagonal, inverse_bytes, low_rank, restored, saved
 from rematplan.optim.nystrom import nystrom
-from rematplan.optim.side import Side
+from rematplan.optim.factor import Factor
 from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
 
 F64 = torch.float64
@@ -106,7 +106,7 @@ def test_a_hierarchical_form_that_is_not_definite_is_refused() -> None:
     matrix = spectrum(torch.cat((torch.full((150,), 1.0), torch.full((106,), 1e-6))))
     with pytest.raises(hodlr.NotDefinite, match="256 rows at rank 4"):
         hodlr.inverse(matrix, 1e-6, rank=4)
-    whole = Side(256, (), "hierarchical", F64)
+    whole = Factor(256, (), "hierarchical", F64)
     whole.fold(pack(matrix), 1.0, 0.9)
     whole.invert(1e-6)
     assert whole.inverse.kind == "dense"
@@ -121,10 +121,10 @@ def test_inverses_survive_being_saved(name: str) -> None:
     assert inverse_bytes(inverse) > 0
 
 
-def automatic(values: Tensor, monkeypatch: pytest.MonkeyPatch) -> Side:
-    monkeypatch.setattr(side, "LOW_RANK_FROM", 64)
-    monkeypatch.setattr(side, "DIAGONAL_ABOVE", 200)
-    made = Side(len(values), (), "auto", F64)
+def automatic(values: Tensor, monkeypatch: pytest.MonkeyPatch) -> Factor:
+    monkeypatch.setattr(factor, "LOW_RANK_FROM", 64)
+    monkeypatch.setattr(factor, "DIAGONAL_ABOVE", 200)
+    made = Factor(len(values), (), "auto", F64)
     made.fold(made.kept(spectrum(values)), 1.0, 0.9)
     made.invert(0.1)
     return made
@@ -141,10 +141,10 @@ def test_auto_is_dense_where_many_do_and_measures_again(monkeypatch: pytest.Monk
     assert many.rank > 8
     many.total, many.count = pack(spectrum(torch.eye(128)[0])), 1.0
     kinds = []
-    for _ in range(side.MEASURE_EVERY):
+    for _ in range(factor.MEASURE_EVERY):
         many.invert(0.1)
         kinds.append(many.inverse.kind)
-    assert kinds == ["dense"] * (side.MEASURE_EVERY - 1) + ["spectral"]
+    assert kinds == ["dense"] * (factor.MEASURE_EVERY - 1) + ["spectral"]
 
 
 def test_auto_is_dense_where_a_factor_is_small_and_diagonal_where_it_is_large(
@@ -157,7 +157,7 @@ def test_auto_is_dense_where_a_factor_is_small_and_diagonal_where_it_is_large(
 
 
 def test_a_vector_is_taken_for_a_diagonal() -> None:
-    vector = Side(5, (), "cholesky", F64, vector=True)
+    vector = Factor(5, (), "cholesky", F64, vector=True)
     vector.fold(vector.kept(torch.arange(5.0)), 2.0, 0.9)
     vector.invert(1.0)
     assert torch.equal(vector.inverse.scales, 1 / (torch.arange(5, dtype=F64) / 2 + 1))

@@ -10,7 +10,7 @@ from small_networks import batch
 from torch import nn
 
 from rematplan.optim.kfac import KFAC
-from rematplan.optim.slots import longest_first
+from rematplan.optim.load_balancing import longest_first
 
 
 @settings(deadline=None, max_examples=50)

@@ -14,7 +14,7 @@ import rematplan
 from rematplan.models.coupling import Coupling
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.pipeline.dataflow_schedule import Updates, gradient_error_of
-from rematplan.runtime.pipeline.draws import Seeded
+from rematplan.runtime.pipeline.random_seeds import Seeded
 
 CPU = torch.device("cpu")
 CUTS = ("blocks.2", "blocks.4", "blocks.6")

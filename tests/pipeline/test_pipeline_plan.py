@@ -16,7 +16,7 @@ from test_stage_slices import one_op_a_block
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.pipeline.pipeline_plan import PipelineSearch, Terms
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.planner.strategies.exact_dp import ExactDP

@@ -11,8 +11,8 @@ from list_checker import Waits, replayed
 from rematplan.ir import ProblemError, UsageError
 from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, VIRTUAL, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
-from rematplan.planner.pipeline.formulas import FORMULAS, ideal_utilisation, utilisation_bound
-from rematplan.planner.pipeline.orders import one_stage_a_rank
+from rematplan.planner.pipeline.bubble_formulas import FORMULAS, ideal_utilisation, utilisation_bound
+from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
 NUMBERS = st.floats(0, 9).map(lambda x: round(x, 2))

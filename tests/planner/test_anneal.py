@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search, SearchBudget
-from rematplan.planner.auto.min_peak import smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.ilp.exhaustive import exhaustive
@@ -140,12 +140,12 @@ def test_a_later_plan_for_a_larger_budget_is_never_worse():
 
 def test_smallest_peak_of_a_chain():
     graph = network(30)
-    plan = smallest_peak(graph, moves=200_000)
+    plan = cheapest_near_smallest_peak(graph, moves=200_000)
     assert plan.estimate.peak < 0.75 * peak_of_base(graph)
     assert plan.budget == plan.estimate.peak
     assert peak_op(plan) in {op.name for op in graph.ops}
     tiny = network(4)
-    found = smallest_peak(tiny, moves=60_000).estimate.peak
+    found = cheapest_near_smallest_peak(tiny, moves=60_000).estimate.peak
     assert exhaustive(tiny, found, 10**6).cost < math.inf
     assert exhaustive(tiny, found - 1, 10**6).cost == math.inf
 
@@ -158,7 +158,7 @@ def test_the_smallest_peak_keeps_the_order_that_must_be_kept():
     tensors = tuple(Tensor(name, size) for name, size in sizes.items())
     outputs = tuple(f"small{i}" for i in range(4))
     graph = TrainingGraph("folds", tensors, ("x",), outputs, (*large, *small))
-    free, kept = (smallest_peak(graph, moves=40_000, keep_order=keep) for keep in (False, True))
+    free, kept = (cheapest_near_smallest_peak(graph, moves=40_000, keep_order=keep) for keep in (False, True))
     assert (free.estimate.peak, free.estimate.reruns) == (1 + 8 + 4, 0)
     assert list(dict.fromkeys(runs_of(kept.schedule))) == [op.name for op in graph.ops]
     assert (kept.estimate.peak, kept.estimate.reruns) == (1 + 8 + 4, 4)

@@ -16,8 +16,8 @@ from rematplan.ir import Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.moves import anneal
 from rematplan.planner.annealing.state import COST, HALF, PENALTY
-from rematplan.planner.auto.min_peak import smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
@@ -132,8 +132,8 @@ def test_a_reversible_chain_is_inverted_block_by_block(checker):
 
 def test_the_smallest_peak_is_no_larger_than_without_inverses():
     graph = reversible(6)
-    plain = smallest_peak(without(graph), moves=10_000)
-    assert smallest_peak(graph, moves=20_000).estimate.peak <= plain.estimate.peak
+    plain = cheapest_near_smallest_peak(without(graph), moves=10_000)
+    assert cheapest_near_smallest_peak(graph, moves=20_000).estimate.peak <= plain.estimate.peak
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])

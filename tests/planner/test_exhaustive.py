@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of

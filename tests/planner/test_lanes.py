@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner.core.lanes import Lanes, Sharing, place
+from rematplan.planner.core.lane_schedule import Lanes, Sharing, place
 from rematplan.planner.core.plan import Plan, plan_from_json, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.two_lanes import on_two_lanes
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 
 PROFILE = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -11,12 +11,12 @@ import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import SearchBudget
-from rematplan.planner.auto import min_peak
+from rematplan.planner.auto import min_budget_plan
 from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
-from rematplan.planner.auto.least_peak import least_peak
-from rematplan.planner.auto.min_peak import SLACK, smallest_peak
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.min_budget_plan import SLACK, cheapest_near_smallest_peak
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
@@ -102,14 +102,14 @@ def test_eviction_goes_as_low_as_any_block_plan():
 
 def test_no_schedule_of_a_small_problem_has_a_smaller_peak_than_the_least():
     graph = dense(2)
-    plan = smallest_peak(graph, moves=60_000)
+    plan = cheapest_near_smallest_peak(graph, moves=60_000)
     assert exhaustive(graph, plan.estimate.peak - 1, 10**6).cost == math.inf
 
 
 def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problems):
     for graph in (dense(4), problems.residual((2, 2)), problems.chain(12)):
-        least = smallest_peak(graph, moves=20_000)
-        lean = smallest_peak(graph, moves=20_000, slack=SLACK)
+        least = cheapest_near_smallest_peak(graph, moves=20_000)
+        lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=SLACK)
         assert least.estimate.peak <= lean.estimate.peak <= lean.budget
         assert least.budget == least.estimate.peak
         assert lean.budget <= 1.02 * least.estimate.peak
@@ -118,27 +118,27 @@ def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problem
 
 def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():
     graph = dense(2)
-    lean = smallest_peak(graph, moves=20_000, slack=SLACK)
+    lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=SLACK)
     assert lean.estimate.cost == pytest.approx(exhaustive(graph, lean.budget, 10**6).cost)
 
 
 def test_the_least_peak_is_never_above_a_known_plan(problems):
     graph = problems.residual((2, 2))
     known = NestedDP().curve(graph, ())[-1]
-    assert least_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
+    assert find_smallest_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
 
 
 def test_a_plan_that_is_small_enough_ends_the_search(problems):
     graph = problems.residual((2, 2))
     aim = no_recompute(graph).estimate.peak
     effort = SearchBudget(1.0, 100_000)
-    assert least_peak(graph, effort, aim=aim).estimate.peak <= aim
+    assert find_smallest_peak(graph, effort, aim=aim).estimate.peak <= aim
     assert effort.spent() < 1000
 
 
 def test_a_refusal_names_what_min_finds():
     graph = dense(6)
-    least = smallest_peak(graph, 1.0).estimate.peak
+    least = cheapest_near_smallest_peak(graph, 1.0).estimate.peak
     auto = Auto(time_limit=1.0, reuse=False)
     for budget in (min_peak_bound(graph).bytes - 1, least * 9 // 10):
         with pytest.raises(InfeasibleBudget) as caught:
@@ -150,7 +150,7 @@ def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pyte
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(min_peak, "plan_by_eviction", interrupted)
+    monkeypatch.setattr(min_budget_plan, "plan_by_eviction", interrupted)
     graph = problems.unet(3)
-    plan = min_peak.smallest_peak(graph, 1.0, slack=0.01)
+    plan = min_budget_plan.cheapest_near_smallest_peak(graph, 1.0, slack=0.01)
     assert plan.estimate.peak < no_recompute(graph).estimate.peak

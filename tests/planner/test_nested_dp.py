@@ -13,9 +13,9 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.auto import least_peak
+from rematplan.planner.auto import smallest_peak_search
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.min_peak import smallest_peak
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.blocks.block_chain import block_chain, narrow_places
 from rematplan.planner.blocks.interval_dp import intervals
 from rematplan.planner.core.schedule import runs_of
@@ -78,7 +78,7 @@ def test_a_thousand_layers_fit_in_the_memory_of_a_few(checker):
 
 
 def test_the_search_for_the_smallest_peak_starts_from_nested_plans():
-    assert smallest_peak(equal_layers(150), moves=10).estimate.peak <= 7 * SIZE
+    assert cheapest_near_smallest_peak(equal_layers(150), moves=10).estimate.peak <= 7 * SIZE
 
 
 def test_the_search_for_the_smallest_peak_starts_from_the_leanest_table(problems):
@@ -189,10 +189,10 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
 
     known = NestedDP().curve(equal_layers(20), ())[-1].estimate.peak
     monkeypatch.setattr(Search, "prepare", interrupted)
-    assert smallest_peak(equal_layers(20), moves=10).estimate.peak <= known
-    monkeypatch.setattr(least_peak, "leanest_plans", interrupted)
+    assert cheapest_near_smallest_peak(equal_layers(20), moves=10).estimate.peak <= known
+    monkeypatch.setattr(smallest_peak_search, "leanest_plans", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        smallest_peak(equal_layers(20), moves=10)
+        cheapest_near_smallest_peak(equal_layers(20), moves=10)
 
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])

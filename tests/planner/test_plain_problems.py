@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 

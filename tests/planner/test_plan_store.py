@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches import plan_store as module
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import plan_from_runs

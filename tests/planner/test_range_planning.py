@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.strategies.store_all import no_recompute

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import ProblemError, TrainingGraph, problem_to_json
-from rematplan.planner.blocks.price_runs import price_runs
+from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import Free, Run, runs_of, with_frees
 from rematplan.planner.core.simulator import resident_bytes, simulate
@@ -81,7 +81,7 @@ def test_simulator_agrees_with_the_checker(problems, checker, seed):
     assert found["overhead"] == pytest.approx(plan.estimate.overhead)
     assert found["reruns"] == plan.estimate.reruns
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    peak, cost = price_runs(
+    peak, cost = evaluate_runs(
         graph, np.array([position[name] for name in runs_of(plan.schedule)], dtype=np.int64)
     )
     assert (peak, cost) == (plan.estimate.peak, pytest.approx(plan.estimate.cost))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.core.schedule import runs_of, with_frees
 from rematplan.planner.core.simulator import simulate
-from rematplan.planner.family.amounts import amounts_of
-from rematplan.planner.family.between import CHECKS, DEGREE, between
+from rematplan.planner.family.amounts_by_position import amounts_of
+from rematplan.planner.family.interpolated_problems import CHECKS, DEGREE, between
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import prove_range
-from rematplan.planner.family.workspaces import (
+from rematplan.planner.family.interpolated_workspaces import (
     MARGIN,
     Workspaces,
     traffic_of,

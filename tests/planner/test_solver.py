@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from rematplan.planner.ilp.highs_process import read_message, write_message
-from rematplan.planner.ilp.rows import Rows
+from rematplan.planner.ilp.sparse_rows import Rows
 from rematplan.planner.ilp.solver import Answer, Solver
 
 

@@ -41,5 +41,5 @@ def begin_with_the_leanest(set_attribute: Callable[[str, Any], None]) -> None:
         del self, progress, starts
         return replace(least(graph), budget=budget, strategy="auto")
 
-    set_attribute("rematplan.planner.auto.strategy.Auto.plan", search)
-    set_attribute("rematplan.plans.at_once.no_recompute", least)
+    set_attribute("rematplan.planner.auto.auto_strategy.Auto.plan", search)
+    set_attribute("rematplan.plans.first_plan.no_recompute", least)

@@ -14,7 +14,7 @@ from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.planning_problem import training_graph
 
 Functions = list[Callable[[Tensor], Tensor]]

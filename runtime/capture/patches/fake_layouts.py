@@ -30,7 +30,7 @@ from rematplan.runtime.graph.compat import (
     get_dispatch_mode,
     pytree,
 )
-from rematplan.runtime.symbols.batch import BatchSymbols, is_dense
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
 ATEN = torch.ops.aten

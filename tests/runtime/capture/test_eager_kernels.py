@@ -14,7 +14,7 @@ from rematplan.runtime.capture.with_loss import with_loss
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import refs
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 
 CALLS = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),

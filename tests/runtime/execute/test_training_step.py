@@ -15,7 +15,7 @@ from torch.nn import functional
 from rematplan.ir import ModelError, ProblemError, TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run, runs_of, with_frees
-from rematplan.planner.overlap.two_lanes import on_two_lanes
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 from rematplan.planner.registry import STRATEGIES
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry

@@ -23,7 +23,7 @@ import rematplan
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.two_lanes import on_two_lanes
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture.capture import capture
@@ -34,7 +34,7 @@ from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_t
 from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, taken, two_lanes
 from rematplan.runtime.execute.planned_step import PlannedStep, untouched, verify
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.planning_problem import training_graph
 
 CPU = torch.device("cpu")

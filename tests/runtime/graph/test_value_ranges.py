@@ -21,7 +21,7 @@ from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep, Ref
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.value_ranges import Ranges
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.planning_problem import training_graph
 
 SCALES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {

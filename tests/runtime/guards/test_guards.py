@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rematplan.runtime import guards
 from rematplan.runtime.guards.module_state import StateKey
 from rematplan.runtime.guards.snapshots import kept
-from rematplan.runtime.guards.tables import Table
-from rematplan.runtime.guards.values import ValueGuardRecorder
+from rematplan.runtime.guards.bulk_comparison import Table
+from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 RUNNER = Path(__file__).parents[3] / "runtime" / "module" / "runner.py"
 

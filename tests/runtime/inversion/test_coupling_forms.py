@@ -21,7 +21,7 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import rematplan
 from rematplan.ir import ModelError
 from rematplan.planner.core.inversion_error import with_anchors, worst_error
-from rematplan.planner.overlap.two_lanes import on_two_lanes
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
@@ -19,8 +19,8 @@ from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.inversion import drift as inversion_drift
-from rematplan.runtime.inversion.find import with_inverses
+from rematplan.runtime.inversion import error_tracking
+from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.planning_problem import training_graph
 
 KINDS = ("times", "over", "lerp", "exp", "norm")
@@ -84,7 +84,7 @@ def test_a_step_whose_scales_have_fallen_too_far_is_refused(kind: str) -> None:
     again, predicted = planned(model, captured)  # with more anchors
     assert verify(again, (x,), predicted=predicted).passed
     gc.collect()
-    assert not inversion_drift._rows
+    assert not error_tracking._rows
 
 
 @pytest.mark.parametrize("lanes", [False, True])

@@ -30,7 +30,7 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.inversion.find import with_exact_inverses, with_inverses
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 
 
 class Residual(nn.Module):

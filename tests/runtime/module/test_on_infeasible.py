@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute

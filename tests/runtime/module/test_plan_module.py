@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.costs.measure import peak_above_entry
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import UnfitSizes, UsageError
-from rematplan.planner.auto.strategy import Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.simulator import simulate
-from rematplan.plans import proving
+from rematplan.plans import size_range_proof
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.proving import prove_step
+from rematplan.plans.size_range_proof import prove_step
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -108,13 +108,13 @@ def module(**more: Any) -> nn.Module:
 
 
 def test_a_module_with_ranges_is_proven_with_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    proofs, prove = [], proving.prove_step
+    proofs, prove = [], size_range_proof.prove_step
 
     def noted(*args: Any) -> Any:
         proofs.append(prove(*args))
         return proofs[-1]
 
-    monkeypatch.setattr(proving, "prove_step", noted)
+    monkeypatch.setattr(size_range_proof, "prove_step", noted)
     planned = module()
     (proof,) = proofs
     assert [row.size for row in proof.proof.rows] == list(range(2, 21))
@@ -130,14 +130,14 @@ def test_a_module_with_ranges_is_proven_with_few_captures(monkeypatch: pytest.Mo
 def test_sizes_without_a_plan_are_an_error_or_a_warning(
     monkeypatch: pytest.MonkeyPatch, reaction: str | None
 ) -> None:
-    prove = proving.prove_step
+    prove = size_range_proof.prove_step
 
     def unfit(*args: Any) -> Any:
         found = prove(*args)
         rows = tuple(replace(row, fits=row.size not in (5, 6)) for row in found.proof.rows)
         return replace(found, proof=replace(found.proof, rows=rows))
 
-    monkeypatch.setattr(proving, "prove_step", unfit)
+    monkeypatch.setattr(size_range_proof, "prove_step", unfit)
     message = "the size of dimension 1 = 5..6 .2 of 19 sizes"
     if reaction == "least":
         with pytest.warns(UserWarning, match=message):
@@ -148,7 +148,7 @@ def test_sizes_without_a_plan_are_an_error_or_a_warning(
 
 
 def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "MOST_STEPS", 3)
+    monkeypatch.setattr(size_range_proof, "MOST_STEPS", 3)
     with pytest.warns(UserWarning, match="at every size of dimension 1 from 2 to 20 is not proven"):
         module()
 
@@ -157,5 +157,5 @@ def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pyt
     "more", [{"accumulate": True}, {"budget": "min"}, {"budget": "least"}, {"inverses": True}]
 )
 def test_what_is_not_proven_is_not_tried(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
-    monkeypatch.setattr(proving, "prove_step", None)
+    monkeypatch.setattr(size_range_proof, "prove_step", None)
     module(**more)

@@ -255,11 +255,11 @@ def no_search(*_: Any, **__: Any) -> Plan:
 def test_another_size_begins_with_the_best_plan_that_fits_and_no_search(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
+    monkeypatch.setattr("rematplan.plans.first_plan.no_recompute", no_recompute)
     x = X.repeat(16, 1)
     model = rematplan.plan_module(Network(), (x,), budget="70%", costs="roofline", loss_memory=0)
     best = elsewhere.find()
-    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    monkeypatch.setattr("rematplan.planner.auto.auto_strategy.Auto.plan", no_search)
     model(x[:-1]).backward()
     assert model.plan.schedule == best.schedule
     assert model.plan.peak <= model.plan.budget == model.plans[0].budget
@@ -269,8 +269,8 @@ def test_another_size_begins_with_the_best_plan_that_fits_and_no_search(
 def test_nothing_is_searched_where_nothing_needs_to_be_recomputed(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
-    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    monkeypatch.setattr("rematplan.plans.first_plan.no_recompute", no_recompute)
+    monkeypatch.setattr("rematplan.planner.auto.auto_strategy.Auto.plan", no_search)
     model = planned(Network())
     assert (model.plan.status, model.plan.gap, model.plan.estimate.reruns) == ("optimal", 0.0, 0)
     assert model.plan.budget == model.plan.peak
@@ -280,15 +280,15 @@ def test_nothing_is_searched_where_nothing_needs_to_be_recomputed(
 @pytest.fixture
 def first_use(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     """A machine that has not compiled the planner's loops yet."""
-    monkeypatch.setattr("rematplan.plans.at_once.no_recompute", no_recompute)
-    monkeypatch.setattr("rematplan.plans.at_once.kernels_are_ready", lambda: False)
+    monkeypatch.setattr("rematplan.plans.first_plan.no_recompute", no_recompute)
+    monkeypatch.setattr("rematplan.plans.first_plan.kernels_are_ready", lambda: False)
     return elsewhere
 
 
 def test_training_begins_with_a_plan_of_plain_python_while_loops_are_compiled(
     first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rematplan.planner.auto.strategy.Auto.plan", no_search)
+    monkeypatch.setattr("rematplan.planner.auto.auto_strategy.Auto.plan", no_search)
     with caplog.at_level("INFO", "rematplan"):
         model = planned(Network(), budget="90% of activations")
     assert model.plan.strategy in ("chen_sqrt", "chen_greedy", "eviction")
@@ -302,7 +302,7 @@ def test_training_begins_with_a_plan_of_plain_python_while_loops_are_compiled(
 def test_a_budget_that_no_such_plan_fits_is_searched_all_the_same(
     first_use: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rematplan.plans.at_once.uncompiled_plan", lambda *_: None)
+    monkeypatch.setattr("rematplan.plans.first_plan.uncompiled_plan", lambda *_: None)
     with caplog.at_level("INFO", "rematplan"):
         model = planned(Network(), budget="90% of activations")
     assert model.plan.strategy == "auto"

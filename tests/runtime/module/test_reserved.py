@@ -15,7 +15,7 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.costs.optimizers import plain_tensors
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
 CPU = torch.device("cpu")
 WIDTH, CLASSES = 64, 10

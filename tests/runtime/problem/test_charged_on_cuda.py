@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rematplan.ir import ModelError
-from rematplan.planner.core.lanes import Sharing
+from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans import overlapping
+from rematplan.plans import two_lane_plans
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.read_fx import _on_one_device
 from rematplan.runtime.costs.profile import SyntheticArguments
 from rematplan.runtime.costs.profile_json import profile_of, read_profile, save_profile
-from rematplan.runtime.graph.allocator import allocated
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem import planning_problem as step_problem
@@ -85,7 +85,7 @@ def test_what_libraries_keep_is_held_all_along_in_both_threads() -> None:
 
 
 def test_a_recovery_lane_needs_room_for_what_libraries_keep_for_its_thread() -> None:
-    assert (overlapping.LIBRARIES, overlapping.THREADS) == (step_problem.LIBRARIES, step_problem.THREADS)
+    assert (two_lane_plans.LIBRARIES, two_lane_plans.THREADS) == (step_problem.LIBRARIES, step_problem.THREADS)
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_a_recovery_lane_needs_room_for_what_libraries_keep_for_its_thread() -> 
     plan = ChenSqrt().curve(graph, ())[-1]
     for more, lanes in ((0, False), (999, False), (1000, True)):
         wanted = replace(plan, budget=plan.estimate.peak + more)
-        found, said = overlapping.overlapped(graph, wanted, "on", Sharing)
+        found, said = two_lane_plans.overlapped(graph, wanted, "on", Sharing)
         assert (found.lanes is not None, found.budget) == (lanes, wanted.budget)
         assert lanes or "1000 B that libraries keep" in said[0]
 

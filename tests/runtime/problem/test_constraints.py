@@ -192,7 +192,7 @@ def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
 
 
 def test_costs_travel_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rematplan.cli.program import run
+    from rematplan.cli.run_command import run
 
     sizes = ["--batch", "64", "--depth", "6", "--width", "8"]
     file = tmp_path / "costs.json"
@@ -218,7 +218,7 @@ def test_costs_travel_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_plan_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rematplan.cli.program import run
+    from rematplan.cli.run_command import run
 
     net = ["chain", "--batch", "64", "--depth", "6", "--width", "8"]
     file = str(tmp_path / "plan.json")

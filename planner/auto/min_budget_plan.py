@@ -1,0 +1,84 @@
+"""The plans for the budgets ``min`` and ``least``: near the smallest peak with recomputation unlimited, and at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.annealing.restarts import SearchBudget
+from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.eviction import plan_by_eviction
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.auto_strategy import LEAST, Auto
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.planner.strategies.anneal import Anneal
+
+SLACK = 0.01
+"""What a plan for ``min`` may have above the smallest peak found, as a share of it. At the smallest peak itself, the
+last bytes may cost more than all others together."""
+TRIES, EVICTION = 100, 0.1
+"""Simulations of eviction at the budget, whose cheapest plan is a start, and the share of the time for them."""
+
+
+def cheapest_near_smallest_peak(
+    graph: TrainingGraph,
+    time_limit: float = 30.0,
+    progress: Progress = silent,
+    *,
+    slack: float = 0.0,
+    moves: int = 0,
+    keep_order: bool = False,
+    seed: int = 0,
+    starts: Sequence[Plan] = (),
+    cheapest: Callable[[float], Strategy] | None = None,
+) -> Plan:
+    """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest peak found.
+
+    `find_smallest_peak` finds the smallest peak in at most half of the time; the rest lowers the overhead. `min_peak_bound`
+    returns a peak below which there is no schedule.
+
+    Args:
+        graph: the problem.
+        time_limit: seconds.
+        progress: called with the fraction done and a short text.
+        slack: a share of the smallest peak; 0 for the budget ``least``, `SLACK` for ``min``.
+        moves: if not 0, the number of moves, instead of the time limit; the plan is then the same on every machine.
+        keep_order: whether the first runs of all ops keep the base order.
+        seed: the seed of the random choices.
+        starts: known plans of the problem. None that keeps the order has a smaller peak than the smallest found.
+        cheapest: returns the strategy that lowers the overhead, given the seconds that are left; by default `Auto`.
+            Not used if moves are counted: then `Anneal` lowers the overhead.
+
+    Raises:
+        KeyboardInterrupt: before any plan was found. Afterwards Ctrl-C ends the search, and the best plan so far is
+            returned.
+    """
+    compile_kernels(progress)  # before the clock starts
+    effort = SearchBudget(time_limit)
+    share = SearchBudget(LEAST * time_limit, -(-moves // 2))
+    marked = infer_phases(graph)
+    least = find_smallest_peak(marked, share, starts, progress, keep_order=keep_order, seed=seed)
+    budget = int((1 + slack) * least.estimate.peak)
+    known = [*starts, least]
+    if share.interrupted:
+        return replace(least, budget=budget)
+    try:
+        if moves:
+            strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
+        else:
+            until = effort.spent() + EVICTION * (time_limit - effort.spent())
+            lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=TRIES, seed=seed)
+            known += [lean] if lean else []
+            left = max(0.0, time_limit - effort.spent())
+            auto = Auto(seed=seed, keep_order=keep_order)
+            strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
+        plan = strategy.plan(marked, budget, progress, known)
+    except (InfeasibleBudget, KeyboardInterrupt):
+        plan = least
+    # A strategy need not return the best plan that it starts from.
+    fitting = [p for p in (plan, *((least,) if keep_order else known)) if p.estimate.peak <= budget]
+    best: Plan = min(fitting, key=lambda p: p.estimate.cost)
+    return replace(best, budget=budget if slack else best.estimate.peak, lower_bound=plan.lower_bound)

@@ -1,0 +1,223 @@
+"""The search for the smallest peak with unlimited recomputation.
+
+The budgets ``min`` and ``least``, refusals and tight budgets all use it, so none of them reports a larger peak than
+another finds. It lowers the peak by four methods, each from the smallest peak so far: block plans with small peaks;
+eviction; descents, which aim slightly below the smallest peak; and, when these gain nothing more, ordinary searches
+for budgets clearly below the smallest peak.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.eviction import lower_by_eviction
+from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.strategies.store_all import no_recompute
+
+Report: TypeAlias = Callable[[float, float | None], None]
+
+BLOCKS, EVICTION, DESCENTS = 0.3, 0.5, 0.6
+"""The shares of the time after which block plans, eviction and descents end."""
+PLAIN = 0.5
+"""The share of the time for the problem without its inverses, if it has any."""
+STALLS = 3
+"""Descents in a row without success after which they end."""
+LEAPS = (0.03, 0.01)
+"""The last searches look for plans within the smallest peak less these shares of it."""
+
+
+def find_smallest_peak(
+    graph: TrainingGraph,
+    effort: SearchBudget,
+    starts: Sequence[Plan] = (),
+    progress: Progress = silent,
+    *,
+    aim: int = 0,
+    keep_order: bool = False,
+    seed: int = 0,
+) -> Plan:
+    """Return the plan with the smallest peak that is found.
+
+    With ``keep_order``, starts in another order are ignored. No other start has a smaller peak than the plan. A
+    problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
+
+    Args:
+        graph: the problem, with phases if it is a training step.
+        effort: what the search may spend. It ends earlier if nothing more is gained.
+        starts: known plans of the problem.
+        progress: called with the fraction done and a short text.
+        aim: bytes; a plan with a peak of at most this ends the search.
+        keep_order: whether the first runs of all ops keep the base order.
+        seed: the seed of the random choices.
+
+    Raises:
+        KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and
+            ``effort.interrupted`` is set.
+    """
+    blocks = leanest_plans(graph, math.inf if effort.moves else effort.began + BLOCKS * effort.total)
+    lean = min((p.estimate.peak for p in blocks), default=math.inf)
+    inverses = {inverse.name for inverse in graph.inverses}
+
+    def search(problem: TrainingGraph, share: float, carried: Sequence[Plan]) -> Plan:
+        known = [
+            p for p in (*starts, *blocks) if problem is graph or inverses.isdisjoint(runs_of(p.schedule))
+        ]
+        until = effort.spent() + share * (effort.total - effort.spent())
+        if effort.interrupted:
+            return min(carried, key=_peak)
+        lowering = _Lowering(
+            problem, effort, until, max(aim, min_peak_bound(problem).bytes), seed, keep_order
+        )
+        return lowering.run([*known, *carried], partial(_report, progress))
+
+    begun = any(p.estimate.peak <= lean for p in starts)
+    plain = [without_inverses(graph)] if graph.inverses and not begun else []
+    return search_without_inverses_first((*plain, graph), PLAIN, search)[-1][1]
+
+
+def _report(progress: Progress, done: float, _overhead: float | None) -> None:
+    progress(done, "lowering the peak")
+
+
+@dataclass
+class _Lowering:
+    """The search for one problem.
+
+    ``until``: what the effort may have spent at its end. ``aim``: bytes that are small enough.
+    """
+
+    graph: TrainingGraph
+    effort: SearchBudget
+    until: float
+    aim: int
+    seed: int
+    keep_order: bool
+
+    def run(self, starts: Sequence[Plan], report: Report) -> Plan:
+        """Return the plan with the smallest peak."""
+        base = no_recompute(self.graph)
+        annealer = Annealer(self.graph, keep_order=self.keep_order)
+        known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
+        self.least = min((*known, base), key=_peak)
+        try:
+            self._evict()
+            self._descend([runs_of(p.schedule) for p in known], report)
+            self._leap(report)
+        except KeyboardInterrupt:
+            if self.least is base:
+                raise
+            self.effort.interrupted = True
+        return self.least
+
+    def _evict(self) -> None:
+        spent = self.effort.spent()
+        end = spent + EVICTION * max(0.0, self.until - spent)
+        self.least = lower_by_eviction(
+            self.graph,
+            self.least,
+            self.aim,
+            lambda: self.effort.spent() < end,
+            seed=self.seed,
+            most_runs=self.effort.moves or math.inf,
+        )
+
+    def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
+        """Lower the peak in two searches.
+
+        The second does not start from the leanest start, from which no move may lead lower.
+        """
+        least = runs_of(self.least.schedule)
+        searches = [self._search(self.aim, k, report) for k in range(self._width)]
+        rest = [runs for runs in starts if runs != least]
+        self._at_once(
+            [
+                partial(_lower, search, [least, *rest] if k == 0 else rest)
+                for k, search in enumerate(searches)
+            ],
+            DESCENTS,
+        )
+        self._take(searches)
+
+    def _leap(self, report: Report) -> None:
+        """Search for plans within budgets clearly below the smallest peak, until none is found."""
+        gained = True
+        while gained and self.effort.spent() < self.until:
+            peak, gained = self.least.estimate.peak, False
+            targets = [max(self.aim, peak - max(1, int(share * peak))) for share in LEAPS]
+            width = (
+                self._width if self.graph.has_phases else 1
+            )  # without phases a search has two threads itself
+            for k in range(0, len(targets), width):
+                if peak <= self.aim:
+                    return
+                searches = [self._search(target, k, report) for target in targets[k : k + width]]
+                start = [runs_of(self.least.schedule)]
+                self._at_once(
+                    [partial(_fit, search, start) for search in searches], width / (len(targets) - k)
+                )
+                self._take(searches)
+                gained = gained or self.least.estimate.peak < peak
+
+    @property
+    def _width(self) -> int:
+        """The number of searches at the same time: one if moves are counted, so that the result does not depend on
+        the cores.
+        """
+        return 1 if self.effort.moves or (os.cpu_count() or 1) < 2 else 2
+
+    def _search(self, budget: int, k: int, report: Report) -> Search:
+        return Search(self.graph, budget, self.seed + k, self.keep_order, report=report)
+
+    def _take(self, searches: Sequence[Search]) -> None:
+        found = [search.smallest for search in searches if search.smallest is not None]
+        self.least = min((self.least, *found), key=_peak)
+
+    def _at_once(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
+        """Run searches at the same time, for a share of the time that is left."""
+        left = share * max(0.0, self.until - self.effort.spent())
+        parts = [SearchBudget(left, max(1, int(left)) if self.effort.moves else 0) for _ in searches]
+        with ThreadPoolExecutor(len(searches)) as pool:
+            work = [pool.submit(search, part) for search, part in zip(searches[1:], parts[1:], strict=True)]
+            try:
+                searches[0](parts[0])
+                for other in work:
+                    other.result()
+            finally:
+                self.effort.done += parts[0].done
+                for part in parts:
+                    part.stop()
+
+
+def _peak(plan: Plan) -> tuple[int, float]:
+    return plan.estimate.peak, plan.estimate.cost
+
+
+def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
+    """Descend until nothing more is gained."""
+    search.prepare(starts)
+    stalls = 0
+    while stalls < STALLS and search.least.estimate.peak > search.budget and effort.spent() < effort.total:
+        before = search.least.estimate.peak
+        search.descend(effort, effort.total)
+        stalls = stalls + 1 if search.least.estimate.peak == before else 0
+
+
+def _fit(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
+    """Search for any plan within the budget."""
+    search.enough = math.isfinite
+    search.run(starts, effort)

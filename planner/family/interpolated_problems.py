@@ -1,0 +1,186 @@
+"""Problems at sizes between captured ones, where the bytes of all tensors are known to be polynomials of the size.
+
+Bytes of a tensor are a product of its dimensions; with one dimension that varies they are a polynomial of it, of degree
+2 where it occurs twice (attention scores, images). A polynomial through three captured sizes is trusted only if it
+gives the bytes of every tensor exactly at further captured sizes. Where dimensions are rounded (strides, paddings) it
+does not, and such sizes have to be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from rematplan.ir import Op, ProblemError, TrainingGraph
+from rematplan.planner.family.amounts_by_position import Amounts, Ints, amounts_of
+from rematplan.planner.family.interpolated_workspaces import Workspaces, traffic_of, workspaces_between, workspaces_of
+
+DEGREE = 2
+CHECKS = 2
+"""The least number of captured sizes, in addition to those that determine the polynomials, at which these hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Positions among a problem's tensors: of those that ops write, of the inputs, and of what each op and inverse
+    reads and writes (``counts`` of them, up to ``ends``)."""
+
+    written: Ints
+    inputs: Ints
+    moved: Ints
+    counts: Ints
+    ends: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Problems at all sizes between the smallest and the largest captured one.
+
+    ``captured``: problems of the same ops and tensors by size, in ascending order.
+    """
+
+    captured: Mapping[int, TrainingGraph]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The captured sizes."""
+        return list(self.captured)
+
+    @cached_property
+    def _points(self) -> list[int]:
+        """The sizes through which the polynomials go."""
+        last = len(self.sizes) - 1
+        return [self.sizes[round(k * last / DEGREE)] for k in range(DEGREE + 1)]
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, ...]]:
+        """For each tensor, its bytes at these sizes."""
+        return list(zip(*([t.bytes for t in self.captured[x].tensors] for x in self._points), strict=True))
+
+    def bytes_at(self, size: int) -> list[int]:
+        """Return the bytes of each tensor of the problem at a size, by the polynomials.
+
+        Raises:
+            ProblemError: a polynomial has no whole number of bytes there.
+        """
+        weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
+        values = {
+            row: sum((w * b for w, b in zip(weights, row, strict=True)), Fraction())
+            for row in set(self._rows)
+        }
+        if any(value.denominator > 1 or value < 0 for value in values.values()):
+            raise ProblemError(f"at size {size} a tensor would not have a whole number of bytes")
+        return [int(values[row]) for row in self._rows]
+
+    def holds_at(self, size: int) -> bool:
+        """Return whether the polynomials give the bytes of all tensors at a captured size exactly."""
+        try:
+            return self.bytes_at(size) == [t.bytes for t in self.captured[size].tensors]
+        except ProblemError:
+            return False
+
+    def amounts(self, size: int) -> Amounts:
+        """Return the amounts of the problem at a size, without building the problem itself.
+
+        ``size``: above the smallest captured size, at most the largest.
+
+        Raises:
+            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
+                an op's traffic is not between those of the neighbouring captured sizes (`workspaces_between`).
+        """
+        below, above = self._neighbours(size)
+        here = np.array(self.bytes_at(size), dtype=np.int64)
+        at = self._places
+        moved = np.concatenate(([0], np.cumsum(here[at.moved])))
+        traffic = moved[at.ends] - moved[at.ends - at.counts]
+        (a, measured_a), (b, measured_b) = self._known[below], self._known[above]
+        costs = a.costs + (size - below) / (above - below) * (b.costs - a.costs)
+        return Amounts(
+            sizes=here[at.written],
+            workspaces=workspaces_between(measured_a, measured_b, traffic),
+            costs=costs,
+            fixed=int(here[at.inputs].sum()),
+            base_cost=math.fsum(costs[: len(self.captured[below].ops)].tolist()),
+            once=a.once,
+        )
+
+    def problem(self, size: int) -> TrainingGraph:
+        """Return the problem at a size from the smallest captured one to the largest.
+
+        Bytes are the polynomials'. Costs are linear between the nearest two captured sizes. So are workspaces, in the
+        bytes that an op reads and writes, with a margin (`workspaces_between`).
+
+        Raises:
+            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
+                an op's traffic is not between those of the neighbouring captured sizes.
+        """
+        if size in self.captured:
+            return self.captured[size]
+        below, above = self._neighbours(size)
+        low, high = self.captured[below], self.captured[above]
+        tensors = tuple(replace(t, bytes=b) for t, b in zip(low.tensors, self.bytes_at(size), strict=True))
+        bare = replace(low, tensors=tensors, fixed_split={})
+        workspaces = workspaces_between(workspaces_of(low), workspaces_of(high), traffic_of(bare))
+        share = (size - below) / (above - below)
+        count = len(low.ops)
+        recipes = [
+            replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=int(w))
+            for a, b, w in zip(_recipes(low), _recipes(high), workspaces, strict=True)
+        ]
+        return replace(bare, ops=tuple(recipes[:count]), inverses=tuple(recipes[count:]))
+
+    def _neighbours(self, size: int) -> tuple[int, int]:
+        if not self.sizes[0] < size <= self.sizes[-1]:
+            raise ProblemError(f"size {size} is not between {self.sizes[0]} and {self.sizes[-1]}")
+        at = bisect_left(self.sizes, size)
+        return self.sizes[at - 1], self.sizes[at]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Amounts, Workspaces]]:
+        return {size: (amounts_of(graph), workspaces_of(graph)) for size, graph in self.captured.items()}
+
+    @cached_property
+    def _places(self) -> _Places:
+        graph = self.captured[self.sizes[0]]
+        number = {t.name: i for i, t in enumerate(graph.tensors)}
+        moved = [[number[t] for t in (*op.reads, *op.writes)] for op in _recipes(graph)]
+        counts = np.array([len(row) for row in moved], dtype=np.int64)
+        return _Places(
+            written=np.array([number[t] for t in graph.producer], dtype=np.int64),
+            inputs=np.array([number[t] for t in graph.inputs], dtype=np.int64),
+            moved=np.array([t for row in moved for t in row], dtype=np.int64),
+            counts=counts,
+            ends=np.cumsum(counts),
+        )
+
+
+def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
+    """Return the problems between captured sizes; None where nothing is known of them.
+
+    That is where too few sizes are captured, where their problems are not of the same ops, tensors and constraints, or
+    where some tensor's bytes are no polynomial of the size.
+    """
+    found = Between(dict(sorted(captured.items())))
+    alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}
+    if len(captured) < DEGREE + 1 + CHECKS or len(alike) > 1:
+        return None
+    return found if all(map(found.holds_at, found.sizes)) else None
+
+
+def _weight(points: Sequence[int], k: int, x: int) -> Fraction:
+    """The k-th polynomial of Lagrange at x: 1 at the k-th point, 0 at the others."""
+    weight = Fraction(1)
+    for j, point in enumerate(points):
+        if j != k:
+            weight *= Fraction(x - point, points[k] - point)
+    return weight
+
+
+def _recipes(graph: TrainingGraph) -> tuple[Op, ...]:
+    return (*graph.ops, *graph.inverses)

@@ -1,0 +1,61 @@
+"""Put a plan on two lanes within a budget, and predict whether that saves time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.core.lane_memory import peak, widest
+from rematplan.planner.core.lane_schedule import Laned, Lanes, Sharing, place, waits_of
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of, with_frees
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.overlap.makespan import makespan
+
+PAYS = 0.02
+"""The share of a step's time that two lanes must be predicted to save before they are used."""
+USUAL = Sharing()
+
+
+def fastest_on_two_lanes(
+    graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
+) -> Plan | None:
+    """Put each plan on two lanes and return the fastest; None if none can be put on two lanes within the budget
+    (bytes)."""
+    laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
+    return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
+
+
+def saved(plan: Plan, cost: float) -> float:
+    """Return the share of a step's time that a plan's two lanes are predicted to save; 0 if it has one lane.
+
+    ``cost``: the time on one lane.
+    """
+    return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
+
+
+def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
+    """Return the plan on two lanes that hold at most ``budget`` bytes at any speed, with the fewest waits that
+    ensure it.
+
+    None if nothing is rematerialised after the fork, or if the plan itself exceeds the budget.
+    """
+    runs = tuple(runs_of(plan.schedule))
+    laned = Laned(graph, runs, place(graph, runs))
+    if not laned.where.recovery:
+        return None
+    schedule = with_frees(graph, runs)
+    estimate = simulate(graph, schedule)
+    if estimate.peak > budget or (needs := widest(laned, budget)) is None:
+        return None
+    where = laned.where
+    lanes = Lanes(
+        where.fork,
+        where.recovery,
+        waits_of(where, needs),
+        peak(laned, schedule, needs),
+        makespan(laned, needs, sharing),
+        sharing.speed,
+    )
+    return replace(plan, schedule=schedule, estimate=estimate, lanes=lanes)

@@ -1,0 +1,328 @@
+"""Choose a pipeline's cuts and the plans of its stages together, for the least simulated makespan.
+
+Planning a stage takes seconds; a lower bound of its time takes almost nothing (`stage_floor`). So cuts are chosen by
+the times of plans for stages that are planned, and by lower bounds for others. Then the stages of the best cuts are
+planned, and so on, until all stages of the best cuts are planned. No other cuts are better then, except if plans of
+stages are not optimal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.dataflow_plans import starting_plans
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
+from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
+from rematplan.planner.pipeline.stage_chain import StageChain
+from rematplan.planner.pipeline.stage_floor import time_floors
+from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
+from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_problem
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
+
+ROUNDS = 12
+"""The largest number of cuts whose stages are planned."""
+RECOVERING = ("dataflow",)
+"""Schedules whose stages recover their inputs from their outputs."""
+REFUSED = 3
+"""The search ends after this many cuts whose stages do not fit."""
+Intervals = tuple[tuple[int, int], ...]
+"""For each stage of a rank: its first block, and the block after its last one."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The conditions that a pipeline is planned for.
+
+    ``budget``: bytes that each rank may hold. ``link``: latency and bandwidth between ranks. ``overhead``:
+    microseconds that each action takes in addition to its work. ``optimizer``: bytes of optimizer state per byte of
+    trained parameters. ``batch``: the names of inputs that differ between micro-batches; ranks that read them hold
+    those of all micro-batches.
+    """
+
+    budget: int
+    link: Link = FREE_LINK
+    overhead: float = 0.0
+    optimizer: float = 0.0
+    batch: frozenset[str] = frozenset()
+
+
+def stage_times(
+    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
+) -> tuple[StageTimes, ...]:
+    """Return the times and message sizes of each stage of a chain that is cut at the blocks ``cuts``.
+
+    ``times``: for each stage, the microseconds of its forward, its backward and its weight gradients. ``recovers``:
+    whether stages recover their inputs from their outputs.
+    """
+    bounds = (0, *cuts, len(chain))
+    return tuple(
+        StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
+        for own, (start, end) in zip(times, pairwise(bounds), strict=True)
+    )
+
+
+def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
+    """Return the bytes of the message that the stage that begins at block ``place`` sends to the stage before it.
+
+    The message contains gradients, and, with ``recovers``, also the recovered input, as big as what was sent.
+    """
+    return chain.returns[place] + (chain.sends[place] if recovers else 0)
+
+
+@dataclass(frozen=True)
+class _Probing:
+    """A planner that never searches for the smallest budget, which takes long: other cuts are tried first."""
+
+    planner: StagePlanner
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        return self.planner.within(graph, budget, starts)
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        del starts
+        raise InfeasibleBudget(graph.name, 0, 0)
+
+    def floor(self, graph: TrainingGraph, budget: int) -> float:
+        return self.planner.floor(graph, budget)
+
+
+@dataclass
+class PipelineSearch:
+    """The search for cuts and plans, for one schedule.
+
+    ``chain``: the blocks to divide into stages. ``schedule``: the order of the ranks' actions. ``terms``: budget, link
+    and other conditions. ``planner``: plans single stages. ``progress``: called with the fraction done and a short
+    text. ``seconds``: no further cuts are planned after this time. ``least_kept``: whether the stages of a dataflow
+    keep as little between forward and backward as they can, whatever the budget. ``planned``: the plans found so far,
+    by rank and by the blocks of its stages; the error if none fits.
+    """
+
+    chain: StageChain
+    schedule: PipelineSchedule
+    terms: Terms
+    planner: StagePlanner
+    progress: Progress = silent
+    seconds: float = math.inf
+    least_kept: bool = True
+    planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
+    _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+
+    def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
+        """Return the pipeline with the given cuts, or with the best cuts that are found.
+
+        Raises:
+            InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+            UsageError: a cut separates two readers of a parameter, or there are too few places to cut at.
+        """
+        if cuts is not None:
+            self.chain.check_cuts(cuts)
+            return self._pipeline(cuts)
+        began, tried = time.monotonic(), dict[Cuts, bool]()
+        while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
+            self.progress(len(tried) / ROUNDS, "planning the stages")
+            chosen = self._promising()
+            late = bool(tried) and time.monotonic() - began > self.seconds
+            if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
+                break
+            tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
+        return self._pipeline(min(tried or (self._balanced(),), key=self._makespan))
+
+    @cached_property
+    def floor(self) -> float:
+        """The lower bound of the slowest stage's time in microseconds, for any cuts; infinite if none fit."""
+        found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
+        return found[0].slowest if found else math.inf
+
+    @cached_property
+    def least_makespan(self) -> float:
+        """The makespan of the most promising cuts, in microseconds, before any stage is planned; infinite if none
+        fit.
+        """
+        chosen = self._promising()
+        return math.inf if chosen is None else chosen[0]
+
+    @cached_property
+    def _floors(self) -> StageTime:
+        k = most_in_flight(self.schedule)
+
+        def room(start: int, end: int, stage: int) -> tuple[float, int]:
+            fixed = self.template(start, end, stage)
+            own = {*self.chain.inputs_of(start, end)} - self._batch
+            states = fixed.states + fixed.torch_bytes + self._bytes(own)
+            return self.terms.budget - states - k[stage] * self._leaves(start, end), k[stage]
+
+        return time_floors(self.chain, room)
+
+    def _promising(self) -> tuple[float, Cuts] | None:
+        """Return the least makespan by what is known so far, and its cuts; None if no cuts fit."""
+        found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
+        near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
+        return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
+
+    def _balanced(self) -> Cuts:
+        """Return the cuts with the shortest slowest stage, with unlimited memory."""
+        return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
+
+    def _makespan(self, cuts: Cuts) -> float:
+        """Return the simulated makespan, with the times of plans for planned ranks, and with lower bounds for
+        others.
+        """
+        times = [(0.0, 0.0, 0.0)] * self.schedule.stages
+        for rank, stages in enumerate(self.schedule.stage_of_rank):
+            own = self._intervals(cuts, rank)
+            plan = self.planned.get((rank, own))
+            for at, (stage, (start, end)) in enumerate(zip(stages, own, strict=True)):
+                if isinstance(plan, RankPlan):
+                    found = plan.stages[at]
+                    times[stage] = (found.forward, found.backward, found.weight)
+                else:
+                    forward, backward, weight = self._base(start, end)
+                    floor = math.inf if plan else self._floors(start, end, stage)
+                    times[stage] = (forward, backward + floor - forward - backward - weight, weight)
+        if any(math.inf in own for own in times):
+            return math.inf
+        messages = stage_times(self.chain, cuts, times, self.recovers)
+        return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
+
+    def _time(self, start: int, end: int, stage: int) -> float:
+        """Return the microseconds of a stage: of its plan, if its rank has only this stage and is planned; else the
+        lower bound.
+        """
+        rank = self.schedule.rank_of(stage)
+        plan = self.planned.get((rank, ((start, end),)))
+        if plan is None:
+            return self._floors(start, end, stage)
+        if isinstance(plan, InfeasibleBudget):
+            return math.inf
+        found = plan.stages[0]
+        return found.forward + found.backward + found.weight
+
+    def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
+        """Yield the plans of each rank; ranks without plans are planned."""
+        for rank in range(self.schedule.ranks):
+            key = rank, self._intervals(cuts, rank)
+            if key not in self.planned:
+                self.planned[key] = self._rank_plan(*key, _Probing(self.planner))
+            yield self.planned[key]
+
+    def _rank_plan(
+        self, rank: int, intervals: Intervals, planner: StagePlanner
+    ) -> RankPlan | InfeasibleBudget:
+        stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
+        problems = [
+            stage_problem(
+                StageSlice(self.chain, start, end),
+                self.template(start, end, stage),
+                held={self.chain.graph.tensors[t].name for t in self._batch},
+                split=self.split,
+                recovers=self.recovers,
+            )
+            for stage, (start, end) in stages
+        ]
+        try:
+            actions = self.schedule.actions[rank]
+            starts, kept = (
+                starting_plans(problems, actions) if self.recovers and self.least_kept else ([], [])
+            )
+            search = RankSearch(problems, actions, self.terms.budget, planner, starts=starts, kept=kept)
+            return search.run()
+        except InfeasibleBudget as error:
+            return error
+
+    def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
+        plans = []
+        for rank, plan in enumerate(self._rank_plans(cuts)):
+            if isinstance(plan, InfeasibleBudget):
+                plan = self._rank_plan(rank, self._intervals(cuts, rank), self.planner)
+            if isinstance(plan, InfeasibleBudget):
+                raise InfeasibleBudget(f"rank {rank}", plan.budget, plan.smallest, plan.known, plan.floor)
+            plans.append(plan)
+        stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
+        times = [(s.forward, s.backward, s.weight) for s in stages]
+        return PlannedPipeline(
+            problem=self.chain.graph.name,
+            schedule=self.schedule,
+            budget=self.terms.budget,
+            cuts=cuts,
+            stages=tuple(stages),
+            times=stage_times(self.chain, cuts, times, self.recovers),
+            link=self.terms.link,
+            overhead=self.terms.overhead,
+            floors=tuple(plan.floor for plan in plans),
+            floor=self.floor,
+        )
+
+    @property
+    def recovers(self) -> bool:
+        """Whether stages recover their inputs from their outputs."""
+        return self.schedule.name in RECOVERING
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether the schedule computes weight gradients in separate actions (W)."""
+        return any(action.kind == "W" for row in self.schedule.actions for action in row)
+
+    def _intervals(self, cuts: Cuts, rank: int) -> Intervals:
+        """Return the blocks of a rank's stages."""
+        bounds = list(pairwise((0, *cuts, len(self.chain))))
+        return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
+
+    def template(self, start: int, end: int, stage: int) -> StagePlan:
+        """Return those figures of a stage that do not depend on its plan: optimizer states, messages, its part of the
+        batch.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
+        """
+        piece = StageSlice(self.chain, start, end)
+        inputs = self.chain.inputs_of(start, end)
+        names = {self.chain.graph.tensors[t].name: t for t in inputs}
+        trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
+        answers, returns = self._returns(end), self._returns(start)
+        sizes = MessageBytes(self._bytes(piece.received), answers, self._bytes(piece.sent), returns)
+        plan = held_for_messages(self.schedule, stage, sizes)
+        batch = self.schedule.microbatches * self._bytes(self._batch & {*inputs})
+        return replace(
+            plan,
+            states=int(self.terms.optimizer * self._bytes(trained)),
+            torch_bytes=plan.torch_bytes + batch,
+        )
+
+    def _returns(self, place: int) -> int:
+        """Return the bytes of the message back from the stage that begins at a block."""
+        return returned_bytes(self.chain, place, self.recovers)
+
+    def _base(self, start: int, end: int) -> tuple[float, float, float]:
+        """Return the microseconds of forward, backward and weight gradients, without recomputation."""
+        if (start, end) not in self._bases:
+            piece = StageSlice(self.chain, start, end)
+            costs = indexed(self.chain.graph).cost
+            late = math.fsum(costs[o] for o in late_ops(piece)) if self.split else 0.0
+            forward = self.chain.forward[end] - self.chain.forward[start]
+            backward = self.chain.backward[end] - self.chain.backward[start]
+            self._bases[start, end] = forward, max(0.0, backward - late), late
+        return self._bases[start, end]
+
+    def _leaves(self, start: int, end: int) -> int:
+        """Return the bytes of tensors that a stage computes and sends on; it keeps them until their gradients
+        arrive.
+        """
+        piece = StageSlice(self.chain, start, end)
+        return 0 if self.split or self.recovers else self._bytes({*piece.sent} - {*piece.received})
+
+    def _bytes(self, tensors: Collection[int]) -> int:
+        return sum(self.chain.graph.tensors[t].bytes for t in tensors)
+
+    @cached_property
+    def _batch(self) -> frozenset[int]:
+        return frozenset(t for t, one in enumerate(self.chain.graph.tensors) if one.name in self.terms.batch)

@@ -1,0 +1,181 @@
+"""A planned pipeline, and its file format ``rematplan.pipeline/1``: plain data that can be read without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rematplan.ir import ProblemError, show_bytes
+from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, schedule_of_rows
+from rematplan.planner.pipeline.bubble_formulas import FORMULAS
+from rematplan.planner.pipeline.messages import CHANNELS, least_credits
+from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
+
+PIPELINE_FORMAT = "rematplan.pipeline/1"
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A pipeline with its schedule, its cuts and the plans of its stages.
+
+    ``problem``: the name of the planning problem of the whole step. ``budget``: bytes that each rank may hold.
+    ``cuts``: the blocks at which the second and each later stage begin. ``names``: the modules or ops with which these
+    stages begin. ``stages``: the memory, times and plan of each stage. ``times``: the times and message sizes of each
+    stage. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds that each action takes in addition
+    to its work. ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``floors``: for
+    each rank, a lower bound of its recomputation in microseconds, for these cuts. ``model``: how the model was loaded,
+    so that it can be loaded again.
+    """
+
+    problem: str
+    schedule: PipelineSchedule
+    budget: int
+    cuts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    times: tuple[StageTimes, ...]
+    link: Link
+    overhead: float
+    floors: tuple[float, ...]
+    floor: float
+    names: tuple[str, ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The replay of the schedule; for a dataflow, with `least_credits` as the limit of unread messages."""
+        credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
+        return replay(self.schedule, self.times, self.link, self.overhead, credits)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes that each rank holds."""
+        own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
+        return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The largest number of micro-batches in flight in each stage, by stage number."""
+        return most_in_flight(self.schedule)
+
+    @property
+    def slowest(self) -> int:
+        """The number of the stage that takes longest for a micro-batch."""
+        return max(range(len(self.times)), key=lambda s: self.times[s].total)
+
+    @property
+    def ideal_bubble(self) -> float:
+        """The share of time in which ranks do not work by the schedule's formula, with stages of equal time and
+        instant links."""
+        order = self.schedule
+        return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
+
+
+def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return, for each stage, the largest number of micro-batches that are in flight at once.
+
+    A micro-batch is in flight from the start of its F to the end of its B or I.
+    """
+    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
+    return tuple(most[stage] for stage in range(schedule.stages))
+
+
+def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
+    """Return the pipeline as JSON data.
+
+    It also contains figures that follow from others, for people and other programs.
+    """
+    order, line = plan.schedule, plan.timeline
+    return {
+        "format": PIPELINE_FORMAT,
+        "problem": plan.problem,
+        "model": dict(plan.model),
+        "schedule": order.name,
+        "stages": order.stages,
+        "ranks": order.ranks,
+        "microbatches": order.microbatches,
+        "actions": [[[a.kind, a.stage, a.microbatch] for a in row] for row in order.actions],
+        "stage_of_rank": [list(stages) for stages in order.stage_of_rank],
+        "cuts": list(plan.cuts),
+        "names": list(plan.names),
+        "budget": plan.budget,
+        "link": {
+            "latency": plan.link.latency,
+            "bandwidth": plan.link.bandwidth if math.isfinite(plan.link.bandwidth) else None,
+        },
+        "overhead": plan.overhead,
+        "times": [asdict(one) for one in plan.times],
+        "plans": [asdict(one) for one in plan.stages],
+        "floor": plan.floor if math.isfinite(plan.floor) else None,
+        "floors": list(plan.floors),
+        "in_flight": list(plan.in_flight),
+        "peaks": list(plan.peaks),
+        "makespan": line.makespan,
+        "bubble": line.bubble,
+        "slowest": plan.slowest,
+    }
+
+
+def pipeline_from_json(data: object) -> PlannedPipeline:
+    """Build the pipeline from JSON data, as `pipeline_to_json` returns it. Its peaks and its timeline are computed
+    again.
+
+    Raises:
+        ProblemError: the data does not have the format, its actions cannot be run, or a rank exceeds the budget.
+    """
+    if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
+        raise ProblemError(f"not a {PIPELINE_FORMAT} file")
+    try:
+        rows = [[(str(k), int(s), int(m)) for k, s, m in row] for row in data["actions"]]
+        schedule = schedule_of_rows(
+            str(data["schedule"]), int(data["stages"]), int(data["microbatches"]), rows
+        )
+        bandwidth = data["link"]["bandwidth"]
+        plan = PlannedPipeline(
+            problem=str(data["problem"]),
+            schedule=schedule,
+            budget=int(data["budget"]),
+            cuts=tuple(map(int, data["cuts"])),
+            stages=tuple(StagePlan(**row) for row in data["plans"]),
+            times=tuple(StageTimes(**row) for row in data["times"]),
+            link=Link(float(data["link"]["latency"]), math.inf if bandwidth is None else float(bandwidth)),
+            overhead=float(data["overhead"]),
+            floors=tuple(map(float, data["floors"])),
+            floor=math.inf if data["floor"] is None else float(data["floor"]),
+            names=tuple(map(str, data["names"])),
+            model=dict(data["model"]),
+        )
+        peaks = plan.peaks
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ProblemError(f"a field is missing or of another type: {error!r}") from None
+    if not len(plan.stages) == len(plan.times) == schedule.stages == len(plan.cuts) + 1:
+        raise ProblemError(f"{schedule.stages} stages need as many plans and times, and one cut fewer")
+    for rank, peak in enumerate(peaks):
+        if peak > plan.budget:
+            raise ProblemError(
+                f"rank {rank} has a peak of {show_bytes(peak)}, above its budget, {show_bytes(plan.budget)}"
+            )
+    return plan
+
+
+def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
+    """Write a pipeline file, completely or not at all."""
+    write_whole(path, json.dumps(pipeline_to_json(plan)))
+
+
+def load_pipeline(path: str | Path) -> PlannedPipeline:
+    """Read a pipeline file.
+
+    Raises:
+        ProblemError: see `pipeline_from_json`. The message names the file.
+    """
+    try:
+        return pipeline_from_json(read_json(path))
+    except ProblemError as error:
+        raise ProblemError(f"{path}: {error}") from None

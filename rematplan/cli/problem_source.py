@@ -1,0 +1,258 @@
+"""Load the problem to plan: from a network of the zoo, an ONNX file, or a problem file."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rematplan.cli.arguments import (
+    SIZES,
+    add_sizes,
+    dimension,
+    dimension_or_range,
+    dimensions,
+    given_sizes,
+    positive_number,
+)
+from rematplan.cli.output import Output
+from rematplan.ir import TrainingGraph, UsageError, load_problem
+from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.core.inversion_error import with_anchors
+from rematplan.planner.strategies.reversible import Reversible
+
+if TYPE_CHECKING:
+    from rematplan.api import LoadedStep
+
+DRIVERS = ("libcuda.so.1", "nvcuda.dll")
+"""The names of NVIDIA's driver library on Linux and Windows."""
+AMD_DEVICE = Path("/dev/kfd")
+"""A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
+PROFILE, ROOFLINE = "profile", "roofline"
+MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
+"""Options that cannot be combined with a problem file."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A problem to plan.
+
+    ``loaded``: the captured step to which it belongs; None for a problem file. ``notes``: for the user. ``without``:
+    the problem of the same step without inverses that round, if `auto` may choose between the two.
+    """
+
+    graph: TrainingGraph
+    loaded: LoadedStep | None
+    notes: tuple[str, ...] = ()
+    without: Source | None = None
+
+
+def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
+    """Add the argument MODEL and its options; with ``problem_file``, also ``--problem`` to be used instead; with
+    ``ranges``, a dimension may have a range of sizes."""
+    parser.add_argument(
+        "model",
+        nargs="?" if problem_file else None,
+        metavar="MODEL",
+        help="an ONNX file, or a network of the zoo (see: rematplan models)",
+    )
+    if problem_file:
+        parser.add_argument("--problem", type=Path, metavar="FILE", help="a problem file, instead of MODEL")
+    add_sizes(parser)
+    parser.add_argument(
+        "--dim",
+        type=dimension_or_range if ranges else dimension,
+        action="append",
+        metavar="NAME=SIZE",
+        help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated"
+        + ("; one may have a range of sizes, such as batch=1..64" if ranges else ""),
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="where the step is captured, measured and run: cpu (default), cuda or cuda:1",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="cross_entropy, mse or output (the output is the loss); by default the one that fits the output",
+    )
+    parser.add_argument(
+        "--bn",
+        metavar="FORM",
+        help="batch norms of an ONNX file: as-is (default), train (normalise by the batch, update the running "
+        "statistics) or frozen (use them as they are)",
+    )
+    parser.add_argument(
+        "--dropout", metavar="FORM", help="dropouts of an ONNX file: as-is (default), on or off"
+    )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the options for recovering tensors by inverting ops (``--inverses``, ``--max-inversion-error``) and for the
+    costs of ops (``--costs``, ``--device-model``).
+    """
+    parser.add_argument(
+        "--inverses",
+        action="store_true",
+        help="also recover tensors by inverting what was computed from them: additive couplings, norms, leaky "
+        "activations; gradients then equal plain autograd's within rounding errors, not bit by bit",
+    )
+    parser.add_argument(
+        "--max-inversion-error",
+        type=positive_number,
+        metavar="X",
+        help="the largest predicted relative error of a recovered tensor; tensors that would exceed it are kept or "
+        "recomputed; by default a third of the type's digits is given up: 1.5e-5 for float32",
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="KIND",
+        help="profile: time and workspace of each op, measured on this machine and saved (default); roofline: from a "
+        "device model, without workspaces; FILE.json: measured elsewhere by `rematplan profile`",
+    )
+    parser.add_argument(
+        "--device-model",
+        metavar="NAME",
+        help="the device of the roofline model, such as a100 (rematplan devices lists them); implies roofline",
+    )
+
+
+def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
+    """Load the problem that the arguments name.
+
+    ``runs``: whether the step will be run. If not, and a device model gives the costs, no weights and no batch are
+    made.
+
+    Raises:
+        UsageError: MODEL and ``--problem`` are both given, or neither; or options that cannot be combined.
+        RematplanError: the model or the problem cannot be read.
+    """
+    problem = getattr(args, "problem", None)
+    if (problem is None) == (args.model is None):
+        raise UsageError("name a MODEL or a --problem file" + (", not both" if problem else ""))
+    if problem is None:
+        return _load_model(args, out, runs)
+    for option in MODEL_ONLY:
+        if getattr(args, option) is not None:
+            raise UsageError(
+                f"--{option.replace('_', '-')} needs a MODEL; it cannot be combined with --problem"
+            )
+    return Source(with_anchors(load_problem(problem), args.max_inversion_error), None)
+
+
+def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
+    if args.device_model is not None and args.costs not in (None, ROOFLINE):
+        raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
+    costs = costs_of(args)
+    strategy = getattr(args, "strategy", None) or ()
+    reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
+    loaded = load_model(
+        args, out, weightless=costs != PROFILE and not runs, inverses=args.inverses or reversible
+    )
+    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    if strategy == Auto.name and loaded.without:
+        without = price(loaded.without, out, costs, args.device_model)
+        rounds = any(inverse.noise for inverse in source.graph.inverses)
+        return replace(source, without=without) if rounds else replace(without, notes=source.notes)
+    if reversible and not source.graph.inverses:
+        why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
+        raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
+    return source
+
+
+def costs_of(args: argparse.Namespace) -> str:
+    """Return the kind of costs that the arguments ask for; a device model implies ``roofline``."""
+    return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+
+
+def load_model(
+    args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
+) -> LoadedStep:
+    """Return the captured step of the MODEL that the arguments name.
+
+    ``weightless``, ``inverses``: as for `api.load_step`. The options for costs are checked first, since a capture
+    takes long.
+
+    Raises:
+        UsageError: unknown costs, a broken profile file, an unknown device model.
+        RematplanError: the model cannot be read.
+    """
+    check_reachable(args.model, args.device)
+    from rematplan import api  # imported here, since problem files are planned without torch
+    from rematplan.plans.op_costs import check_costs
+    from rematplan.runtime.costs.device_models import device_model
+
+    check_costs(getattr(args, "costs", None) or PROFILE)
+    if getattr(args, "device_model", None) is not None:
+        device_model(args.device_model)
+    with out.progress("capturing the training step"), zoo_errors():
+        return api.load_step(
+            args.model,
+            sizes=api.Sizes(**given_sizes(args)),
+            dims=dimensions(args.dim or ()),
+            loss=args.loss,
+            bn=args.bn or "as-is",
+            dropout=args.dropout or "as-is",
+            weightless=weightless,
+            inverses=inverses,
+            device=args.device or "cpu",
+        )
+
+
+def check_reachable(model: str, device: str | None) -> None:
+    """Check that a file exists and a device is possible, before torch is loaded, which takes seconds.
+
+    Raises:
+        UsageError: the file does not exist, or this machine has no driver for the device.
+    """
+    if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
+        raise UsageError(f"{model}: there is no such file")
+    kind = (device or "cpu").partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not _has_driver()):
+        raise UsageError(f"there is no device {device!r} here; write cpu, cuda or cuda:1")
+
+
+def _has_driver() -> bool:
+    """Return whether this machine may have a device that torch calls ``cuda``."""
+    for library in DRIVERS:
+        with suppress(OSError):
+            ctypes.CDLL(library)
+            return True
+    return AMD_DEVICE.exists()
+
+
+def price(
+    loaded: LoadedStep,
+    out: Output,
+    costs: str,
+    device_model: str | None = None,
+    max_inversion_error: float | None = None,
+) -> Source:
+    """Return the problem of a captured step, with measured or modelled costs of its ops.
+
+    Raises:
+        UsageError: unknown costs or device model.
+    """
+    from rematplan import api
+    from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
+
+    with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:
+        device = device_model or DEFAULT_DEVICE_MODEL
+        graph = api.problem(loaded, costs, device, progress, max_inversion_error)
+    return Source(graph, loaded, loaded.notes)
+
+
+@contextmanager
+def zoo_errors() -> Iterator[None]:
+    """In the block, turn errors of the zoo into errors of usage. The zoo does not import rematplan's errors."""
+    from rematplan.models import ZooError
+
+    try:
+        yield
+    except ZooError as error:
+        raise UsageError(str(error)) from None

@@ -1,0 +1,174 @@
+"""One of the two Kronecker factors of a layer: its moving average, its inverse, and how it is inverted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rematplan.optim.hodlr import NotDefinite
+from rematplan.optim.damped_inverses import (
+    INVERSES,
+    LOW_RANK_SHARE,
+    Inverse,
+    cholesky,
+    inverse_bytes,
+    low_rank_inverse,
+    restored,
+    saved,
+)
+from rematplan.optim.nystrom import nystrom
+from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
+
+AUTO = "auto"
+DIAGONAL_ABOVE = 16_384
+"""With ``auto``, only the diagonal is kept of factors with more rows; a whole one and its inverse would hold 1.5
+GiB.
+"""
+LOW_RANK_FROM = 2_048
+"""With ``auto``, factors with fewer rows never get a low-rank inverse: Cholesky takes no longer."""
+LOW_RANK_BELOW = 16
+"""With ``auto``, a factor gets a low-rank inverse if at most rows ÷ 16 of its eigenvalues are above the damping."""
+MEASURE_EVERY = 10
+"""With ``auto``, the rank of a factor that was too high is measured again at every tenth inversion."""
+
+
+@dataclass
+class Factor:
+    """One factor of ``size`` rows.
+
+    ``blocks``: () for one factor, (groups,) for a grouped layer, which has one for each group. ``how``: a name of
+    `INVERSES`, or ``auto``. ``dtype``: the type of the average and the inverse. ``vector``: whether the statistics
+    contain only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or its diagonal.
+    ``count``: the number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that
+    needs no correction at the start. ``inverse``: None before the first inversion. ``made``: how often the factor has
+    been inverted. ``changed``: whether the average has changed since the last inversion. ``rank``: the number of
+    eigenvalues above the damping when they were last counted; None before.
+    """
+
+    size: int
+    blocks: tuple[int, ...]
+    how: str
+    dtype: torch.dtype
+    vector: bool = False
+    total: Tensor | None = None
+    count: float = 0.0
+    inverse: Inverse | None = None
+    made: int = 0
+    changed: bool = False
+    rank: int | None = None
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether only the diagonal is kept."""
+        large = self.how == AUTO and self.size > DIAGONAL_ABOVE
+        return self.vector or large or self.how == "diagonal"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of ``total``."""
+        return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
+
+    @property
+    def cost(self) -> float:
+        """The number of operations of an inversion, up to a constant factor."""
+        return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
+
+    def kept(self, factor: Tensor) -> Tensor:
+        """Return the part of a factor that is kept, in the shape `shape`: packed, or the diagonal.
+
+        ``factor``: (…, size, size), or (…, size) if statistics contain only the diagonal.
+        """
+        if not self.diagonal:
+            return pack(factor.to(self.dtype))
+        return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
+
+    def fold(self, kept: Tensor, count: float, decay: float) -> None:
+        """Add the sum over ``count`` rows to the moving average, after multiplying the earlier sum by ``decay``."""
+        if self.total is None:
+            self.total = torch.zeros_like(kept)
+        self.total.mul_(decay).add_(kept)
+        self.count = decay * self.count + count
+        self.changed = True
+
+    def mean(self) -> Tensor:
+        """Return the average: (…, size, size), or its diagonal (…, size)."""
+        assert self.total is not None
+        mean = self.total / self.count
+        return mean if self.diagonal else unpack(mean, self.size)
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Return the trace of the average ÷ its number of rows, as the mean over all blocks."""
+        assert self.total is not None
+        trace = self.total.sum(-1) if self.diagonal else packed_trace(self.total, self.size)
+        return trace.mean() / (self.count * self.size)
+
+    def invert(self, damping: float) -> None:
+        """Compute the inverse of the average + ``damping`` I."""
+        self.inverse = self._inverse(self.mean(), damping)
+        self.made, self.changed = self.made + 1, False
+
+    def _inverse(self, mean: Tensor, damping: float) -> Inverse:
+        if self.diagonal:
+            return INVERSES["diagonal"](mean, damping, None)
+        if self.how == AUTO:
+            return self._measured(mean, damping) or cholesky(mean, damping)
+        try:
+            return INVERSES[self.how](mean, damping, self.inverse)
+        except NotDefinite:
+            return cholesky(mean, damping)
+
+    def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
+        """Return a low-rank inverse if few eigenvalues are above the damping.
+
+        Otherwise, and if a recent measurement found too many, return None.
+        """
+        few = self.size // LOW_RANK_BELOW
+        lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
+        if self.size < LOW_RANK_FROM or lately:
+            return None
+        before = getattr(self.inverse, "basis", None)
+        values, basis = nystrom(mean, self.size // LOW_RANK_SHARE, before)
+        self.rank = int((values > damping).sum(-1).max())
+        return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
+
+    def effective_rank(self, damping: float) -> int:
+        """Return how many eigenvalues of the average are above ``damping``, the most of any block.
+
+        It takes O(size³) operations.
+        """
+        mean = self.mean()
+        values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
+        return int((values > damping).sum(-1).max())
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that `load` takes."""
+        inverse = None if self.inverse is None else saved(self.inverse)
+        parts = ("total", "count", "made", "changed", "rank")
+        return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Restore what `state` returned, on a device."""
+        for part in ("count", "made", "changed", "rank"):
+            setattr(self, part, state[part])
+        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
+        self.inverse = None if state["inverse"] is None else restored(state["inverse"], device)
+
+    def average_bytes(self) -> int:
+        """Return the bytes of the average, whether it exists already or not."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def inverse_bytes(self) -> int:
+        """Return an upper bound of the bytes of the inverse, whether it exists already or not.
+
+        With ``auto`` and ``hierarchical`` the bound is that of a dense inverse, to which both may fall back.
+        """
+        if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
+            return inverse_bytes(self.inverse)
+        blocks, n = torch.Size(self.blocks).numel(), self.size
+        rank = max(1, n // LOW_RANK_SHARE)
+        numbers = {"eigen": n * n + n + 1, "low-rank": n * rank + rank + 1}.get(self.how, n * n)
+        return blocks * (n if self.diagonal else numbers) * self.dtype.itemsize

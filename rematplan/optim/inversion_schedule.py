@@ -1,0 +1,53 @@
+"""Decide in which step each factor is inverted again, so that no single step takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from rematplan.optim.layer import Layer
+from rematplan.optim.load_balancing import longest_first
+
+
+class Refresh:
+    """Inverts the factors of the layers that this process owns, a part of them in each step.
+
+    Each factor of each layer is assigned to one of ``every`` slots by `longest_first`. In the steps of its slot (step
+    number mod ``every``) it is inverted again if its average has changed. During the first ``early`` steps, and while
+    a factor has no inverse, it is inverted as soon as its average changes.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer], owned: Collection[str], every: int, early: int) -> None:
+        self._layers = {name: layer for name, layer in layers.items() if name in owned}
+        self._every, self._early = every, early
+        costs = {(n, s): side.cost for n, layer in layers.items() for s, side in enumerate(layer.sides)}
+        # Slots are assigned to all layers, owned or not: a layer's slot must not depend on the number of processes.
+        slots = longest_first(costs, every)
+        self._slots = {key: slot for key, slot in slots.items() if key[0] in self._layers}
+
+    def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
+        """Invert the factors that are due in step number ``clock``.
+
+        Args:
+            clock: the number of steps so far.
+            damping: returns λ of a layer.
+
+        Returns:
+            The factors that were inverted, by layer name (0: of the inputs, 1: of the outputs' gradients).
+        """
+        made: dict[str, tuple[int, ...]] = {}
+        for name, at in self._due(clock):
+            made[name] = (*made.get(name, ()), at)
+        for name, sides in made.items():
+            layer = self._layers[name]
+            dampings = layer.dampings(damping(layer))
+            for at in sides:
+                layer.sides[at].invert(dampings[at])
+        return made
+
+    def _due(self, clock: int) -> list[tuple[str, int]]:
+        return [
+            (name, at)
+            for (name, at), slot in self._slots.items()
+            if (side := self._layers[name].sides[at]).changed
+            and (side.inverse is None or clock < self._early or clock % self._every == slot)
+        ]

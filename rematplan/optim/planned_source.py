@@ -1,0 +1,123 @@
+"""The statistics of planned modules as a `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from rematplan.ir import UsageError
+from rematplan.optim.statistics_source import Source
+from rematplan.runtime.module.planned_module import Planning
+from rematplan.runtime.statistics.factors import Factors, Statistics
+from rematplan.runtime.statistics.recorder import Listener
+
+
+class PlannedSource:
+    """A `Source` for `KFAC`: the Kronecker factors of one planned module, or of several inside of a model.
+
+    ``parts``: the planned modules, by the prefix that their parameters' names have in the whole model.
+    """
+
+    def __init__(self, parts: Mapping[str, Planning]) -> None:
+        self._parts = parts
+        self._relays: tuple[_Relay, ...] = ()
+
+    def layers(self) -> Mapping[str, Factors]:
+        """Return the factors that the statistics will have, on the device ``meta``, by weight name in the whole
+        model.
+        """
+        return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
+
+    def statistics(self) -> Statistics | None:
+        """Return the statistics of the current training step, of all modules; None if no module has taken any in
+        it.
+        """
+        found = {prefix: part.statistics() for prefix, part in self._parts.items()}
+        factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
+        skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
+        return Statistics(factors, skipped, self.step()) if len(factors) else None
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with the factors of each layer as soon as a backward has completed them.
+
+        The second argument of a call is the ``step`` that `statistics` would return. Only one listener is called: that
+        of the last call of this method.
+        """
+        self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
+        for relay, part in zip(self._relays, self._parts.values(), strict=True):
+            part.listen_to_statistics(relay.report)
+
+    def step(self) -> int:
+        """Return the number of the current training step, summed over the modules."""
+        return sum(part.statistics_state[0] for part in self._parts.values())
+
+    def state(self) -> Sequence[tuple[int, int]]:
+        """Return, for each module, the number of the next training step and how often labels have been drawn so
+        far.
+        """
+        states = (part.statistics_state for part in self._parts.values())
+        return [(step + 1, draws) for step, draws in states]
+
+    def load(self, state: Sequence[tuple[int, int]]) -> None:
+        """Continue with the step numbers and counts of draws that `state` returned."""
+        for part, (step, draws) in zip(self._parts.values(), state, strict=True):
+            part.statistics_state = step, draws
+
+
+class _Relay:
+    """Passes the factors of one module on, under their names in the whole model."""
+
+    def __init__(self, source: PlannedSource, prefix: str, listener: Listener) -> None:
+        self._source, self._prefix, self._listener = source, prefix, listener
+
+    def report(self, factors: Mapping[str, Factors], _step: int) -> None:
+        """Call the listener."""
+        self._listener(_Joined({self._prefix: factors}), self._source.step())
+
+
+class _Joined(Mapping[str, Factors]):
+    """The factors of several modules, by weight name in the whole model.
+
+    A factor is unpacked only when it is read.
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
+        self._places = {
+            prefix + name: (part, prefix, name) for prefix, part in parts.items() for name in part
+        }
+
+    def __getitem__(self, name: str) -> Factors:
+        part, prefix, inner = self._places[name]
+        found = part[inner]
+        return found if found.bias_name is None else replace(found, bias_name=prefix + found.bias_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def source_of(model: nn.Module) -> Source:
+    """Return the statistics of a planned module, or of all planned modules inside of ``model``.
+
+    Raises:
+        UsageError: no module is planned with statistics.
+    """
+    parts, reasons = {}, []
+    for name, module in model.named_modules():
+        try:
+            planning = Planning(module)
+            assert planning.statistics_options
+        except UsageError as error:
+            reasons.append(str(error))
+        else:
+            parts[name + "." if name else ""] = planning
+    if not parts:
+        raise UsageError(
+            f"a {type(model).__name__} has no Kronecker statistics ({reasons[0]}): plan it with statistics=, "
+            f"or state source="
+        )
+    return PlannedSource(parts)

@@ -1,0 +1,270 @@
+"""`plan_module`: plan any module, for use in any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rematplan.ir import UsageError
+from rematplan.planner.core.plan import Plan
+from rematplan.plans.held_by_others import Reserved
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.progress import print_log
+from rematplan.plans.size_range_proof import prove_ranges
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.execute.autograd_function import finish_backward
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.module.first_plan_check import check_first_plan
+from rematplan.runtime.module.planned_module import Planning, compiled_plan, planned_module
+from rematplan.runtime.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
+from rematplan.runtime.problem.constraints import Name
+from rematplan.runtime.statistics.options import Kronecker
+
+if TYPE_CHECKING:
+
+    class PlannedModule(nn.Module):
+        """The interface of a planned module for type checkers.
+
+        At run time its class is a subclass of the model's class.
+        """
+
+        plan: Plan
+        plans: tuple[Plan, ...]
+        source: str
+
+        def prepare(self, *args: Any, **kwargs: Any) -> PlannedModule:
+            """Make the plan for these arguments without running the model, and return the module."""
+
+
+FIRST_CHECK_TOLERANCE = 1e-2
+"""The relative error that gradients of a plan with inverses may have in the first check, which untested PyTorch
+versions get.
+
+It is far above rounding errors of inverses, and far below the errors of a wrong inverse.
+"""
+
+
+def plan_module(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int | None = None,
+    strategy: str = "auto",
+    time_limit: float = 30.0,
+    options: Mapping[str, object] | None = None,
+    costs: str = "profile",
+    keep: Iterable[Name | nn.Module] = (),
+    never_rerun: Iterable[Name | nn.Module] = (),
+    plan: str | Path | None = None,
+    dynamic: bool = True,
+    shape_ranges: Ranges | None = None,
+    max_plans: int = MAX_PLANS,
+    inverses: bool = False,
+    max_inversion_error: float | None = None,
+    overlap: str | None = None,
+    loss_memory: str | int | None = None,
+    accumulate: bool = False,
+    statistics: Kronecker | None = None,
+    reserved: Iterable[object] = (),
+    on_infeasible: str | None = None,
+    refine: bool = True,
+    gap: float = 0.001,
+    deterministic: bool = False,
+    verbose: bool = False,
+    in_flight: int = 1,
+    deferred: int | None = None,
+) -> PlannedModule:
+    """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
+
+    The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args`` and
+    ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it first occurs. So
+    does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
+    ``lengths.tolist()``), which every call evaluates again. ``planned.plan`` is the plan of the latest call; use
+    `planning` if the model itself has an attribute ``plan``.
+
+    The budget bounds everything that a forward and backward hold: parameters, buffers, inputs, outputs and their
+    gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps
+    and what the allocator may count in addition to a tensor's bytes. If parameters have gradients of earlier steps
+    when the module is called, and the plan does not fit in addition to them, another plan is made, or a warning says
+    that none fits.
+
+    Args:
+        model: the module to plan. It is not changed.
+        args: example positional arguments, as a tuple.
+        kwargs: example keyword arguments.
+        budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
+            keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
+            that is found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
+            peak of ``args``. These bytes hold for all later plans and for copies and pickles of the module, so give
+            the largest batch. ``least`` and ``min`` are determined for each plan separately.
+        strategy: the name of a strategy.
+        time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another shape
+            starts from the earlier plans, and has a quarter of the time if one of them fits.
+        options: further options of the strategy, by name.
+        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or the
+            path of a file that ``rematplan profile`` wrote.
+        keep: modules and ops whose results stay in memory from their computation to their last use. Modules, their
+            names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
+        never_rerun: modules and ops that must not run a second time, named as in ``keep``.
+        plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget holds.
+        dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
+        shape_ranges: the sizes that calls may have, by argument and dimension:
+            ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
+            first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
+            smallest, so that training does not wait for the capture with open sizes, which the second shape needs.
+            For every size from 2 on, the other dimensions at their largest, it is proven here that a known plan fits.
+            If none does, more is searched; what is still missing is an error that names the sizes, or a warning if
+            ``on_infeasible`` states another reaction. (Nothing is proven with a saved plan, inverses, accumulation,
+            several micro-batches in flight or a budget ``min`` or ``least``.)
+        max_plans: the number of plans that are kept. When there are more, those that were not used for longest are
+            dropped; they are made again when they are needed.
+        inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
+            plain autograd's within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
+        max_inversion_error: the largest predicted relative error of a recovered tensor; by default one that suits its
+            type.
+        overlap: ``on`` runs recomputation and inverses concurrently with the gradients, on two threads or CUDA
+            streams, as far ahead as the budget allows; ``auto`` does so if it is predicted to save time; ``off``. By
+            default ``off``, or as the saved plan says.
+        loss_memory: the peak memory of a loss outside of the model. ``3x`` is three tensors of the outputs' size (in
+            float32 at least), the outputs' gradients included; cross entropy needs that. Or bytes, or text such as
+            ``1GiB``, in addition to the outputs and their gradients. By default ``5x``, which is enough for almost
+            every loss, or ``4x`` if five would be more than an eighth of the peak. Scalar outputs (assumed to be
+            losses) and outputs that they are computed from do not count.
+        accumulate: whether gradients of several steps are summed before the optimizer's step. The plan then counts
+            earlier gradients from the start, a percentage refers to a peak with them, and no plan is made in the
+            middle of a loop.
+        statistics: options of Kronecker-factored curvature, which is summed within the step and its budget in every
+            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a separate
+            plan, which is made here too.
+        reserved: memory of others during the step, which the budget then also bounds: optimizers (their state,
+            present or future, and the temporary memory of their step), modules (parameters and buffers that the model
+            does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int``, and bytes
+            (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded with the
+            same kinds of reservations.
+        on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
+            known plan of the smallest peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
+            memory they need. By default the first plan raises and later ones use ``least``, so that a larger batch
+            does not end a training run. No call repeats a search that failed.
+        refine: start training with a plan that is found in about two seconds, while another process, at low priority,
+            searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
+            after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
+            It is off with inverses, a saved plan, a second lane, a budget ``min`` or ``least``, and strategies other
+            than ``auto``.
+        gap: end a search when the plan's overhead is proven to be above the optimum's by no more than this, a share
+            of the step's time.
+        deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
+            counts moves instead of seconds, and plans are not refined.
+        verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
+            standard error is a terminal. Otherwise nothing is printed.
+        in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
+            end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
+        deferred: the number of micro-batches whose weight gradients may wait at once. A backward then computes only
+            the gradients of the inputs, and `finish_weights` computes those of the weights later. None: a backward
+            computes both.
+
+    Raises:
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+        UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap,
+            module or op; statistics together with a saved plan.
+        ProblemError: the saved plan belongs to another graph.
+        ModelError: the model cannot be captured. An exception of the model itself for these arguments is raised
+            unchanged (if capture fails, the model is run once, without gradients, to find out).
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(
+            f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
+        )
+    asked = PlanOptions(
+        budget=budget,
+        strategy=strategy,
+        time_limit=time_limit,
+        options=options or {},
+        costs=costs,
+        keep=_names(model, keep),
+        never_rerun=_names(model, never_rerun),
+        plan=plan,
+        inverses=inverses,
+        max_inversion_error=max_inversion_error,
+        overlap=overlap,
+        loss_memory=loss_memory,
+        accumulate=accumulate,
+        reserved=Reserved.of(reserved),
+        on_infeasible=on_infeasible,
+        refine=refine,
+        gap=gap,
+        deterministic=deterministic,
+        in_flight=in_flight,
+        deferred=deferred,
+        verbose=verbose,
+    )
+    if verbose:
+        print_log()
+    if statistics is not None and plan is not None:
+        raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
+    named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
+    planner = StepPlanner(asked, named=named)
+    planned = planned_module(model, planner, shapes, statistics)
+    for positional, named_ones in shapes.first_calls(model, args, kwargs or {}):
+        Planning(planned).prepare(*positional, **named_ones)
+    prove_ranges(planned, planner, shapes, model, args, kwargs or {})
+    check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
+    return planned  # type: ignore[return-value]
+
+
+def finish_weights(planned: nn.Module) -> int:
+    """Compute the weight gradients that the oldest waiting backward has left out, and add them to the parameters'
+    gradients.
+
+    ``planned``: a module that was planned with ``deferred``.
+
+    Returns:
+        How many backwards still wait for their weight gradients.
+
+    Raises:
+        UsageError: the module is not planned, or no backward waits.
+    """
+    waiting = compiled_plan(planned).deferred
+    if not waiting:
+        raise UsageError(f"no backward of this {type(planned).__name__} waits for its weight gradients")
+    finish_backward(waiting.pop(0))
+    return len(waiting)
+
+
+def planning(planned: nn.Module) -> Planning:
+    """Return an object with the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, and
+    more.
+
+    It works for models that have attributes with these names themselves. Its other methods wait for plans that are
+    being refined and return statistics.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+    return Planning(planned)
+
+
+def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
+    """Return modules and names of ops as names.
+
+    Raises:
+        UsageError: a string in place of a list, or a module that is not in the model.
+    """
+    if isinstance(wanted, str):
+        raise UsageError(f"keep and never_rerun must be lists; write [{wanted!r}]")
+    known = {id(m): name for name, m in model.named_modules()}
+    named = []
+    for one in wanted:
+        if isinstance(one, nn.Module):
+            if not known.get(id(one)):
+                raise UsageError(f"keep or never_rerun: a {type(one).__name__} is not a module of the model")
+            named.append(known[id(one)])
+        else:
+            named.append(one)
+    return tuple(named)

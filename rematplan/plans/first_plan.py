@@ -1,0 +1,54 @@
+"""The plan with which training starts: one that needs no search, and that is refined later."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.precedence import must_run
+from rematplan.planner.auto.compile_kernels import kernels_are_ready
+from rematplan.planner.auto.uncompiled_chen import uncompiled_plan
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.strategies.store_all import no_recompute
+
+LOG = logging.getLogger("rematplan")
+
+SECONDS = 2.0
+"""Seconds for plans by plain Python, once one of them fits."""
+
+
+def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
+    """Return a plan within ``budget`` bytes that needs no search; None if there is none.
+
+    It is the plan that recomputes nothing, if that fits, since no plan takes less time. Otherwise it is the best of
+    the store's plans for the same ops, perhaps of other sizes: a plan for one batch size is good for another.
+    Otherwise, if the planner's loops are not compiled yet, it is the best plan that
+    plain Python finds quickly.
+    """
+    whole = _with_floor(no_recompute(graph), graph)
+    found = whole if whole.peak <= budget else store.serving(graph, budget)
+    if found is None and not kernels_are_ready():
+        found = uncompiled_plan(graph, budget, SECONDS)
+        LOG.info(
+            "%s: the planner's loops are not compiled on this machine yet, which takes about a minute (run rematplan "
+            "warm in advance to avoid it); %s",
+            graph.name,
+            "no plan that can be made without them fits the budget, so the first step waits"
+            if found is None
+            else f"training starts with a plan of {found.strategy} while another process compiles them",
+        )
+    return None if found is None else replace(found, budget=budget)
+
+
+def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
+    """Return the plan with a lower bound: every needed op runs at least once."""
+    if not graph.base_cost:
+        return plan
+    needed = must_run(graph)
+    floor = math.fsum(op.cost for op in graph.ops if op.name in needed) / graph.base_cost - 1
+    if plan.estimate.overhead <= floor:
+        return replace(plan, lower_bound=plan.estimate.overhead, status="optimal")
+    return replace(plan, lower_bound=floor)

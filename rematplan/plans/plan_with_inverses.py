@@ -1,0 +1,93 @@
+"""Plan a step with inverses, never worse than without.
+
+A step with inverses is another problem than the same step without: halves of tensors are separate storages, and
+tensors that are written in place are concatenations. So both are planned, first the one without inverses, for a part
+of the time. Its plan is a start for the other search, and the better plan of the two is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.without_inverses_first import Found, search_without_inverses_first
+from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.plans.budgets import Budget, least_plan, plan_within
+
+PLAIN = 0.4
+"""The share of the time for the problem without inverses."""
+
+
+def plan_either(
+    auto: Auto,
+    plain: TrainingGraph,
+    inverted: TrainingGraph,
+    budget: Budget,
+    progress: Progress = silent,
+    *,
+    store: PlanStore | None = None,
+    hurried: bool = False,
+) -> tuple[TrainingGraph, Plan]:
+    """Return the better of `auto`'s plans for two problems of one step, and the problem that it belongs to.
+
+    Args:
+        auto: the strategy.
+        plain: the problem without inverses that round. A percentage as the budget refers to it.
+        inverted: the problem with them.
+        budget: the budget.
+        progress: called with the fraction done and a short text.
+        store: every plan that is found is stored in it.
+        hurried: see `plan_within`.
+
+    Raises:
+        InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest peaks.
+    """
+    compile_kernels(progress)  # before the clock starts
+    amount = None if budget.is_lean else budget.of(plain)
+    store = PlanStore() if store is None else store
+    began = time.monotonic()
+    nothing_to_save: list[Plan] = []
+    failed: list[InfeasibleBudget] = []
+
+    def search(graph: TrainingGraph, share: float, starts: Sequence[Plan]) -> Plan | None:
+        if nothing_to_save:
+            return None
+        part = replace(auto, time_limit=share * max(0.0, auto.time_limit - (time.monotonic() - began)))
+        if amount is None:
+            return least_plan(part, graph, progress, kind=budget.kind, starts=starts, store=store)
+        try:
+            plan = plan_within(part, graph, amount, progress, store=store, starts=starts, hurried=hurried)
+        except InfeasibleBudget as error:
+            failed.append(error)
+            return None
+        if plan.estimate.overhead <= 0:
+            nothing_to_save.append(plan)
+        return plan
+
+    found = search_without_inverses_first((plain, inverted), PLAIN, search)
+    if not found:
+        last = failed[-1]  # every plan of the plain problem is one of this problem, too
+        least = min(failed, key=lambda error: error.smallest)
+        raise last.changed(smallest=least.smallest, plan=least.plan)
+    return better_of(found, budget)
+
+
+def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
+    """Return the problem and the plan of the least cost.
+
+    With ``min`` and ``least`` only plans near the smallest peak of all are compared; with other budgets all of
+    ``found`` fit already. Of plans with equal costs the first in ``found`` is returned.
+    """
+    smallest = min(plan.estimate.peak for _, plan in found)
+    within = [
+        one
+        for one in found
+        if not budget.is_lean or one[1].estimate.peak <= budget.bytes(0, lambda: smallest)
+    ]
+    return min(within, key=lambda one: one[1].estimate.cost)

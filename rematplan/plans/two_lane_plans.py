@@ -1,0 +1,85 @@
+"""Turn a plan into one on two lanes, if the user asks for it and it saves time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir.errors import show_bytes
+from rematplan.ir.training_graph import LIBRARIES, THREADS
+from rematplan.planner.core.lane_schedule import Sharing, place
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.overlap.place_on_lanes import PAYS, fastest_on_two_lanes, saved
+from rematplan.planner.strategies.reversible import Reversible
+
+if TYPE_CHECKING:
+    from rematplan.runtime.graph.captured_step import CapturedStep
+
+OFF, AUTO, ON = "off", "auto", "on"
+MODES = (OFF, AUTO, ON)
+
+
+def check_mode(mode: str | None) -> None:
+    """Check that ``mode`` is known.
+
+    Raises:
+        UsageError: it is not. The message lists the modes.
+    """
+    if mode not in (None, *MODES):
+        raise UsageError(f"unknown overlap {mode!r}; known: {', '.join(MODES)}")
+
+
+def overlapped(
+    graph: TrainingGraph,
+    plan: Plan,
+    mode: str | None,
+    sharing: Callable[[], Sharing],
+    more: Iterable[Plan] = (),
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return a plan on two lanes, if that is asked for and saves time; and notes that say why not.
+
+    Args:
+        graph: the problem.
+        plan: a plan of it.
+        mode: ``on``; ``auto``: if two lanes are predicted to save a share of `PAYS` of the time; ``off``; None: leave
+            the plan unchanged.
+        sharing: returns how the lanes share the device. It is called only if needed.
+        more: further plans of the same problem. The result may be any of them, within the budget of ``plan``.
+
+    Returns:
+        The plan, and a note if two lanes were asked for and the plan has one.
+    """
+    if mode in (None, OFF):
+        return (replace(plan, lanes=None) if mode else plan), ()
+    budget = plan.estimate.peak if plan.budget is None else plan.budget
+    thread = graph.fixed_split.get(LIBRARIES, 0) // THREADS  # the recovery lane is a further thread
+    shared = sharing()
+    inverted = Reversible().curve(graph, ()) if graph.inverses else ()
+    found = fastest_on_two_lanes(graph, (plan, *more, *inverted), budget - thread, shared)
+    if found is None:
+        why = "the plan recomputes nothing in the backward"
+        if thread:
+            why += f", or the budget has no room for the {show_bytes(thread)} that libraries keep for a second thread"
+        return plan, (f"overlap: {why}; the plan has one lane",)
+    share = saved(found, plan.estimate.cost)
+    if mode == AUTO and share < PAYS:
+        said = (
+            f"two lanes would save {share:.1%} of the step's time"
+            if round(share, 3) > 0  # shown as 0.0 % otherwise
+            else "two lanes would save no time"
+        )
+        return plan, (f"overlap: {said} (each at {shared.speed:.2f} of its speed); the plan has one lane",)
+    if found.schedule != plan.schedule:  # the lower bound holds for any plan
+        found = replace(found, lower_bound=plan.lower_bound, status="feasible")
+    return replace(found, budget=plan.budget, fingerprint=plan.fingerprint), ()
+
+
+def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
+    """Measure how the two lanes of a plan share the present device, on ops of the step."""
+    from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
+
+    runs = runs_of(plan.schedule)
+    return measured_sharing(step, runs, place(graph, runs), {name: graph.op[name].cost for name in runs})

@@ -1,0 +1,44 @@
+"""Replay of random state: a random op that runs again draws the same numbers, as recomputed dropout must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Generator = Callable[[], Any]
+
+
+def save_rng(device: torch.device) -> Generator:
+    """Return a function that returns the state of the device's default generator."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.get_rng_state(device)
+    return torch.get_rng_state
+
+
+def load_rng(device: torch.device) -> Callable[[Any], None]:
+    """Return a function that sets the state of the device's default generator."""
+    if device.type == "cuda":
+        return lambda state: torch.cuda.set_rng_state(state, device)
+    return torch.set_rng_state
+
+
+def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
+    """Return the functions that the lines of `first_draw` and `later_draw` call, by their names in the source."""
+    return {f"save_rng_{device.type}": save_rng(device), f"load_rng_{device.type}": load_rng(device)}
+
+
+def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
+    """Return the source of the first run of a random op.
+
+    ``assign``: the line that runs it. ``state``: the variable in which the generator's state before it is kept.
+    """
+    return [f"{state} = save_rng_{device.type}()", assign]
+
+
+def later_draw(assign: str, state: str, device: torch.device) -> list[str]:
+    """Return the source of a later run, with the generator's state of the first; the present one is restored after
+    it. The arguments are as for `first_draw`."""
+    save, load = f"save_rng_{device.type}", f"load_rng_{device.type}"
+    return [f"rng_now = {save}()", f"{load}({state})", assign, f"{load}(rng_now)", "del rng_now"]

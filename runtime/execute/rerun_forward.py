@@ -1,0 +1,60 @@
+"""What is needed to run a forward again later with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematplan.runtime.execute.codegen import renewed_buffers
+from rematplan.runtime.execute.random_replay import load_rng, save_rng
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """The inputs and random states of a forward.
+
+    ``inputs``: the step's inputs without tangents; buffers that get new content are copies. ``versions``: the
+    version counters of these inputs, which show in-place changes. ``states``: the states of the generators
+    that the step draws from, by device.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    versions: Sequence[int]
+    states: dict[torch.device, Any]
+
+    @classmethod
+    def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
+        """Save the inputs and random states of a forward that is about to run."""
+        renewed = renewed_buffers(step)
+        given = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
+        kept = [t.clone() if s in renewed else t for t, s in zip(inputs, given, strict=True)]
+        return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
+
+    def check(self, name: str) -> None:
+        """Check that no input was changed in place.
+
+        Raises:
+            RuntimeError: an input was changed since. The message begins with ``name``.
+        """
+        if any(t._version != version for t, version in zip(self.inputs, self.versions, strict=True)):
+            raise RuntimeError(
+                f"{name}: a parameter, buffer or input was changed in place between forward and backward"
+            )
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Restore the random states from before the forward inside the block, and the present ones
+        afterwards."""
+        now = {device: save_rng(device)() for device in self.states}
+        try:
+            for device, state in self.states.items():
+                load_rng(device)(state)
+            yield
+        finally:
+            for device, state in now.items():
+                load_rng(device)(state)

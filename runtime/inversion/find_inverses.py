@@ -1,0 +1,223 @@
+"""Find the inverses of a captured step: ops that recompute a tensor from later ones.
+
+No declaration in the model is needed. A row of `inverse_table.TABLE` undoes one call, and rows for all slices of a
+storage together form an inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that are
+usable: x = y − F(x) is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.ir.recoverable import recoveries
+from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
+from rematplan.runtime.graph.constant_values import KnownValues
+from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
+from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
+from rematplan.runtime.inversion.inverse_ops import Fill, Inverse
+from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
+from rematplan.runtime.inversion.split_storages import SplitStep, split_storages
+from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
+from rematplan.runtime.problem.planning_problem import training_graph
+
+aten = torch.ops.aten
+
+MOST_INVERSES = 4
+"""The largest number of inverses of one storage."""
+ROUNDS = 3
+"""The number of passes that split storages, since a part may itself consist of parts."""
+
+
+@dataclass(frozen=True)
+class Invertible:
+    """A step with its inverses. ``refused``: one line for each tensor that has no inverse for a reason that a
+    user can change."""
+
+    step: CapturedStep
+    refused: tuple[str, ...] = ()
+
+
+def with_exact_inverses(step: CapturedStep) -> CapturedStep:
+    """Return the step with those inverses that only move numbers (of concatenations, copies, pads), so that
+    every plan computes the same bits."""
+    return _with_inverses(step, {}, exact=True).step
+
+
+def with_inverses(
+    step: CapturedStep,
+    named: Mapping[str, torch.Tensor],
+    renormalise: bool = False,
+    own_seeds: bool = False,
+) -> Invertible:
+    """Return the step with all inverses that were found. Storages are split (`split_storages`) where an
+    inverse needs it.
+
+    Args:
+        step: the captured step.
+        named: the real parameters and buffers by name. Their present values decide which scales are too close
+            to zero.
+        renormalise: add, for every batch norm in training, an op without running statistics that computes the
+            same result. Needed if an op that makes an output, such as new running statistics, may run only
+            once.
+        own_seeds: whether each random call has a separate seed, so that it may run again even if its result
+            is small.
+    """
+    found = _found(scatter_to_cat(step, named), named, own_seeds)
+    twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
+    return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
+
+
+def is_exact(call: Call) -> bool:
+    """Return whether an inverse recomputes the same bits if its arguments have the bits they had."""
+    return not call.noise
+
+
+def _renormalisations(step: CapturedStep) -> Iterator[Call]:
+    """Yield batch norms without running statistics. They call the same kernels, so they compute the same
+    bits."""
+    for call in step.calls:
+        row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
+        twin = row and row(*call.args)
+        if not twin:
+            continue
+        target, *args = twin
+        fresh = call.results[: len(target._schema.returns)]
+        yield replace(call, name=f"{call.name}_again", target=target, args=tuple(args), results=fresh)
+
+
+_RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
+    aten._native_batch_norm_legit_functional.default: lambda x, weight, bias, mean, variance, training, *how: (
+        (aten._native_batch_norm_legit.no_stats, x, weight, bias, True, *how) if training else None
+    ),
+    # Captured only if cuDNN's kernel is used.
+    aten._batch_norm_with_update_functional.default: lambda x, weight, bias, mean, variance, *how: (
+        aten.cudnn_batch_norm.default,
+        x,
+        weight,
+        bias,
+        None,
+        None,
+        True,
+        *how,
+    ),
+}
+"""By a batch norm that returns new running statistics: a function of its arguments that returns the op
+without them and that op's arguments, or None if the norm is frozen."""
+
+
+def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: bool) -> Invertible:
+    leave: set[str] = set()
+    while True:
+        parted = _parted(step, leave)
+        found = _with_inverses(parted.step, named, exact=False, own_seeds=own_seeds)
+        inverted = {found.step.values[c.results[0] or ""].storage for c in found.step.inverses}
+        useless = {storage for storage, parts in parted.copied.items() if inverted.isdisjoint(parts)}
+        if not useless:
+            return found
+        leave |= useless
+
+
+def _parted(step: CapturedStep, leave: set[str]) -> SplitStep:
+    copied: dict[str, tuple[str, ...]] = {}
+    for _ in range(ROUNDS):
+        parted = split_storages(step, {*leave, *copied})
+        if parted.step is step:
+            break
+        step = scatter_to_cat(parted.step, {})  # replaces copies of copied parts by the parts
+        copied |= parted.copied
+    return SplitStep(step, copied)
+
+
+def _with_inverses(
+    step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool, own_seeds: bool = False
+) -> Invertible:
+    facts = Facts(step, KnownValues(step, named))
+    undone: list[Undone] = []
+    refused: list[str] = []
+    there = {step.values[i.value].storage for i in step.inputs}
+    for call in step.calls:
+        if call.backward or call.is_view or call.seeded:
+            continue
+        for found in undo(call, facts):
+            if step.values[found.value].storage in there:
+                continue  # an input
+            if isinstance(found, Refused):
+                refused.append(f"{found.value} cannot be recomputed from {call.name}: {found.why}")
+            elif found.exact or not exact:
+                undone.append(found)
+    candidates = replace(step, inverses=tuple(_inverses(step, undone)))
+    graph = training_graph(candidates, {c.name: CallCost(0.0) for c in candidates.priced_calls})
+    if own_seeds:
+        again = {call.name for call in step.calls if call.seeded}
+        graph = replace(graph, never_rerun=tuple(name for name in graph.never_rerun if name not in again))
+    useful = {r.name for recovery in recoveries(graph).values() for r in recovery.used}
+    kept = tuple(c for c in candidates.inverses if c.name in useful)
+    return Invertible(replace(step, inverses=kept), tuple(dict.fromkeys(refused)))
+
+
+def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
+    """Yield inverses of whole storages, made of rules for values, which may be parts of the storages."""
+    by_storage: dict[str, dict[Band, list[Undone]]] = {}
+    for one in undone:
+        value = step.values[one.value]
+        covered = band(value.fake)
+        reads = {step.values[r].storage for r in one.reads}
+        base = step.values.get(value.storage, value)  # a storage has the name of its first value
+        if covered and base.fake.dtype == value.fake.dtype and value.storage not in reads:
+            by_storage.setdefault(value.storage, {}).setdefault(covered, []).append(one)
+    makers = {step.values[r].storage: c for c in step.calls for r in c.results if r and not c.is_view}
+    for storage, pieces in by_storage.items():
+        maker = makers.get(storage)
+        if maker is None or maker.backward:
+            continue  # inputs are always resident
+        bases = [r for r in maker.results if r and step.values[r].storage == storage]
+        if len(bases) == 1:
+            for index, ways in enumerate(itertools.islice(_covers(pieces), MOST_INVERSES)):
+                yield _inverse(step, bases[0], ways, index)
+
+
+def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
+    """Yield sets of rules that together recompute all of a storage, the simplest first."""
+    for covered, ways in pieces.items():
+        if covered.whole:
+            yield from ((way,) for way in ways)
+    for period in {b.period: None for b in pieces if not b.whole}:
+        tiles = sorted(b for b in pieces if b.period == period and not b.whole)
+        if bands_tile(tiles):
+            yield from itertools.product(*(pieces[b] for b in tiles))
+
+
+def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int) -> Call:
+    fake = step.values[base].fake
+    fills = tuple(
+        Fill(
+            w.kernel,
+            w.constants,
+            len(w.reads),
+            tuple(v.shape),
+            tuple(v.stride()),
+            int(v.storage_offset()),
+            w.scale,
+        )
+        for w, v in ((w, step.values[w.value].fake) for w in ways)
+    )
+    exact = all(w.exact for w in ways)
+    inverse = Inverse(
+        tuple(fake.shape),
+        tuple(fake.stride()),
+        fake.dtype,
+        fills,
+        gain=max(w.gain for w in ways),
+        noise=0.0 if exact else ROUNDING * torch.finfo(fake.dtype).eps / 2 * max(w.gain for w in ways),
+    )
+    name = f"invert_{base}" + (f"_way{index + 1}" if index else "")
+    while name in step.call or name in step.values:
+        name += "_"
+    reads = tuple(Ref(r) for w in ways for r in w.reads)
+    return single_call(name, inverse, reads, result=base, gain=inverse.gain, noise=inverse.noise)

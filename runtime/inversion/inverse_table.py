@@ -1,0 +1,347 @@
+"""The inverse table: which ATen calls can be undone. Each row recovers an argument of a call from the call's
+result and its other arguments.
+
+All rows are sound. Left out: ReLU, max-pool, dropout, strided convolution, reductions and narrowing casts,
+which lose numbers; sigmoid and tanh, which saturate and lose most digits; sine and square, where two
+arguments have the same result; products with an activation that may be zero (those with bounded activations
+are included).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, Ref, Value
+from rematplan.runtime.inversion.exact_rows import (
+    concatenated,
+    copied,
+    flipped,
+    padded,
+    picked,
+    rolled,
+    scattered,
+    shuffled,
+    stacked,
+)
+from rematplan.runtime.inversion.row_types import Facts, Found, Refused, Row, Undone, fits, result
+from rematplan.runtime.inversion.inverse_ops import LEAST_SCALE
+
+aten = torch.ops.aten
+
+ROUNDING = 0.15
+"""The root mean square relative error that one inverse adds, in units of half the last place. It is less than
+two roundings, since errors of different sign cancel along a chain. Measured on chains of 6 to 96
+couplings."""
+STEEP = 4.0
+"""The gain of an ELU's inverse: the root mean square of its slope for arguments of unit variance, with a
+margin."""
+
+
+def undo(call: Call, facts: Facts) -> Found:
+    """Yield the rules that recover values from a call's result, and the values that cannot be recovered for a
+    reason that a user can change."""
+    packet = getattr(call.target, "overloadpacket", None)
+    for row in TABLE.get(packet, ()):
+        yield from row(call, facts)
+
+
+def _sum(sign: int) -> Row:
+    """Return the row of y = self ± alpha · other, where other is a tensor or a number."""
+
+    def row(call: Call, facts: Facts) -> Found:
+        given = facts.arguments(call)
+        return _added(call, facts, given["self"], given["other"], sign, given.get("alpha", 1))
+
+    return row
+
+
+def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
+    y = result(call, facts)
+    if fits(first, y, facts):
+        gain = _share(first, facts)
+        if isinstance(second, Ref):
+            kernel = "subtract" if sign > 0 else "add"
+            yield Undone(first.value, (y.name, second.value), kernel, (alpha,), gain)
+        else:
+            yield Undone(first.value, (y.name,), "shift", (-sign * alpha * second,), gain)
+    if fits(second, y, facts) and isinstance(first, Ref):
+        if abs(alpha) < LEAST_SCALE:
+            yield Refused(second.value, f"its factor {alpha:g} is below {LEAST_SCALE:g}")
+            return
+        reads = (y.name, first.value) if sign > 0 else (first.value, y.name)
+        gain = _share(second, facts) * max(1.0, 1 / abs(alpha))
+        yield Undone(second.value, reads, "difference", (alpha,), gain)
+    for one, other in ((first, second), (second, first)):
+        if _broadcast_part(one, y, facts) and isinstance(other, Ref):
+            shape, whole = list(facts.value(one).fake.shape), list(y.fake.shape)
+            yield Refused(one.value, f"its shape {shape} is broadcast to {whole}, which cannot be undone")
+
+
+def _fused(kernel: str, *names: str) -> Row:
+    """Return the row of y = beta · self + factor · (a product of other arguments). The same op with the
+    opposite factor undoes it."""
+
+    def row(call: Call, facts: Facts) -> Found:
+        given, y = facts.arguments(call), result(call, facts)
+        x, beta, factor = given["self"], given.get("beta", 1), given.get("alpha", given.get("value"))
+        if not fits(x, y, facts):
+            return
+        if abs(beta) < LEAST_SCALE:
+            yield Refused(x.value, f"its factor {beta:g} is below {LEAST_SCALE:g}")
+            return
+        reads = (y.name, *(given[name].value for name in names))
+        gain = _share(x, facts) * max(1.0, 1 / abs(beta))
+        yield Undone(x.value, reads, kernel, (factor, beta), gain)
+
+    return row
+
+
+def _between(call: Call, facts: Facts) -> Found:
+    """Undo y = self + weight · (end − self). Solving it for self or end is again such an interpolation."""
+    given, y = facts.arguments(call), result(call, facts)
+    start, end, weight = given["self"], given["end"], given["weight"]
+    known = (
+        facts.known(weight.value) if isinstance(weight, Ref) else torch.tensor(weight, dtype=torch.float64)
+    )
+    if known is None or not known.numel():
+        return
+    reads = (weight.value,) if isinstance(weight, Ref) else ()
+    constants = () if reads else (weight,)
+    for x, other, share, kernel in (
+        (start, end, 1 - known.double(), "lerp_start"),
+        (end, start, known.double(), "lerp_end"),
+    ):
+        if not fits(x, y, facts):
+            continue
+        if not (least := float(share.abs().amin())) >= LEAST_SCALE:
+            why = f"its weight comes as close to zero as {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
+            yield Refused(x.value, why)
+            continue
+        gain = _share(x, facts) * max(1.0, _mean_square(1 / share))
+        scale = _mean_square(1 / share) if reads else 0.0
+        yield Undone(x.value, (y.name, other.value, *reads), kernel, constants, gain, scale=scale)
+
+
+def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
+    """Return whether ``x`` is a part of a larger tensor that is broadcast to y: for example, the halves of an
+    odd number of channels."""
+    if not isinstance(x, Ref):
+        return False
+    value = facts.value(x)
+    part = value.fake.numel() * value.fake.element_size() < value.fake.untyped_storage().nbytes()
+    return part and 1 < value.fake.dim() == y.fake.dim() and value.fake.shape != y.fake.shape
+
+
+def _reflected(call: Call, facts: Facts) -> Found:
+    """Undo y = other − alpha · self."""
+    given, y = facts.arguments(call), result(call, facts)
+    x, other, alpha = given["self"], given["other"], given["alpha"]
+    if isinstance(other, Ref):
+        yield from _added(call, facts, other, x, -1, alpha)
+    elif fits(x, y, facts) and abs(alpha) >= LEAST_SCALE:
+        yield Undone(x.value, (y.name,), "reflect", (other, alpha), max(1.0, 1 / abs(alpha)))
+
+
+def _share(x: Ref, facts: Facts) -> float:
+    """Return the gain of undoing a sum for a term that is a scaled tensor. The sum's error is as large as if
+    the term were unscaled, so its weight increases as the scale decreases."""
+    return facts.scales.get(facts.value(x).storage, 1.0)
+
+
+def _product(call: Call, facts: Facts) -> Found:
+    given, y = facts.arguments(call), result(call, facts)
+    for x, factor in ((given["self"], given["other"]), (given["other"], given["self"])):
+        if fits(x, y, facts):
+            yield from _scaled(x, factor, y, "divide", facts)
+
+
+def _quotient(call: Call, facts: Facts) -> Found:
+    given, y = facts.arguments(call), result(call, facts)
+    if given.get("rounding_mode") is None and fits(given["self"], y, facts):
+        yield from _scaled(given["self"], given["other"], y, "multiply", facts)
+
+
+UNWATCHED = {"divide": "quotient", "multiply": "product"}
+"""The kernels for scales that training does not change, so that nothing is checked at run time."""
+
+
+def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
+    """Undo y = x · factor by ``divide``, or y = x ÷ factor by ``multiply``."""
+    scale = (
+        facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
+    )
+    if scale is None:
+        yield from _bounded(x, factor, y, kernel, facts)
+        return
+    if not scale.is_floating_point() or not scale.numel():
+        return
+    sizes = scale.double().abs()
+    sizes = sizes if kernel == "divide" else 1 / sizes
+    least = float(sizes.amin())
+    if not (least >= LEAST_SCALE and float(sizes.amax()) <= 1 / LEAST_SCALE**2):  # also true for NaN
+        yield Refused(
+            x.value,
+            f"its scale comes as close to zero as {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}",
+        )
+        return
+    inverse, direct = _mean_square(1 / sizes), _mean_square(sizes)
+    facts.scales[y.storage] = max(1.0, inverse)
+    reads = (factor.value,) if isinstance(factor, Ref) else ()
+    constants = () if reads else (factor,)
+    changes = bool(reads) and not facts.ranges(factor).lasting
+    kernel = UNWATCHED[kernel] if reads and not changes else kernel
+    watched = inverse if changes else 0.0
+    yield Undone(x.value, (y.name, *reads), kernel, constants, inverse * direct, scale=watched)
+
+
+def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
+    """Undo a scaling by an activation whose range excludes 0, such as exp(tanh(s)).
+
+    The average growth of errors is computed as if the logarithm of the scale were uniform over its range.
+    """
+    bounds = facts.ranges(factor)
+    ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
+    least, most = ends
+    if not (least >= LEAST_SCALE and most <= 1 / LEAST_SCALE**2):
+        return
+    spread = 2 * math.log(most / least)
+    inverse, direct = 1 / least, most
+    if spread > 1e-6:
+        inverse = math.sqrt((least**-2 - most**-2) / spread)
+        direct = math.sqrt((most**2 - least**2) / spread)
+    facts.scales[y.storage] = max(1.0, inverse)
+    if bounds.lasting:
+        kernel = UNWATCHED[kernel]
+    yield Undone(x.value, (y.name, factor.value), kernel, (), inverse * direct, scale=inverse)
+
+
+def _mean_square(t: torch.Tensor) -> float:
+    return math.sqrt(float(t.square().mean()))
+
+
+def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
+    """Return the row of y = f(self), undone by a kernel without constants."""
+
+    def row(call: Call, facts: Facts) -> Found:
+        x, y = facts.arguments(call)["self"], result(call, facts)
+        if fits(x, y, facts):
+            yield Undone(x.value, (y.name,), kernel, (), gain, exact)
+
+    return row
+
+
+def _leaky_relu(call: Call, facts: Facts) -> Found:
+    given, y = facts.arguments(call), result(call, facts)
+    x, slope = given["self"], given["negative_slope"]
+    if fits(x, y, facts):
+        if slope >= LEAST_SCALE:
+            yield Undone(x.value, (y.name,), "leaky_relu", (slope,))
+        else:
+            yield Refused(x.value, f"the slope {slope:g} of its leaky ReLU is below {LEAST_SCALE:g}")
+
+
+def _elu(call: Call, facts: Facts) -> Found:
+    given, y = facts.arguments(call), result(call, facts)
+    constants = tuple(given[name] for name in ("alpha", "scale", "input_scale"))
+    if fits(given["self"], y, facts) and min(constants) >= LEAST_SCALE:
+        yield Undone(given["self"].value, (y.name,), "elu", constants, STEEP)
+
+
+def _prelu(call: Call, facts: Facts) -> Found:
+    given, y = facts.arguments(call), result(call, facts)
+    x, weight = given["self"], given["weight"]
+    slopes = facts.known(weight.value)
+    if fits(x, y, facts) and slopes is not None:
+        least = float(slopes.amin())
+        if least >= LEAST_SCALE:
+            steepest = _mean_square(1 / slopes)
+            yield Undone(x.value, (y.name, weight.value), "prelu", (), max(1.0, steepest), scale=steepest)
+        else:
+            yield Refused(x.value, f"a slope of its PReLU is {least:.3g}, below {LEAST_SCALE:g}")
+
+
+def _norm(kernel: str, x: str = "input") -> Row:
+    """Return the row of a normalisation that returns its statistics, or of a frozen batch norm, which takes
+    them.
+
+    ``x``: the name of the normalised argument.
+    """
+
+    def row(call: Call, facts: Facts) -> Found:
+        given, y = facts.arguments(call), result(call, facts)
+        if not fits(given[x], y, facts):
+            return
+        gain, affine, has = 1.0, [], []
+        for name in ("weight", "bias"):
+            ref = given.get(name)
+            has.append(isinstance(ref, Ref))
+            affine += [ref.value] if isinstance(ref, Ref) else []
+        if has[0]:
+            weight = facts.known(affine[0])
+            if weight is None:
+                return
+            least = float(weight.abs().amin())
+            if not least >= LEAST_SCALE:
+                why = f"a weight of its norm is {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
+                yield Refused(given[x].value, why)
+                return
+            gain = _mean_square(weight) * _mean_square(1 / weight)
+        frozen = call.target is aten._native_batch_norm_legit_no_training.default or (
+            call.target is aten.cudnn_batch_norm.default and not given["training"]
+        )
+        statistics = (
+            (given["running_mean"].value, given["running_var"].value)
+            if frozen
+            else (call.results[1], call.results[2])
+        )
+        eps: tuple[float | None, ...] = (
+            ((given.get("eps", given.get("epsilon")) if frozen else None),) if kernel == "batch_norm" else ()
+        )
+        if all(statistics):
+            reads = (y.name, *(s for s in statistics if s), *affine)
+            yield Undone(given[x].value, reads, kernel, (*has, *eps), gain, scale=gain if has[0] else 0.0)
+
+    return row
+
+
+TABLE: Mapping[Any, tuple[Row, ...]] = {
+    aten.add: (_sum(+1),),
+    aten.sub: (_sum(-1),),
+    aten.rsub: (_reflected,),
+    aten.lerp: (_between,),
+    aten.addcmul: (_fused("addcmul", "tensor1", "tensor2"),),
+    aten.addcdiv: (_fused("addcdiv", "tensor1", "tensor2"),),
+    aten.addmm: (_fused("addmm", "mat1", "mat2"),),
+    aten.baddbmm: (_fused("baddbmm", "batch1", "batch2"),),
+    aten.neg: (_unary("negate", exact=True),),
+    aten.mul: (_product,),
+    aten.div: (_quotient,),
+    aten.exp: (_unary("log"),),
+    aten.log: (_unary("exp"),),
+    aten.leaky_relu: (_leaky_relu,),
+    aten.elu: (_elu,),
+    aten._prelu_kernel: (_prelu,),
+    aten._native_batch_norm_legit_functional: (_norm("batch_norm"),),
+    aten._native_batch_norm_legit: (_norm("batch_norm"),),
+    aten._native_batch_norm_legit_no_training: (_norm("batch_norm"),),
+    aten._batch_norm_with_update_functional: (_norm("batch_norm"),),
+    aten.cudnn_batch_norm: (_norm("batch_norm"),),
+    aten.native_layer_norm: (_norm("layer_norm"),),
+    aten.native_group_norm: (_norm("group_norm"),),
+    aten.clone: (copied,),
+    aten._to_copy: (copied,),
+    aten.cat: (concatenated,),
+    aten.stack: (stacked,),
+    aten.constant_pad_nd: (padded,),
+    aten.slice_scatter: (scattered,),
+    aten.index: (picked,),
+    aten.index_select: (picked,),
+    aten.roll: (rolled,),
+    aten.flip: (flipped,),
+    aten.pixel_shuffle: (shuffled,),
+}
+"""The rows of each ATen op."""

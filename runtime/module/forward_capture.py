@@ -1,0 +1,165 @@
+"""Tracing of a planned module's forward for given arguments, with fixed or with open sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.runtime import guards
+from rematplan.runtime.capture.capture import capture, capture_open, check_traceable
+from rematplan.runtime.capture.flat_module import FlatModel, tensors_in
+from rematplan.runtime.capture.hidden_tensors import (
+    Withheld,
+    check_dense,
+    check_no_hidden_tensors,
+    hides_tensors,
+    hooked,
+)
+from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.python_counters import check_counters
+from rematplan.runtime.module.model_errors import own_error
+from rematplan.runtime.module.symbolic_shapes import Found, OpenForward, open_constants
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
+from rematplan.runtime.symbols.expressions import NotSymbolic, opened
+from rematplan.runtime.symbols.symbolic_step import OpenStep
+
+
+class Planned(Protocol):
+    """A planned module, as `Runner` and `Tracing` see it."""
+
+    def _rematplan_model(self) -> nn.Module: ...
+
+    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]: ...
+
+    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """A trace of a forward for given arguments.
+
+    ``name``: the model's name. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and the
+    structure of the arguments. ``state``: the module's state.
+    """
+
+    name: str
+    planned: Planned
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    state: guards.ModuleState
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The original model."""
+        return self.planned._rematplan_model()
+
+    @cached_property
+    def batch(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, detached."""
+        return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
+
+    def check(self) -> None:
+        """Refuse models and arguments that cannot be planned. Warn about hooks, which run only when a step is
+        traced.
+
+        Raises:
+            ModelError: they cannot be planned. The message has the reason.
+        """
+        check_traceable(self.model)
+        check_dense(
+            (*self.state.named.values(), *tensors_in(self.leaves)), f"{self.name} has, or is called with,"
+        )
+        check_no_hidden_tensors(self.leaves, f"{self.name} is called with")
+        names = hooked(self.model)
+        if names:
+            warn(
+                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
+                f"when a step is planned; what they compute is part of the plan, other effects happen only then"
+            )
+
+    def fixed(self) -> Found:
+        """Trace the forward for these sizes.
+
+        Raises:
+            ModelError: it cannot be captured.
+        """
+        with self._recording() as record:
+            forward = self.planned._rematplan_forward_of(self.model)
+            arguments = pytree.tree_unflatten(self.leaves, self.spec)
+            with _own_errors(self.model, forward, *arguments):
+                flat = self._flat(record)
+                step = capture(flat, self.batch, self.name, self.model, record.values)
+
+        def again() -> tuple[FlatModel, CapturedStep]:
+            with guards.recording(self.model, self.leaves, self.state.named, self.batch) as further:
+                other = self._flat(further)
+                return other, capture(other, self.batch, self.name, self.model, further.values)
+
+        check_counters(self.name, self.model, flat, step, again)
+        step = replace(step, attributes=flat.attributes)
+        return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
+
+    def opened(self) -> OpenForward:
+        """Trace the forward for all sizes on which its graph does not depend.
+
+        Raises:
+            NotSymbolic: some size must be fixed.
+            ModelError: it cannot be captured.
+        """
+        symbols = BatchSymbols()
+        with self._recording() as record:
+            flat = self._flat(record)
+            traced = capture_open(flat, self.batch, self.name, self.model, record.values, symbols)
+        table = traced.table
+        assert table
+        if flat.counted:
+            raise NotSymbolic("its forward changes numbers in attributes")
+        constants = open_constants(self._withheld(flat.constants), table)
+        guard = record.guard(self.name).mapped(lambda given: opened(given, table.add))
+        step = OpenStep.of(traced.step, symbols, table)
+        return OpenForward(step, flat.outputs, tuple(constants), flat.attributes, guard, flat.count)
+
+    @contextmanager
+    def _recording(self) -> Iterator[Any]:
+        with (
+            guards.recording(self.model, self.leaves, self.state.named, self.batch) as record,
+            no_host_draws(self.name, record.generators),
+        ):
+            yield record
+
+    def _flat(self, record: Any) -> FlatModel:
+        forward = self.planned._rematplan_forward_of(self.model)
+        return FlatModel(self.model, forward, self.leaves, self.spec, record.reads)
+
+    def _withheld(self, constants: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            Withheld(f"{self.name} returns a {type(c).__name__}")
+            if hides_tensors(c, called_later=True)
+            else c
+            for c in constants
+        )
+
+
+@contextmanager
+def _own_errors(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """If capturing in the block fails, raise the exception that the model raises in eager mode, if it raises
+    one."""
+    try:
+        yield
+    except ModelError as error:
+        own = own_error(model, forward, args, kwargs) if error.__cause__ else None
+        if own is None:
+            raise
+        raise own from None

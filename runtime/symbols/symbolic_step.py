@@ -1,0 +1,225 @@
+"""A captured step whose sizes are expressions of its batch's sizes, and the plain step for given sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    Ref,
+    StepInput,
+    StepOutput,
+    Value,
+    substitute,
+)
+from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, resolved
+
+Size = int | OpenSize
+AS_STRIDED = torch.ops.aten.as_strided
+
+
+@dataclass(frozen=True, slots=True)
+class OpenValue:
+    """A value with open sizes.
+
+    ``memory``: the number of the memory that contains it. Several storages of a step are one memory if a call
+    returns an argument together with new results.
+    """
+
+    storage: str
+    call: str | None
+    memory: int
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    """A step for all batches for which ``guard`` holds.
+
+    ``calls``: with `OpenSize` in their arguments. ``memories``: bytes of each memory. ``expressions``: a
+    function of the batch's open sizes that returns the values of all expressions. ``places``: for each of its
+    arguments the tensor and the dimension. ``fixed``: the sizes of the batch that are not open: tensor,
+    dimension, size.
+    """
+
+    name: str
+    inputs: tuple[StepInput, ...]
+    outputs: tuple[StepOutput, ...]
+    calls: tuple[Call, ...]
+    values: Mapping[str, OpenValue]
+    memories: tuple[Size, ...]
+    constants: Mapping[str, torch.Tensor]
+    guard: SizeGuard
+    expressions: Callable[..., tuple[int, ...]]
+    places: tuple[tuple[int, int], ...]
+    fixed: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
+        """Return the open step of what was read from a trace with symbols.
+
+        Args:
+            step: the step as it was read.
+            symbols: the symbols of the trace.
+            table: the expressions that the step's calls contain; those of the values' sizes are added.
+
+        Raises:
+            NotSymbolic: a size may round, or a tensor is lazily conjugated or negated.
+        """
+        memories: dict[int, tuple[int, Size]] = {}
+        values = {}
+        for value in step.values.values():
+            fake, storage = value.fake, value.fake.untyped_storage()
+            if fake.is_conj() or fake.is_neg():
+                raise NotSymbolic("it has lazily conjugated or negated tensors")
+            memory = memories.setdefault(storage._cdata, (len(memories), table.add(storage.nbytes())))
+            values[value.name] = OpenValue(
+                value.storage,
+                value.call,
+                memory[0],
+                fake.dtype,
+                fake.device,
+                tuple(map(table.add, fake.shape)),
+                tuple(map(table.add, fake.stride())),
+                table.add(fake.storage_offset()),
+            )
+        return OpenStep(
+            step.name,
+            step.inputs,
+            step.outputs,
+            step.calls,
+            values,
+            tuple(size for _, size in memories.values()),
+            step.constants,
+            symbols.guard(),
+            table.compiled(),
+            tuple(symbols.places.values()),
+            symbols.fixed,
+        )
+
+    def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Return the values of all expressions for a batch for which the guard holds.
+
+        Raises:
+            NotSymbolic: one is not an integer.
+        """
+        found = self.expressions(*[batch[at].shape[dim] for at, dim in self.places])
+        if any(type(size) is not int for size in found):
+            raise NotSymbolic("a size is not an integer")
+        return found
+
+    def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
+        """Return the plain step for a batch, as if it had been read from a trace.
+
+        The inputs have the storages of the given tensors, which may be parts of larger ones.
+
+        Args:
+            batch: the tensors.
+            sizes: the values that `sizes` returns.
+
+        Raises:
+            NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a
+                call refers to positions in storages.
+        """
+        base = self._bases(batch)
+        nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
+        for memory, tensor in base.items():
+            nbytes[memory] = tensor.untyped_storage().nbytes()
+        offsets = {memory: int(tensor.storage_offset()) for memory, tensor in base.items()}
+        fakes = _Fakes(nbytes, offsets)
+        values = {
+            name: Value(name, value.storage, value.call, fakes.of(value, sizes))
+            for name, value in self.values.items()
+        }
+        calls = tuple(
+            replace(call, args=resolved(call.args, sizes), kwargs=resolved(call.kwargs, sizes))
+            if call.name in self._open
+            else call
+            for call in self.calls
+        )
+        return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
+
+    def _bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the tensors of a batch by the memory that represents theirs."""
+        given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
+        storages = {tensor.untyped_storage()._cdata for _, tensor in given}
+        moved = any(tensor.storage_offset() for _, tensor in given)
+        if len(storages) < len(given):
+            raise NotSymbolic("two of its arguments share memory")
+        if moved and any(getattr(c.target, "overloadpacket", None) is AS_STRIDED for c in self.calls):
+            raise NotSymbolic("it refers to positions in a storage (as_strided)")
+        return {self.values[i.value].memory: tensor for i, tensor in given}
+
+    @cached_property
+    def _open(self) -> frozenset[str]:
+        """The names of the calls with open sizes among their arguments."""
+        return frozenset(c.name for c in self.calls if has_open((c.args, dict(c.kwargs))))
+
+    def renamed(self, names: Mapping[str, str]) -> OpenStep:
+        """Return the same step with other names for calls, values and storages. ``names``: new names by old
+        ones; others are kept if they are free."""
+        taken = set(names.values())
+        every = {*self.values, *(c.name for c in self.calls)}
+        new = {name: names.get(name) or _free(name, taken) for name in every}
+        new |= {v.storage: new.get(v.storage, v.storage) for v in self.values.values()}
+
+        def call(one: Call) -> Call:
+            args, kwargs = substitute((one.args, one.kwargs), lambda name: Ref(new[name]))
+            results = tuple(None if r is None else new[r] for r in one.results)
+            return replace(one, name=new[one.name], args=args, kwargs=kwargs, results=results)
+
+        return replace(
+            self,
+            inputs=tuple(replace(i, value=new[i.value]) for i in self.inputs),
+            outputs=tuple(replace(o, value=new[o.value]) for o in self.outputs),
+            calls=tuple(map(call, self.calls)),
+            values={
+                new[name]: replace(v, storage=new[v.storage], call=v.call and new[v.call])
+                for name, v in self.values.items()
+            },
+        )
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+class _Fakes:
+    """Makes fakes with plain sizes in shared memories.
+
+    ``nbytes``: bytes of each memory. ``offsets``: the offset, in elements, at which the tensors of a memory
+    begin, if it is not 0.
+    """
+
+    def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
+        self.nbytes, self.offsets = nbytes, offsets
+        self.mode = FakeTensorMode()
+        self.made: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, value: OpenValue, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the fake of a value."""
+        storage = self.made.get(value.memory)
+        if storage is None:
+            storage = torch.UntypedStorage(self.nbytes[value.memory], device="meta")
+            self.made[value.memory] = storage
+
+        def plain(size: Size) -> int:
+            return sizes[size.at] if isinstance(size, OpenSize) else size
+
+        offset = plain(value.offset) + self.offsets.get(value.memory, 0)
+        shape, stride = [plain(s) for s in value.shape], [plain(s) for s in value.stride]
+        real = torch.empty(0, dtype=value.dtype, device="meta").set_(storage, offset, shape, stride)
+        return FakeTensor(self.mode, real, value.device)
