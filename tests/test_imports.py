@@ -73,6 +73,8 @@ LAYERS = {
     "rematplan": (
         "optim",
         "plans",
+        "step_loading",
+        "step_measurement",
         "api plan_any_module compile_backend onnx_backend",
         "pipeline",
         "report",

@@ -17,9 +17,9 @@ def tidy(P: Problem, S: State, order: Ints) -> None:
     """
     if S.value[PENALTY] >= HALF:
         return
-    gone = True
-    while gone:
-        gone = False
+    removed = True
+    while removed:
+        removed = False
         for op in order:
             node = S.links.last[op]
             while node >= 0:
@@ -31,7 +31,7 @@ def tidy(P: Problem, S: State, order: Ints) -> None:
                 sweep(P, S, queue_servers(P, S, op, slot, 0))
                 if S.value[PENALTY] < HALF:
                     commit(S)
-                    gone = True
+                    removed = True
                     node = S.links.last[op]  # the op's list of runs has changed
                 else:
                     undo(P, S)

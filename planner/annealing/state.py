@@ -143,10 +143,10 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
     """Add bytes, perhaps a negative number, to ``mem`` in the slots low..high. Returns the change of the penalty."""
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
-    held, most = mem[low : high + 1], cap[low : high + 1]
-    for s in range(held.size):
-        over = held[s] - most[s]
-        held[s] += bytes_
+    live, most = mem[low : high + 1], cap[low : high + 1]
+    for s in range(live.size):
+        over = live[s] - most[s]
+        live[s] += bytes_
         then = over + bytes_
         change += (then if then > 0.0 else 0.0) - (over if over > 0.0 else 0.0)
     return change
@@ -156,9 +156,9 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """Return the change of the penalty if bytes were added in the slots low..high. Nothing is changed."""
     change = 0.0
-    held, most = mem[low : high + 1], cap[low : high + 1]
-    for s in range(held.size):
-        over = held[s] - most[s]
+    live, most = mem[low : high + 1], cap[low : high + 1]
+    for s in range(live.size):
+        over = live[s] - most[s]
         then = over + bytes_
         change += (then if then > 0.0 else 0.0) - (over if over > 0.0 else 0.0)
     return change
@@ -168,13 +168,13 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
 def first_over(mem: Floats, cap: Floats, start: int) -> int:
     """Return the first slot, from ``start`` on, whose cap is exceeded, or -1."""
     for low in range(start, mem.size, BLOCK):
-        held, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
+        live, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
         found = 0
-        for s in range(held.size):
-            found += held[s] > most[s]
+        for s in range(live.size):
+            found += live[s] > most[s]
         if found > 0:
             s = 0
-            while held[s] <= most[s]:
+            while live[s] <= most[s]:
                 s += 1
             return low + s
     return -1

@@ -14,7 +14,8 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans

@@ -5,22 +5,37 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.auto.eviction_simulation import Policy, Simulation, random_policy, tables_of
 from rematplan.planner.core.plan import Plan, plan_from_runs
 
 NAME = "eviction"
-TRIES = 6
-"""Simulations at one target before a higher one is tried."""
-FIRST, LAST = 1.0, 1e-3
-"""The first and the last target: the smallest peak so far, less this share of its distance to the floor."""
-NEXT = 0.125
-"""The first target of later passes."""
-PASSES = 2
-"""Passes from the first to the last target without any gain, after which the search ends."""
-AGAIN = 0.5
-"""The probability of using the last successful policy again."""
+
+
+@dataclass(frozen=True)
+class EvictionOptions:
+    """The constants of searches by eviction, chosen by trial without a record of single measurements.
+
+    A target is the smallest peak so far, less a share of its distance to the floor.
+    """
+
+    tries: int = 6
+    """Simulations at one target before a higher one is tried."""
+    first: float = 1.0
+    """The share of the first target: the floor itself."""
+    last: float = 1e-3
+    """The share of the last target of a pass."""
+    next_pass: float = 0.125
+    """The share of the first target of later passes."""
+    passes: int = 2
+    """Passes from the first to the last target without any gain, after which the search ends."""
+    repeat: float = 0.5
+    """The probability of using the last successful policy again."""
+
+
+EVICTION = EvictionOptions()
 
 
 def lower_by_eviction(
@@ -45,13 +60,13 @@ def lower_by_eviction(
         most_runs: no further simulation begins once all simulations together have run this many ops, repetitions
             included.
     """
-    source, share, failures, passes = random.Random(seed), FIRST, 0, 0
+    source, share, failures, passes = random.Random(seed), EVICTION.first, 0, 0
     policy: Policy | None = None
     tables, made = tables_of(graph), 0
-    while best.estimate.peak > floor and passes < PASSES and made < most_runs and go_on():
+    while best.estimate.peak > floor and passes < EVICTION.passes and made < most_runs and go_on():
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
-        tried = policy if policy and source.random() < AGAIN else random_policy(source)
+        tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)
         simulation = Simulation(tables, target, tried, source, go_on)
         fits = simulation.run()
         made += len(simulation.runs)
@@ -61,10 +76,10 @@ def lower_by_eviction(
                 best, policy, failures, passes = plan, tried, 0, 0
                 continue
         failures += 1
-        if failures >= TRIES:
+        if failures >= EVICTION.tries:
             share, failures = share / 2, 0
-        if share < LAST:
-            share, passes = NEXT, passes + 1
+        if share < EVICTION.last:
+            share, passes = EVICTION.next_pass, passes + 1
     return best
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.restarts import SearchBudget
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
@@ -16,11 +16,22 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal
 
-SLACK = 0.01
-"""What a plan for ``min`` may have above the smallest peak found, as a share of it. At the smallest peak itself, the
-last bytes may cost more than all others together."""
-TRIES, EVICTION = 100, 0.1
-"""Simulations of eviction at the budget, whose cheapest plan is a start, and the share of the time for them."""
+
+@dataclass(frozen=True)
+class MinBudgetOptions:
+    """The constants of plans for the budgets ``min`` and ``least``, chosen by trial without a record of single
+    measurements."""
+
+    slack: float = 0.01
+    """What a plan for ``min`` may have above the smallest peak found, as a share of it. At the smallest peak itself,
+    the last bytes may cost more than all others together."""
+    tries: int = 100
+    """Simulations of eviction at the budget, whose cheapest plan is a start."""
+    eviction: float = 0.1
+    """The share of the time left, after the smallest peak was found, for these simulations."""
+
+
+MIN_BUDGET = MinBudgetOptions()
 
 
 def cheapest_near_smallest_peak(
@@ -44,7 +55,7 @@ def cheapest_near_smallest_peak(
         graph: the problem.
         time_limit: seconds.
         progress: called with the fraction done and a short text.
-        slack: a share of the smallest peak; 0 for the budget ``least``, `SLACK` for ``min``.
+        slack: a share of the smallest peak; 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
         moves: if not 0, the number of moves, instead of the time limit; the plan is then the same on every machine.
         keep_order: whether the first runs of all ops keep the base order.
         seed: the seed of the random choices.
@@ -69,8 +80,8 @@ def cheapest_near_smallest_peak(
         if moves:
             strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
         else:
-            until = effort.spent() + EVICTION * (time_limit - effort.spent())
-            lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=TRIES, seed=seed)
+            until = effort.spent() + MIN_BUDGET.eviction * (time_limit - effort.spent())
+            lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=MIN_BUDGET.tries, seed=seed)
             known += [lean] if lean else []
             left = max(0.0, time_limit - effort.spent())
             auto = Auto(seed=seed, keep_order=keep_order)

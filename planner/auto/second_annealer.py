@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.bound_thread import Proof
 
 SHORTEST = 1.0

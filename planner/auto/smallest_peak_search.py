@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import lower_by_eviction
@@ -31,14 +32,27 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 Report: TypeAlias = Callable[[float, float | None], None]
 
-BLOCKS, EVICTION, DESCENTS = 0.3, 0.5, 0.6
-"""The shares of the time after which block plans, eviction and descents end."""
-PLAIN = 0.5
-"""The share of the time for the problem without its inverses, if it has any."""
-STALLS = 3
-"""Descents in a row without success after which they end."""
-LEAPS = (0.03, 0.01)
-"""The last searches look for plans within the smallest peak less these shares of it."""
+
+@dataclass(frozen=True)
+class PeakSearchOptions:
+    """The constants of the search for the smallest peak, chosen by trial without a record of single measurements."""
+
+    blocks: float = 0.3
+    """The share of the time after which block plans end."""
+    eviction: float = 0.5
+    """The share of the time left then for eviction. It finds plans in which recomputed tensors are evicted and
+    recomputed again; annealing seldom does."""
+    descents: float = 0.6
+    """The share of the time left then for descents."""
+    plain: float = 0.5
+    """The share of the time for the problem without its inverses, if it has any."""
+    stalls: int = 3
+    """Descents in a row without success after which they end."""
+    leaps: tuple[float, ...] = (0.03, 0.01)
+    """The last searches look for plans within the smallest peak less these shares of it."""
+
+
+PEAK_SEARCH = PeakSearchOptions()
 
 
 def find_smallest_peak(
@@ -69,7 +83,7 @@ def find_smallest_peak(
         KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and
             ``effort.interrupted`` is set.
     """
-    blocks = leanest_plans(graph, math.inf if effort.moves else effort.began + BLOCKS * effort.total)
+    blocks = leanest_plans(graph, math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}
 
@@ -87,7 +101,7 @@ def find_smallest_peak(
 
     begun = any(p.estimate.peak <= lean for p in starts)
     plain = [without_inverses(graph)] if graph.inverses and not begun else []
-    return search_without_inverses_first((*plain, graph), PLAIN, search)[-1][1]
+    return search_without_inverses_first((*plain, graph), PEAK_SEARCH.plain, search)[-1][1]
 
 
 def _report(progress: Progress, done: float, _overhead: float | None) -> None:
@@ -126,7 +140,7 @@ class _Lowering:
 
     def _evict(self) -> None:
         spent = self.effort.spent()
-        end = spent + EVICTION * max(0.0, self.until - spent)
+        end = spent + PEAK_SEARCH.eviction * max(0.0, self.until - spent)
         self.least = lower_by_eviction(
             self.graph,
             self.least,
@@ -144,12 +158,12 @@ class _Lowering:
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
         rest = [runs for runs in starts if runs != least]
-        self._at_once(
+        self._in_threads(
             [
                 partial(_lower, search, [least, *rest] if k == 0 else rest)
                 for k, search in enumerate(searches)
             ],
-            DESCENTS,
+            PEAK_SEARCH.descents,
         )
         self._take(searches)
 
@@ -158,7 +172,7 @@ class _Lowering:
         gained = True
         while gained and self.effort.spent() < self.until:
             peak, gained = self.least.estimate.peak, False
-            targets = [max(self.aim, peak - max(1, int(share * peak))) for share in LEAPS]
+            targets = [max(self.aim, peak - max(1, int(share * peak))) for share in PEAK_SEARCH.leaps]
             width = (
                 self._width if self.graph.has_phases else 1
             )  # without phases a search has two threads itself
@@ -167,7 +181,7 @@ class _Lowering:
                     return
                 searches = [self._search(target, k, report) for target in targets[k : k + width]]
                 start = [runs_of(self.least.schedule)]
-                self._at_once(
+                self._in_threads(
                     [partial(_fit, search, start) for search in searches], width / (len(targets) - k)
                 )
                 self._take(searches)
@@ -187,7 +201,7 @@ class _Lowering:
         found = [search.smallest for search in searches if search.smallest is not None]
         self.least = min((self.least, *found), key=_peak)
 
-    def _at_once(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
+    def _in_threads(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
         """Run searches at the same time, for a share of the time that is left."""
         left = share * max(0.0, self.until - self.effort.spent())
         parts = [SearchBudget(left, max(1, int(left)) if self.effort.moves else 0) for _ in searches]
@@ -211,7 +225,7 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget
     """Descend until nothing more is gained."""
     search.prepare(starts)
     stalls = 0
-    while stalls < STALLS and search.least.estimate.peak > search.budget and effort.spent() < effort.total:
+    while stalls < PEAK_SEARCH.stalls and search.least.estimate.peak > search.budget and effort.spent() < effort.total:
         before = search.least.estimate.peak
         search.descend(effort, effort.total)
         stalls = stalls + 1 if search.least.estimate.peak == before else 0

@@ -63,8 +63,8 @@ class BlockChain:
         return len(self.forward)
 
     @cached_property
-    def held(self) -> Ints:
-        """``held[i, s]``: the bytes that blocks i .. s - 1 keep for block s and later ones; shape (n + 1, n + 1)."""
+    def kept(self) -> Ints:
+        """``kept[i, s]``: the bytes that blocks i .. s - 1 keep for block s and later ones; shape (n + 1, n + 1)."""
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -73,7 +73,7 @@ class BlockChain:
         return np.cumsum(np.cumsum(change, axis=1)[::-1], axis=0)[::-1, : n + 1]
 
     @cached_property
-    def held_behind(self) -> Ints:
+    def kept_behind(self) -> Ints:
         """For each block, the bytes that it and earlier blocks keep for later ones, if all blocks pass."""
         change = np.zeros(len(self), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -125,7 +125,7 @@ def narrow_places(chain: BlockChain, most: int) -> list[int]:
     passed = np.cumsum(chain.saved, dtype=np.float64)
     share = np.floor(np.nextafter(passed / max(1.0, passed[-1]), 0) * most)
     parts = np.split(np.arange(len(chain)), np.flatnonzero(np.diff(share)) + 1)
-    places = [int(part[len(part) - 1 - chain.held_behind[part][::-1].argmin()]) + 1 for part in parts]
+    places = [int(part[len(part) - 1 - chain.kept_behind[part][::-1].argmin()]) + 1 for part in parts]
     return [*places[:-1], len(chain)]
 
 
@@ -258,11 +258,11 @@ def _peaks(
     peaks = []
     for ops in blocks:
         until = {t: o for o in ops for t in (*ix.writes[o], *ix.reads[o])}
-        own, held, peak = {t for o in ops for t in ix.writes[o] if t in free}, 0, 0
+        own, live, peak = {t for o in ops for t in ix.writes[o] if t in free}, 0, 0
         for o in ops:
-            held += sum(ix.bytes[t] for t in ix.writes[o] if t in own)
-            peak = max(peak, held + workspace[o])
-            held -= sum(
+            live += sum(ix.bytes[t] for t in ix.writes[o] if t in own)
+            peak = max(peak, live + workspace[o])
+            live -= sum(
                 ix.bytes[t] for t in {*ix.reads[o], *ix.writes[o]} & own if until[t] == o and t not in stay
             )
         peaks.append(peak)
@@ -291,17 +291,17 @@ def _stage_peaks(
     stage, entering, left = (np.zeros(count, dtype=np.int64) for count in (n, n + 1, n))
     waiting: set[int] = set()
     for k in reversed(range(n)):
-        held = waiting | own[k]
-        count = sum(ix.bytes[t] for t in held)
+        live = waiting | own[k]
+        count = sum(ix.bytes[t] for t in live)
         for o in stages[k]:
             left[k] += sum(ix.bytes[t] for t in ix.writes[o] if ix.is_output[t])
             new = {t for t in ix.writes[o] if t in gradients}
-            held |= new
+            live |= new
             count += sum(ix.bytes[t] for t in new)
             stage[k] = max(stage[k], count + left[k] + workspace[o])
-            gone = {t for t in (*ix.reads[o], *new) if t in held and until[t] == o}
-            held -= gone
-            count -= sum(ix.bytes[t] for t in gone)
-        waiting = held & gradients
+            freed = {t for t in (*ix.reads[o], *new) if t in live and until[t] == o}
+            live -= freed
+            count -= sum(ix.bytes[t] for t in freed)
+        waiting = live & gradients
         entering[k] = sum(ix.bytes[t] for t in waiting)
     return stage, entering, left

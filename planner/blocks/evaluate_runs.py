@@ -20,12 +20,12 @@ def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
 
 @kernel
 def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
-    """Scan the runs backwards. ``wanted``: tensors whose next event is a read; ``held``: their bytes."""
+    """Scan the runs backwards. ``wanted``: tensors whose next event is a read; ``live``: their bytes."""
     wanted = traffic.wanted.copy()
-    held, cost = traffic.input_bytes, 0.0
+    live, cost = traffic.input_bytes, 0.0
     for t in range(len(wanted)):
         if wanted[t]:
-            held += traffic.bytes[t]
+            live += traffic.bytes[t]
     peak = traffic.input_bytes
     for at in range(len(runs) - 1, -1, -1):
         o = runs[at]
@@ -35,14 +35,14 @@ def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
         for t in reads:  # resident while the op runs, even if nothing reads them later
             if not wanted[t]:
                 wanted[t] = True
-                held += traffic.bytes[t]
-        before = held
+                live += traffic.bytes[t]
+        before = live
         for t in writes:
             if wanted[t]:
                 wanted[t] = False
                 before -= traffic.bytes[t]
             else:
-                held += traffic.bytes[t]
-        peak = max(peak, held + traffic.workspace[o])
-        held = before
+                live += traffic.bytes[t]
+        peak = max(peak, live + traffic.workspace[o])
+        live = before
     return peak, cost

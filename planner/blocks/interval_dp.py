@@ -4,7 +4,7 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for he
 arXiv:1911.13214; for a chain of equal layers the plans are those of Revolve (Griewank and Walther 2000). Here a
 boundary may consist of several tensors, some of which earlier boundaries hold already (skip connections).
 
-C[i, j, m] is the least recomputation cost to get from the state «everything that blocks before i keep is held, and
+C[i, j, m] is the least recomputation cost to get from the state «everything that blocks before i keep is kept, and
 the gradients that enter stage j - 1» to the state «stages j - 1 .. i are done», with m bytes for everything else.
 The first action is one of two (n is that of `BlockChain`):
 
@@ -15,8 +15,8 @@ The first action is one of two (n is that of `BlockChain`):
 
 - *pass* to block s: run blocks i .. s - 1 and hold only what later ones read of them::
 
-      m >= entering[j] + max over k in i .. s - 1 of held[i, k] + passing[k]
-      cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - held[i, s]] + C[i, s, m - left[s .. j - 1]]
+      m >= entering[j] + max over k in i .. s - 1 of kept[i, k] + passing[k]
+      cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - kept[i, s]] + C[i, s, m - left[s .. j - 1]]
 
 Bytes are counted in units, each figure rounded to the nearest; errors cancel, and the simulator checks the result.
 Long passes end at given places only. Intervals of equal blocks are solved once. Time O(I p K) and memory O(I K) for
@@ -102,7 +102,7 @@ class Units(NamedTuple):
     closing: Ints
     stage: Ints
     entering: Ints
-    held: Ints
+    kept: Ints
     pass_peak: Ints
     room: int
 
@@ -117,7 +117,7 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
     n = len(chain)
     whole = float(chain.cost.sum() + chain.closing_cost.sum()) or 1.0  # shares of it fit into 32 bits
     # Of block k in a pass from block i; in floats, since a sum of two sizes may be more than 64 bits hold.
-    running = np.triu(chain.held[:, :-1].astype(np.float64) + chain.passing)
+    running = np.triu(chain.kept[:, :-1].astype(np.float64) + chain.passing)
     pass_peak = np.concatenate([np.zeros((n + 1, 1)), np.maximum.accumulate(running, axis=1)], axis=1)
     return Units(
         cost=np.concatenate([[0.0], np.cumsum(chain.cost / whole)]),
@@ -128,7 +128,7 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
         closing=rounded(chain.closing),
         stage=rounded(chain.stage),
         entering=rounded(chain.entering),
-        held=rounded(chain.held),
+        kept=rounded(chain.kept),
         pass_peak=rounded(pass_peak),
         room=room,
     )
@@ -181,9 +181,9 @@ def _fill(u: Units, alike: Intervals) -> Floats:
         for s in range(i + 1, j):
             if s > i + NEAR and not alike.place[s]:
                 continue
-            low, held, left = _pass_needs(u, i, s, j)
+            low, kept, left = _pass_needs(u, i, s, j)
             cost = np.float32(_pass_cost(u, i, s))
-            later = table[alike.row[s, j]][low - held : u.room + 1 - held]
+            later = table[alike.row[s, j]][low - kept : u.room + 1 - kept]
             sooner = table[alike.row[i, s]][low - left : u.room + 1 - left]
             into = out[low:]
             for m in range(len(into)):  # from 0 on, so that it is done several at a time
@@ -202,8 +202,8 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
     """The least m for a pass to block s, and by how much it reduces m for the later and for the earlier blocks."""
-    held, left = u.held[i, s], u.left[j] - u.left[s]
-    return int(max(u.entering[j] + u.pass_peak[i, s], held, left)), int(held), int(left)
+    kept, left = u.kept[i, s], u.left[j] - u.left[s]
+    return int(max(u.entering[j] + u.pass_peak[i, s], kept, left)), int(kept), int(left)
 
 
 @kernel
@@ -233,9 +233,9 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
             if j > i + 1:
                 todo.append((i + 1, j, m - u.saved[i]))
         else:
-            _, held, left = _pass_needs(u, i, i + count, j)
+            _, kept, left = _pass_needs(u, i, i + count, j)
             todo.append((i, i + count, m - left))
-            todo.append((i + count, j, m - held))
+            todo.append((i + count, j, m - kept))
     return steps[:done].copy()
 
 
@@ -248,10 +248,10 @@ def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) 
     if m >= _saving_needs(u, i, j):
         best = table[alike.row[i + 1, j], m - u.saved[i]]
     for s in range(i + 1, j):
-        low, held, left = _pass_needs(u, i, s, j)
+        low, kept, left = _pass_needs(u, i, s, j)
         if m >= low and (s <= i + NEAR or alike.place[s]):
             cost = np.float32(_pass_cost(u, i, s))
-            cost += table[alike.row[s, j], m - held] + table[alike.row[i, s], m - left]
+            cost += table[alike.row[s, j], m - kept] + table[alike.row[i, s], m - left]
             if cost < best:
                 best, to = cost, s
     return to

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.problem_arrays import recipes
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start

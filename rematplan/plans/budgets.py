@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.auto.min_budget_plan import SLACK, cheapest_near_smallest_peak
+from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -37,7 +37,7 @@ UNITS = {
 FEW = 2**20
 """For a plain number of fewer bytes than this, the unit may have been forgotten."""
 
-LEAN: Mapping[str, float] = {"min": SLACK, "least": 0.0}
+LEAN: Mapping[str, float] = {"min": MIN_BUDGET.slack, "least": 0.0}
 """Budgets that each problem determines itself: by how much their plans may exceed the smallest peak found, as a share
 of it."""
 

@@ -77,11 +77,12 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_gradients(module: nn.Module) -> Iterator[None]:
-    """Set ``.grad`` of all parameters to None at the start of the block, and restore it afterwards."""
+def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
+    """Restore ``.grad`` of all parameters after the block. In the block it begins as None, or as a copy if
+    ``copied``."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
+    for parameter, gradient in before:
+        parameter.grad = gradient.clone() if copied and gradient is not None else None
     try:
         yield
     finally:

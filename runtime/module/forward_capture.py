@@ -13,7 +13,7 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime import guards
-from rematplan.runtime.capture.capture import capture, capture_open, check_traceable
+from rematplan.runtime.capture.capture import capture, check_traceable
 from rematplan.runtime.capture.flat_module import FlatModel, tensors_in
 from rematplan.runtime.capture.hidden_tensors import (
     Withheld,
@@ -23,6 +23,7 @@ from rematplan.runtime.capture.hidden_tensors import (
     hooked,
 )
 from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
@@ -119,7 +120,7 @@ class Tracing:
         symbols = BatchSymbols()
         with self._recording() as record:
             flat = self._flat(record)
-            traced = capture_open(flat, self.batch, self.name, self.model, record.values, symbols)
+            traced = capture_with_open_sizes(flat, self.batch, self.name, self.model, record.values, symbols)
         table = traced.table
         assert table
         if flat.counted:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws
+from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 
@@ -23,8 +23,8 @@ def own_error(
     only an error of TorchDynamo.
 
     The forward runs once, on copies of its tensors, without saving tensors for a backward. (If it runs a
-    backward itself, it runs again and saves them.) The model's attributes and buffers and all random states are
-    restored; gradients that the forward itself adds to parameters are not.
+    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all random
+    states are restored.
     """
     asked: list[torch.Tensor] = []
 
@@ -50,6 +50,7 @@ def _raised(
     with (
         warnings.catch_warnings(),
         same_buffers(model),
+        same_gradients(model, copied=True),
         same_draws(),
         same_attributes(model, ""),
         torch.enable_grad(),

@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import Search, SearchBudget
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram

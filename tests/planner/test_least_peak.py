@@ -10,12 +10,12 @@ import problems
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import SearchBudget
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto import min_budget_plan
 from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
-from rematplan.planner.auto.min_budget_plan import SLACK, cheapest_near_smallest_peak
+from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
@@ -109,7 +109,7 @@ def test_no_schedule_of_a_small_problem_has_a_smaller_peak_than_the_least():
 def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problems):
     for graph in (dense(4), problems.residual((2, 2)), problems.chain(12)):
         least = cheapest_near_smallest_peak(graph, moves=20_000)
-        lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=SLACK)
+        lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=MIN_BUDGET.slack)
         assert least.estimate.peak <= lean.estimate.peak <= lean.budget
         assert least.budget == least.estimate.peak
         assert lean.budget <= 1.02 * least.estimate.peak
@@ -118,7 +118,7 @@ def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problem
 
 def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():
     graph = dense(2)
-    lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=SLACK)
+    lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=MIN_BUDGET.slack)
     assert lean.estimate.cost == pytest.approx(exhaustive(graph, lean.budget, 10**6).cost)
 
 

@@ -127,19 +127,19 @@ PATCHES = (
             "torch.nn.modules.module._global_forward_hooks",
         ),
         "each op is recorded with the innermost module that calls it",
-        f"{_ROOM}.capture.capture",
+        f"{_ROOM}.capture.joint_trace",
     ),
     Patch(
         ("torch.compiler._is_compiling_flag",),
         "many models that inspect values for a shortcut skip that while being compiled; set only for such models",
-        f"{_ROOM}.capture.capture",
+        f"{_ROOM}.capture.joint_trace",
         threads=f"{_ALL} such a model: every caller is told that it is being compiled",
     ),
     Patch(
         ("torch._inductor.config.fallback_random", "torch._functorch.config.backward_pass_autocast"),
         "random calls must stay even if nothing reads them, since later draws depend on them; a backward runs outside "
         "autocast's block",
-        f"{_ROOM}.capture.capture",
+        f"{_ROOM}.capture.joint_trace",
         threads=f"{_LOCAL}, as of 2.13",
     ),
     Patch(
@@ -157,13 +157,13 @@ PATCHES = (
     Patch(
         ("dispatch modes",),
         "a tracer removes ops without a result, checks among them",
-        f"{_ROOM}.capture.patches.checks",
+        f"{_ROOM}.capture.patches.assertion_ops",
         threads=_LOCAL,
     ),
     Patch(
         ("torch.fx.node._side_effectful_functions",),
         "PyTorch removes a check in a backward as dead code; registered by torch.fx.has_side_effect",
-        f"{_ROOM}.capture.patches.checks",
+        f"{_ROOM}.capture.patches.assertion_ops",
         versions="torch<2.13",
         threads="affects all tracers: they keep the three ops that only check values",
         undone="never: it is made at import, and is true of these ops",
@@ -171,7 +171,7 @@ PATCHES = (
     Patch(
         ("dispatch modes",),
         "values by which a forward decides must be computed and recorded",
-        f"{_ROOM}.guards.values",
+        f"{_ROOM}.guards.decisions_by_values",
         threads=_LOCAL,
     ),
     Patch(

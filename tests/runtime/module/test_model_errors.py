@@ -126,3 +126,32 @@ def test_a_forward_that_differentiates_is_not_blamed() -> None:
         planned(Differentiating(1e9), x)
     with pytest.raises(OverflowError, match="too steep"):
         planned(Differentiating(0.0), x)
+
+
+class Accumulating(nn.Module):
+    """Adds to its own gradients in its forward, and decides by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x).sum().backward()
+        if self.linear.weight.grad is not None and self.linear.weight.grad.abs().sum().item() > 0:
+            raise OverflowError("too steep")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_gradients_that_a_forward_adds_while_its_error_is_searched_for_are_removed(
+    with_gradients: bool,
+) -> None:
+    model, x = Accumulating(), torch.ones(5, 4)
+    if with_gradients:
+        model.linear(x).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(OverflowError, match="too steep"):
+        planned(model, x)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)

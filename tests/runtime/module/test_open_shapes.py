@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan import UsageError
-from rematplan.runtime.capture.capture import capture, capture_open
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
@@ -143,7 +144,7 @@ def same_draws() -> None:
 
 def opened(model: nn.Module, batch: tuple[Tensor, ...]) -> OpenStep:
     symbols, decisions = BatchSymbols(), ValueGuardRecorder(dict(model.named_buffers()), batch)
-    traced = capture_open(model, batch, "step", model, decisions, symbols)
+    traced = capture_with_open_sizes(model, batch, "step", model, decisions, symbols)
     assert traced.table
     return OpenStep.of(traced.step, symbols, traced.table)
 

@@ -1,0 +1,237 @@
+"""Load a network of the zoo or an ONNX file, and capture its training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rematplan.ir import UsageError
+from rematplan.ir.onnx.graph import Graph, Value
+from rematplan.ir.onnx.load import load_onnx
+from rematplan.ir.onnx.training_form import Forms
+from rematplan.models import ZOO, build, example_inputs
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.fake_weights import is_weightless, without_data
+from rematplan.runtime.capture.with_loss import WithLoss, with_loss
+from rematplan.runtime.costs.measure import check_fits
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find_inverses import is_exact, with_exact_inverses, with_inverses
+from rematplan.runtime.onnx.module import OnnxModule
+from rematplan.runtime.onnx.ops.values import torch_dtype
+from rematplan.runtime.onnx.rebatch import rebatched
+
+MOST_REFUSALS = 5
+"""At most this many notes say why a tensor cannot be recovered by an inverse."""
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A model with its loss, a batch, and the captured forward and backward of both.
+
+    ``notes``: what the loader changed or noticed, for the user. ``inexact``: whether results may differ from plain
+    autograd by rounding errors, because a plan may run inverses that round. ``without``: the same step with only the
+    inverses that move numbers, if it was loaded with all inverses. ``bare``: the same step without any inverse, if it
+    was loaded with all.
+    """
+
+    module: WithLoss
+    batch: tuple[torch.Tensor, ...]
+    step: CapturedStep
+    notes: tuple[str, ...] = ()
+    inexact: bool = False
+    without: LoadedStep | None = None
+    bare: LoadedStep | None = None
+
+    @property
+    def blind(self) -> LoadedStep | None:
+        """The same step with only those inverses that do not need the values of weights (none divides by a scale).
+
+        None unless the step was loaded with ``inverses=True``.
+        """
+        if self.bare is None:
+            return None
+        found = with_inverses(self.bare.step, {})
+        return replace(self.bare, step=found.step, inexact=not all(map(is_exact, found.step.inverses)))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a network of the zoo (see `rematplan.models.SIZES`). None stands for the network's default."""
+
+    batch: int | None = None
+    image: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    depth: int | None = None
+    classes: int | None = None
+    vocabulary: int | None = None
+
+
+def load_step(
+    model: str | Path,
+    *,
+    sizes: Sizes = Sizes(),
+    dims: Mapping[str, int] | None = None,
+    loss: str | None = None,
+    seed: int = 0,
+    bn: str = "as-is",
+    dropout: str = "as-is",
+    weightless: bool = False,
+    inverses: bool = False,
+    device: str = "cpu",
+) -> LoadedStep:
+    """Load a network of the zoo or an ONNX file, and capture its training step for a random batch.
+
+    Weights are those of the file. Weights that the file does not contain, weights of the zoo's networks, inputs and
+    targets are random, drawn from ``seed``.
+
+    Args:
+        model: the name of a network of the zoo, or the path of an ONNX file.
+        sizes: sizes of a network of the zoo.
+        dims: sizes of an ONNX file's symbolic dimensions, by name.
+        loss: ``cross_entropy``, ``mse`` or ``output`` (the output is the loss). By default the loss that fits the
+            output.
+        seed: for random weights, inputs and targets. They are drawn on the CPU, so they are the same for every
+            device.
+        bn: ``as-is``, ``train`` or ``frozen``: the form to which an ONNX file's batch norms are changed.
+        dropout: ``as-is``, ``on`` or ``off``: the form to which an ONNX file's dropouts are changed.
+        weightless: capture without data. A network of any size then takes no memory, and external weights are not
+            read. The step can be planned, but not run.
+        inverses: find all inverses, including those that round, so that gradients may differ by rounding errors.
+            Otherwise find only those that move numbers.
+        device: where the step is captured, measured and run: ``cpu``, ``cuda`` or, for example, ``cuda:1``.
+
+    Raises:
+        UsageError: an unknown name; sizes for a file, or ``dims`` for a network of the zoo; a loss that does not fit
+            the output; a device that this machine does not have.
+        ModelError: the file cannot be read, or its training step cannot be captured.
+        ZooError: sizes that the network cannot have.
+    """
+    forms, place = Forms(bn, dropout), _device(device)
+    if isinstance(model, str) and model in ZOO:
+        if forms != Forms():
+            raise UsageError(f"{model}: --bn and --dropout can only be used with ONNX files")
+        if dims:
+            raise UsageError(
+                f"{model}: --dim can only be used with ONNX files; for a network of the zoo state sizes such as --batch"
+            )
+        return _open(_load_zoo(model, sizes, loss, seed, weightless, place), inverses)
+    path = Path(model)
+    if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
+        raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
+    if sizes != Sizes():
+        raise UsageError(
+            f"{path.name}: sizes such as --batch can only be used with networks of the zoo; "
+            f"state a file's dimensions with --dim"
+        )
+    graph = rebatched(load_onnx(path, dims or {}, forms))
+    return _open(_load_file(graph, path.stem, loss, seed, weightless, place), inverses)
+
+
+def _device(name: str) -> torch.device:
+    """Return the torch device called ``name``.
+
+    Raises:
+        UsageError: this machine does not have it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    there = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= there:
+        raise UsageError(f"there is no device {name!r} here; write cpu, cuda or cuda:1")
+    return device
+
+
+def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
+    """Return the step with its inverses. Notes say why some tensors cannot be recovered by an inverse."""
+    without = replace(loaded, step=with_exact_inverses(loaded.step))
+    if not inverses:
+        return without
+    without = replace(without, bare=loaded)
+    blind = is_weightless(loaded.batch)
+    found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
+    notes = list(found.refused[:MOST_REFUSALS])
+    if len(found.refused) > len(notes):
+        notes.append(f"{len(found.refused) - len(notes)} more are not recovered for such reasons")
+    if blind:
+        notes.append("without weights no scale is known, so no inverse through a scale is used")
+    inexact = not all(map(is_exact, found.step.inverses))
+    return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
+
+
+def _load_file(
+    graph: Graph, name: str, loss: str | None, seed: int, weightless: bool, device: torch.device
+) -> LoadedStep:
+    if weightless:
+        module, inputs, mode = without_data(
+            lambda: OnnxModule(graph, device="meta").train(),
+            lambda: tuple(map(_empty_input, graph.inputs)),
+            device,
+        )
+        with mode:
+            return _captured(module, inputs, name, loss, seed, graph.notes)
+    module = OnnxModule(graph, seed=seed).train().to(device)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(_random_input(value, generator).to(device) for value in graph.inputs)
+    return _captured(module, inputs, name, loss, seed, graph.notes)
+
+
+def _load_zoo(
+    name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool, device: torch.device
+) -> LoadedStep:
+    given, loss = asdict(sizes), loss or ZOO[name].loss
+    if weightless:
+        module, inputs, mode = without_data(
+            lambda: build(name, **given), lambda: example_inputs(name, seed=seed, **given), device
+        )
+        with mode:
+            return _captured(module, inputs, name, loss, seed, ())
+    inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **given))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = build(name, **given).to(device)
+    return _captured(module, inputs, name, loss, seed, ())
+
+
+def _captured(
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    name: str,
+    loss: str | None,
+    seed: int,
+    notes: tuple[str, ...],
+) -> LoadedStep:
+    module, batch = with_loss(model, inputs, loss, seed)
+    step = capture(module, batch, name)
+    parameters = sum(1 for p in module.parameters() if p.requires_grad)
+    idle = parameters - sum(1 for output in step.outputs if output.kind == "gradient")
+    if idle:
+        why = "the loss is of one output alone, the first that depends on any"
+        notes = (*notes, f"{idle} of {parameters} parameters get no gradient: {why}")
+    return LoadedStep(module, batch, step, notes)
+
+
+def _empty_input(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape or (), dtype=torch_dtype(value.dtype, f"the graph input {value.name!r}"))
+
+
+def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """Return a random input: normal for floating-point types, 0 or 1 for integers (valid indices anywhere), true for
+    masks.
+    """
+    dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
+    shape = value.shape or ()
+    check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)

@@ -1,0 +1,218 @@
+"""The trace of a module and a batch as one joint graph of ATen calls, forward and backward, with fixed or with open
+sizes.
+
+PyTorch differentiates (`aot_export_joint_with_descriptors`), and `read_fx` reads the result. The module is
+not changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from rematplan.ir import ModelError
+from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
+from rematplan.runtime.capture.patches.eager_kernels import native_kernels
+from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
+from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
+from rematplan.runtime.capture.untied_module import UntiedModule
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import (
+    COMPILING_FLAG,
+    TracingContext,
+    aot_export_joint_with_descriptors,
+    functorch_config,
+    inductor_config,
+    tracing,
+)
+from rematplan.runtime.graph.quiet_logs import quiet
+from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
+from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+from rematplan.runtime.guards.tensor_reads import undecided
+from rematplan.runtime.symbols.expressions import ExpressionTable
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
+
+_LEFT_BEHIND = (
+    "its forward leaves tensors in plain attributes and reads them in the next call; make them buffers, or, if they "
+    "never change, call it once before it is planned"
+)
+_HIGHER_ORDER = (
+    "it calls an operator that takes functions (torch.cond, torch.while_loop), checks values in its backward, or "
+    "communicates in place (call torch.distributed._functional_collectives), which a plan cannot contain; plan the "
+    "submodules that do not"
+)
+_COMPILED = "it calls a compiled function; plan the function that was compiled, or see rematplan.backend"
+_VARYING = "it makes nested tensors, whose sizes are not fixed; plan the submodules that do not"
+IN_OTHER_WORDS = {
+    "Unexpected fake buffer": _LEFT_BEHIND,
+    "in tensor_tracker": _LEFT_BEHIND,
+    "HigherOrderOperator": _HIGHER_ORDER,
+    "dynamo-optimized": _COMPILED,
+    "shape_env must not be None": _VARYING,
+}
+"""What errors of the tracer mean, by a part of their text."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as it was read from a trace. ``table``: its open sizes; None if all sizes are fixed."""
+
+    step: CapturedStep
+    table: ExpressionTable | None
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What is traced: ``module(*batch)`` with its backward.
+
+    ``name``: the module's name, for the step and for messages. ``root``: the submodule relative to which the modules
+    of calls are named. ``decisions``: records decisions by values of the inputs; None forbids them. ``symbols``: new
+    symbols for the batch's sizes; None for fixed sizes.
+    """
+
+    module: nn.Module
+    batch: Sequence[torch.Tensor]
+    name: str
+    root: nn.Module
+    decisions: ValueGuardRecorder | None = None
+    symbols: BatchSymbols | None = None
+
+
+def trace_joint_graph(request: TraceRequest) -> Traced:
+    """Trace a module with its backward. Errors of the tracer become `ModelError`, in one line.
+
+    Raises:
+        NotSymbolic: some size must be fixed.
+        ModelError: there is no training step, or PyTorch cannot trace it.
+    """
+    name, root = request.name, request.root
+    if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
+        raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
+    try:
+        with same_attributes(root, name), no_host_draws(name):
+            return _traced(request)
+    except ModelError:
+        raise
+    except VALUES_DECIDE as error:
+        where = getattr(error, "module", "")
+        apart = [n for n in _callable_parts(root) if not f"{where}.".startswith(f"{n}.")]
+        raise ModelError(
+            f"{name}: its forward reads values of tensors ({error}{where and f' in {where}'}), so it has no fixed "
+            f"graph; plan the submodules{_listed(apart)} that do not, or decide before the call and pass the outcome "
+            f"as an argument"
+        ) from error
+    except Exception as error:  # any error in the user's model is reported in one line
+        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
+        raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
+
+
+def _callable_parts(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's trained submodules that have a forward; for module lists and
+    dictionaries, those of their entries."""
+    for name, part in module.named_children():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from (f"{name}.{inner}" for inner in _callable_parts(part))
+        elif any(p.requires_grad for p in part.parameters()):
+            yield name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" if names else ""
+
+
+def _traced(request: TraceRequest) -> Traced:
+    decisions, symbols = request.decisions, request.symbols
+    mode = TrueLayouts(symbols)
+    with (
+        ExitStack() as stack,
+        warnings.catch_warnings(),
+        native_kernels(symbols is not None),
+        without_checkpoints(),
+        quiet(),
+        torch.enable_grad(),
+        _annotated(request.root),
+        # Random calls stay even if nothing reads them: later draws depend on the generator's state after them.
+        inductor_config.patch(fallback_random=True),
+        # A backward runs after autocast's block, not inside it.
+        functorch_config.patch(backward_pass_autocast="off"),
+        # Tensors that a module holds as plain attributes become constants.
+        tracing(TracingContext(mode)),
+        InPlaceLayouts(),
+    ):
+        warnings.simplefilter("ignore")
+        untied = UntiedModule(request.module, symbols is not None)
+        batch = symbols.begin(mode, request.batch) if symbols else request.batch
+
+        def trace() -> Any:
+            return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+
+        try:
+            with undecided() if decisions else nullcontext():
+                joint = trace()
+        except VALUES_DECIDE:
+            untied.decisions = decisions
+            with decisions or nullcontext():
+                try:
+                    joint = untied.assertions.traced(trace)
+                except VALUES_DECIDE:
+                    # Models that inspect their data for a shortcut often skip that while they are being compiled.
+                    stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
+                    untied.assertions = SpeculatedAssertions()
+                    joint = untied.assertions.traced(trace)
+        if symbols:
+            check_no_sizes_kept(request.root)
+    table = symbols.table() if symbols else None
+    step = read_joint_graph(joint.graph_module, untied.names, untied.outputs, request.name, table)
+    return Traced(step, table)
+
+
+@contextmanager
+def _annotated(module: nn.Module) -> Iterator[None]:
+    """Record for each traced op the innermost submodule whose forward calls it.
+
+    An error about a decision that depends on values gets the name of the submodule that raises it, as
+    attribute ``module``.
+    """
+    names = {id(m): name for name, m in module.named_modules()}
+    open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
+    tracing_thread = get_ident()  # the hooks run in all threads
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if get_ident() != tracing_thread:
+            return
+        name = names.get(id(module))
+        open_.append((name or "", nullcontext() if name is None else annotate({MODULE: name})))
+        open_[-1][1].__enter__()
+
+    def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+        if get_ident() == tracing_thread:
+            open_.pop()[1].__exit__(None, None, None)
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        with preserve_node_meta():
+            try:
+                yield
+            except VALUES_DECIDE as error:
+                error.module = open_[-1][0] if open_ else ""  # type: ignore[union-attr]
+                raise
+            finally:
+                while open_:  # the forward raised
+                    open_.pop()[1].__exit__(None, None, None)
+    finally:
+        before.remove()
+        after.remove()

@@ -1,0 +1,77 @@
+"""A module as a function of its distinct parameters and buffers, for a tracer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.runtime.capture.functional_call import call_with, slots
+from rematplan.runtime.capture.host_random import no_seeding
+from rematplan.runtime.capture.indexing import MarkedIndexing
+from rematplan.runtime.capture.patches.assertion_ops import Checks
+from rematplan.runtime.capture.patches.autocast_cache import casting_once
+from rematplan.runtime.capture.patches.tensor_data import written_data
+from rematplan.runtime.guards.assertions import SpeculatedAssertions
+from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+
+
+class UntiedModule(nn.Module):
+    """A module as a function of its distinct parameters and buffers.
+
+    The tracer would treat a tied weight as two, with a gradient each. Autograd has one gradient, and its
+    order of additions must be kept.
+    """
+
+    def __init__(self, module: nn.Module, open_: bool = False) -> None:
+        super().__init__()
+        self.open = open_  # whether the batch has open sizes
+        self.__dict__["inner"] = module  # not a submodule, which would add its parameters under other names
+        self.casts_once = torch.is_autocast_cache_enabled()
+        self.decisions: ValueGuardRecorder | None = None
+        self.assertions = SpeculatedAssertions()
+        self.outputs = 0  # the number of the module's outputs; further results are checks
+        self.names: dict[str, str] = {}
+        short: dict[int, str] = {}
+        for at, (name, parameter) in enumerate(module.named_parameters()):
+            self.register_parameter(f"p{at}", parameter)
+            short[id(parameter)], self.names[f"p{at}"] = f"p{at}", name
+        for at, (name, buffer) in enumerate(module.named_buffers()):
+            self.register_buffer(f"b{at}", buffer)
+            short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
+        self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
+
+    def forward(self, *batch: torch.Tensor) -> Any:
+        state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
+        if self.decisions:
+            held = {self.names[short]: getattr(self, short) for short in self._buffers}
+            self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
+        leaves = [*self.parameters(), *batch]
+        self.assertions.begin()
+        with (
+            Checks(self.assertions) as checks,
+            no_seeding(),
+            casting_once(leaves, self.casts_once),
+            MarkedIndexing() if self.open else nullcontext(),
+            written_data([*leaves, *self.buffers()]),
+        ):
+            results = call_with(self.__dict__["inner"], state, batch)
+        for slot, short in self.short_of.items():
+            _renew(slot, getattr(self, short), state[slot])
+        results = results if isinstance(results, tuple) else (results,)
+        self.outputs = len(results)
+        return *results, *checks.results
+
+
+def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
+    """Copy a tensor that a forward assigned to a buffer into the buffer that the forward was given."""
+    if left is given:
+        return
+    if (left.shape, left.dtype) != (given.shape, given.dtype):
+        raise ModelError(
+            f"the forward assigns {slot} a tensor of another shape or type; assign one of the same shape and type"
+        )
+    given.copy_(left.detach())
