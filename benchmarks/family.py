@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from rematplan import api
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.planner.annealing.adapt_to_size import ADAPT, polished
-from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.family.amounts_by_position import amounts_of
 from rematplan.planner.family.plan_family import PlanFamily

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.plan import plan_from_runs
 
 FLOAT = 4  # bytes

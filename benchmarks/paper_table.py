@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from networks import NETWORKS, base_plan
 
 from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
-from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy

@@ -35,8 +35,8 @@ from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.bubble_formulas import ideal_utilisation, utilisation_bound
-from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
@@ -202,7 +202,9 @@ def dataflow_stage(
     least = min(max(one.transient_forward, one.transient_backward) for one in found)
     for weight in (least, 2 * least, 2**30):  # of what is held at the boundary against what is needed besides
         graph = problem.with_room(weight)
-        plan = cheapest_near_smallest_peak(graph, moves=MOVES * len(graph.ops), starts=priced_for(graph, starts))
+        plan = cheapest_near_smallest_peak(
+            graph, moves=MOVES * len(graph.ops), starts=priced_for(graph, starts)
+        )
         found.append(problem.measured(replace(plan, estimate=simulate(problem.graph, plan.schedule))))
     return min(found, key=lambda one: rank_peak(schedule.actions[stage], [one]))
 

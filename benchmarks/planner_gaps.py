@@ -20,11 +20,11 @@ from pathlib import Path
 from networks import NETWORKS, activation_share, rivals, share_of
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
-from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.peak_report import floor_text
 

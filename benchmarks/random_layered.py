@@ -26,8 +26,8 @@ from itertools import pairwise
 from ortools.linear_solver import pywraplp
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import Run
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         run_step,
     )
     from rematplan.compile_backend import backend
-    from rematplan.plan_any_module import finish_weights, plan_module, planning
     from rematplan.optim.kfac import KFAC
     from rematplan.pipeline.plan_pipeline import Pipeline, plan_pipeline
+    from rematplan.plan_any_module import finish_weights, plan_module, planning
     from rematplan.planner.core.plan import Plan, save_plan
     from rematplan.runtime.statistics.options import Kronecker
 

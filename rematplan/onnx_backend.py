@@ -22,8 +22,8 @@ from rematplan.ir import ModelError
 from rematplan.ir.onnx.graph import Graph, Node, Weight
 from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.onnx.module import OnnxModule
-from rematplan.runtime.onnx.ops.values import to_array, to_tensor
 from rematplan.runtime.onnx.op_table import row_of
+from rematplan.runtime.onnx.ops.values import to_array, to_tensor
 
 
 class Refused(ModelError, unittest.SkipTest):

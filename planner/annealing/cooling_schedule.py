@@ -21,7 +21,7 @@ another, so every other reheated round shakes the order first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -79,7 +79,7 @@ class CoolingSchedule:
     """Without phases: the factor by which each hot round is longer than the one before."""
     between: float = 0.33
     """Without phases: the length of a reheated round, as a share of the hot round before it."""
-    ordering: Ordering = Ordering(0.4, (300.0, 1.0))
+    ordering: Ordering = field(default_factory=lambda: Ordering(0.4, (300.0, 1.0)))
     """Without phases: the ordering stage of hot rounds.
 
     A stage in every hot round made problems that are nearly training steps worse (67 ops: up to 14 and 47 % where
@@ -92,7 +92,7 @@ class CoolingSchedule:
     explored: int = 4
     """Without phases: one of this many hot rounds uses the variant (with an ordering stage, or without) that has not
     led further. With half of them, on random layered graphs none of these came near the others."""
-    shake: Ordering = Ordering(0.3, (100.0, 1.0))
+    shake: Ordering = field(default_factory=lambda: Ordering(0.3, (100.0, 1.0)))
     """Without phases: the ordering stage before every other reheated round. What fits is reordered as if it had to
     fit into less; what has become unnecessary is removed. Other reheated rounds stay in their local minimum."""
     shake_budget: float = 0.85

@@ -75,9 +75,7 @@ class Descent:
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
         # Kept between steps: at a low price a start would be lost before the price is high enough.
         price = 0.0
-        while (
-            plan.estimate.peak > self.budget and step > options.last_step and effort.spent() < until
-        ):
+        while plan.estimate.peak > self.budget and step > options.last_step and effort.spent() < until:
             peak = plan.estimate.peak
             aim = max(self.budget, peak - max(1, int(step * (peak - self.inputs))))
             annealer.load(runs_of(plan.schedule), aim, price)

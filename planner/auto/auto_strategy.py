@@ -22,12 +22,12 @@ from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_pla
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import lower_by_eviction
+from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
-from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent

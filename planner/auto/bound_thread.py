@@ -6,8 +6,8 @@ import math
 import threading
 from types import TracebackType
 
-from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.bound_search import BoundSearch
+from rematplan.planner.bounds.cut_bounds import CLOSED
 
 LAST_WORDS = 0.5
 """Seconds to wait for the search to end after it was stopped: it may be writing a program."""

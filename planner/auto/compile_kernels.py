@@ -10,7 +10,7 @@ from numba.core.dispatcher import Dispatcher
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing import annealer, moves, redundant_runs
 from rematplan.planner.annealing.annealer import compile_annealer
-from rematplan.planner.blocks import evaluate_runs, interval_dp, lower_set_dp, lowering_kernel
+from rematplan.planner.blocks import interval_dp, lower_set_dp, lowering_kernel
 from rematplan.planner.caches.numba_kernels import are_compiled
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.exact_dp import ExactDP

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.auto.auto_strategy import LEAST, Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
-from rematplan.planner.auto.auto_strategy import LEAST, Auto
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal
@@ -48,8 +48,8 @@ def cheapest_near_smallest_peak(
 ) -> Plan:
     """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest peak found.
 
-    `find_smallest_peak` finds the smallest peak in at most half of the time; the rest lowers the overhead. `min_peak_bound`
-    returns a peak below which there is no schedule.
+    `find_smallest_peak` finds the smallest peak in at most half of the time; the rest lowers the overhead.
+    `min_peak_bound` returns a peak below which there is no schedule.
 
     Args:
         graph: the problem.
@@ -81,7 +81,9 @@ def cheapest_near_smallest_peak(
             strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
         else:
             until = effort.spent() + MIN_BUDGET.eviction * (time_limit - effort.spent())
-            lean = plan_by_eviction(marked, budget, lambda: effort.spent() < until, tries=MIN_BUDGET.tries, seed=seed)
+            lean = plan_by_eviction(
+                marked, budget, lambda: effort.spent() < until, tries=MIN_BUDGET.tries, seed=seed
+            )
             known += [lean] if lean else []
             left = max(0.0, time_limit - effort.spent())
             auto = Auto(seed=seed, keep_order=keep_order)

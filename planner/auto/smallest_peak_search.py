@@ -83,7 +83,9 @@ def find_smallest_peak(
         KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and
             ``effort.interrupted`` is set.
     """
-    blocks = leanest_plans(graph, math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total)
+    blocks = leanest_plans(
+        graph, math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total
+    )
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}
 
@@ -225,7 +227,11 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget
     """Descend until nothing more is gained."""
     search.prepare(starts)
     stalls = 0
-    while stalls < PEAK_SEARCH.stalls and search.least.estimate.peak > search.budget and effort.spent() < effort.total:
+    while (
+        stalls < PEAK_SEARCH.stalls
+        and search.least.estimate.peak > search.budget
+        and effort.spent() < effort.total
+    ):
         before = search.least.estimate.peak
         search.descend(effort, effort.total)
         stalls = stalls + 1 if search.least.estimate.peak == before else 0

@@ -20,9 +20,9 @@ import numpy as np
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.csr import Ints, traffic_of
 from rematplan.planner.arrays.precedence import Precedence
+from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.blocks.lowering import kept_always
 from rematplan.planner.blocks.lowering_kernel import lowered
-from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.bounds.max_flow import CutNetwork
 
 SLOPE = 0.05

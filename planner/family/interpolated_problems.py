@@ -19,7 +19,12 @@ import numpy as np
 
 from rematplan.ir import Op, ProblemError, TrainingGraph
 from rematplan.planner.family.amounts_by_position import Amounts, Ints, amounts_of
-from rematplan.planner.family.interpolated_workspaces import Workspaces, traffic_of, workspaces_between, workspaces_of
+from rematplan.planner.family.interpolated_workspaces import (
+    Workspaces,
+    traffic_of,
+    workspaces_between,
+    workspaces_of,
+)
 
 DEGREE = 2
 CHECKS = 2

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from rematplan.planner.core.simulator import Estimate
 from rematplan.planner.family.amounts_by_position import Amounts
-from rematplan.planner.family.schedule_by_position import Member
 from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.schedule_by_position import Member
 
 Size = TypeVar("Size")
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.bounds.cut_bounds import CutBounds
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
@@ -59,7 +59,9 @@ class AutoStages:
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         """Return the plan with the smallest peak that is found. ``starts``: plans to start from."""
-        return cheapest_near_smallest_peak(graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts)
+        return cheapest_near_smallest_peak(
+            graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts
+        )
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
         """Return a proven lower bound of the overhead within a budget (bytes), infinite if it is proven that no plan

@@ -28,8 +28,8 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.actions import RankActions, StagePlan
-from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankRoom
+from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 

@@ -12,9 +12,9 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent

@@ -16,13 +16,13 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy, pareto
 from rematplan.planner.registry import STRATEGIES

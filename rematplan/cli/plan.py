@@ -13,8 +13,8 @@ from typing import Any
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.overlap_option import add_overlap, check_overlap, wanted_lanes
-from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import inverses_run, worst_error

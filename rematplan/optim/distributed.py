@@ -30,8 +30,8 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from rematplan.ir import ProcessEnded, UsageError
-from rematplan.optim.early_sums import EarlySums, Pending
 from rematplan.optim.damped_inverses import restored, saved
+from rematplan.optim.early_sums import EarlySums, Pending
 from rematplan.optim.layer import Layer
 from rematplan.optim.load_balancing import longest_first
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rematplan.optim.hodlr import NotDefinite
 from rematplan.optim.damped_inverses import (
     INVERSES,
     LOW_RANK_SHARE,
@@ -20,6 +19,7 @@ from rematplan.optim.damped_inverses import (
     restored,
     saved,
 )
+from rematplan.optim.hodlr import NotDefinite
 from rematplan.optim.nystrom import nystrom
 from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
 

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import LAYERS, check_whole
 from rematplan.optim.communication import Alone, Exchange
+from rematplan.optim.factor import AUTO
+from rematplan.optim.factor_report import SideReport, rows_of
+from rematplan.optim.inversion_schedule import Refresh
 from rematplan.optim.layer import Layer, layers_of
+from rematplan.optim.optimizer_state_bytes import state_bytes
 from rematplan.optim.options import MakeOthers, check_numbers, check_others
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
-from rematplan.optim.inversion_schedule import Refresh
-from rematplan.optim.factor_report import SideReport, rows_of
-from rematplan.optim.factor import AUTO
-from rematplan.optim.statistics_source import Source
 from rematplan.optim.planned_source import PlannedSource, source_of
-from rematplan.optim.optimizer_state_bytes import state_bytes
+from rematplan.optim.statistics_source import Source
 from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.factors import Factors, Statistics

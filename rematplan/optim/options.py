@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
 from rematplan.optim.damped_inverses import INVERSES
-from rematplan.optim.param_groups import Group
 from rematplan.optim.factor import AUTO
+from rematplan.optim.param_groups import Group
 
 MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
 """Makes an optimizer from param groups, for the parameters without factors."""

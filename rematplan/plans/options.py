@@ -15,8 +15,8 @@ from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.two_lane_plans import OFF, check_mode
 from rematplan.plans.op_costs import check_costs
+from rematplan.plans.two_lane_plans import OFF, check_mode
 
 if TYPE_CHECKING:
     from rematplan.runtime.problem.constraints import Name

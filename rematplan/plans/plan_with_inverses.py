@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.without_inverses_first import Found, search_without_inverses_first
-from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent

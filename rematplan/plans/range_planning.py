@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.planner.annealing.adapt_to_size import polished
-from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan

@@ -21,17 +21,17 @@ from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.budgets import Budget, least_plan, plan_within
+from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.in_flight import plan_in_flight
-from rematplan.plans.plan_with_inverses import better_of, plan_either
-from rematplan.plans.over_budget_plans import leanest_plan
-from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
-from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
 from rematplan.plans.op_costs import copies_priced, priced
+from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
+from rematplan.plans.over_budget_plans import leanest_plan
+from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import log_plan, progress_bar, shapes_of
 from rematplan.plans.refining import Refining, Wanted, mapped
 from rematplan.plans.sized_costs import SizedCosts
+from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses

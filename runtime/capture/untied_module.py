@@ -45,6 +45,7 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *batch: torch.Tensor) -> Any:
+        """Run the module on a batch, and return its results and those of its checks."""
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
             held = {self.names[short]: getattr(self, short) for short in self._buffers}

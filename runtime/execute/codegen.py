@@ -20,6 +20,7 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.problem.backward_segments import Segment
 
+
 class Writer:
     """Writes the source of one schedule line by line, and tracks which values are alive.
 

@@ -18,8 +18,8 @@ from rematplan.runtime.execute.codegen import Writer, read_from, renewed_buffers
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
-from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.backward_segments import gradient_segments
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rematplan.runtime.graph.compat import TensorGuards
-from rematplan.runtime.guards.call_key import like
 from rematplan.runtime.guards.bulk_comparison import picked
+from rematplan.runtime.guards.call_key import like
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})

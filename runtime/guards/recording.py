@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rematplan.runtime.guards.attributes import Reads, reads_of
+from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
-from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 
 @dataclass(frozen=True)

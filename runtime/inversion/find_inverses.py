@@ -19,11 +19,11 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
-from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
 from rematplan.runtime.inversion.inverse_ops import Fill, Inverse
+from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
+from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
 from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
 from rematplan.runtime.inversion.split_storages import SplitStep, split_storages
-from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
 from rematplan.runtime.problem.planning_problem import training_graph
 
 aten = torch.ops.aten

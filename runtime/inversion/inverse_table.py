@@ -27,8 +27,8 @@ from rematplan.runtime.inversion.exact_rows import (
     shuffled,
     stacked,
 )
-from rematplan.runtime.inversion.row_types import Facts, Found, Refused, Row, Undone, fits, result
 from rematplan.runtime.inversion.inverse_ops import LEAST_SCALE
+from rematplan.runtime.inversion.row_types import Facts, Found, Refused, Row, Undone, fits, result
 
 aten = torch.ops.aten
 

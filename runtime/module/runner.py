@@ -36,11 +36,11 @@ from rematplan.runtime.graph.compat import (
 )
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.capture_lock import CaptureLock
-from rematplan.runtime.module.symbolic_shapes import Found, OpenShapes
+from rematplan.runtime.module.forward_capture import Planned, Tracing
 from rematplan.runtime.module.least_recently_used import Recent
 from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.module.forward_capture import Planned, Tracing
+from rematplan.runtime.module.symbolic_shapes import Found, OpenShapes
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
 from rematplan.runtime.statistics.options import Kronecker

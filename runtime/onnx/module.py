@@ -23,10 +23,10 @@ from rematplan.runtime.costs.measure import check_fits
 from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.init_weights import first_readers, initialise
+from rematplan.runtime.onnx.op_table import row_of
 from rematplan.runtime.onnx.ops.rows import Row, refuse, stated
 from rematplan.runtime.onnx.ops.shape import stated_sizes
 from rematplan.runtime.onnx.ops.values import constant_tensor, to_array, to_tensor, torch_dtype
-from rematplan.runtime.onnx.op_table import row_of
 
 MAX_KNOWN = 4096  # the largest number of elements of a value that stays a numpy array
 

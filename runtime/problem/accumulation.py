@@ -18,8 +18,8 @@ from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.planner.core.simulator import resident_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.loss_boundary import split_at_loss
 from rematplan.runtime.problem.backward_segments import gradient_segments
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 EARLIER = "earlier_gradients"
 """The name of the problem's input that represents the gradients of earlier steps."""

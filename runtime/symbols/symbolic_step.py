@@ -18,8 +18,8 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
-from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, resolved
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
 
 Size = int | OpenSize
 AS_STRIDED = torch.ops.aten.as_strided

@@ -7,9 +7,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rematplan.optim import factor, hodlr
-from rematplan.optim.damped_inverses import INVERSES, cholesky, diagonal, inverse_bytes, low_rank, restored, saved
-from rematplan.optim.nystrom import nystrom
+from rematplan.optim.damped_inverses import (
+    INVERSES,
+    cholesky,
+    diagonal,
+    inverse_bytes,
+    low_rank,
+    restored,
+    saved,
+)
 from rematplan.optim.factor import Factor
+from rematplan.optim.nystrom import nystrom
 from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
 
 F64 = torch.float64

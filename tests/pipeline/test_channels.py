@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rematplan.ir import ProcessEnded
-from rematplan.planner.pipeline.messages import least_credits
 from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, one_stage_a_rank
+from rematplan.planner.pipeline.messages import least_credits
 from rematplan.planner.pipeline.timeline import StageTimes, replay
 from rematplan.runtime.pipeline.channels import MOST_TENSORS, Peer, Receiver, Sender
 

@@ -16,8 +16,8 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.ilp.exhaustive import exhaustive

@@ -16,8 +16,8 @@ from rematplan.ir import Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.moves import anneal
 from rematplan.planner.annealing.state import COST, HALF, PENALTY
-from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.bound_search import BoundSearch
+from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.plan import plan_from_runs
 
 SLACK = 3.0  # seconds, for a machine that does other things too

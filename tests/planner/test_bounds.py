@@ -17,12 +17,12 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds import bound_search as bounds
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.cut_growth import Growth
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, in_line, prominence
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
-from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute

@@ -13,10 +13,10 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import precedence
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram
 from rematplan.planner.bounds.rounding import first_held, rounded_runs
-from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import with_frees
 from rematplan.planner.core.simulator import simulate

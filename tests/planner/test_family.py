@@ -19,8 +19,8 @@ from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
 from rematplan.planner.family import plan_family as module
 from rematplan.planner.family.amounts_by_position import amounts_of
-from rematplan.planner.family.schedule_by_position import member_of
 from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.schedule_by_position import member_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 

@@ -12,11 +12,11 @@ import pytest
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto import min_budget_plan
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
-from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of

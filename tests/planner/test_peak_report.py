@@ -3,8 +3,8 @@
 import pytest
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.peak_report import floor_text, peak_cause, transients

@@ -15,8 +15,6 @@ from rematplan.planner.core.schedule import runs_of, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.family.amounts_by_position import amounts_of
 from rematplan.planner.family.interpolated_problems import CHECKS, DEGREE, between
-from rematplan.planner.family.plan_family import PlanFamily
-from rematplan.planner.family.range_proof import prove_range
 from rematplan.planner.family.interpolated_workspaces import (
     MARGIN,
     Workspaces,
@@ -24,6 +22,8 @@ from rematplan.planner.family.interpolated_workspaces import (
     workspaces_between,
     workspaces_of,
 )
+from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.range_proof import prove_range
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from rematplan.planner.ilp.highs_process import read_message, write_message
-from rematplan.planner.ilp.sparse_rows import Rows
 from rematplan.planner.ilp.solver import Answer, Solver
+from rematplan.planner.ilp.sparse_rows import Rows
 
 
 def cover(floor=3.0):

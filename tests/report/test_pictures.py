@@ -9,8 +9,8 @@ import pytest
 import rematplan
 from rematplan.cli import main
 from rematplan.ir import TrainingGraph
-from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.registry import strategy
 from rematplan.plans.tradeoff import trace_curves

@@ -30,8 +30,8 @@ from rematplan.runtime.graph.compat import (
     get_dispatch_mode,
     pytree,
 )
-from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
 from rematplan.runtime.symbols.expressions import NotSymbolic
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
 
 ATEN = torch.ops.aten
 _NAMES = (

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rematplan.runtime import guards
-from rematplan.runtime.guards.module_state import StateKey
-from rematplan.runtime.guards.snapshots import kept
 from rematplan.runtime.guards.bulk_comparison import Table
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+from rematplan.runtime.guards.module_state import StateKey
+from rematplan.runtime.guards.snapshots import kept
 
 RUNNER = Path(__file__).parents[3] / "runtime" / "module" / "runner.py"
 

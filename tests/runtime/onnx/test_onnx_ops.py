@@ -15,8 +15,8 @@ import rematplan.onnx_backend as backend
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto
 from rematplan.runtime.onnx.module import OnnxModule
-from rematplan.runtime.onnx.ops.values import to_tensor
 from rematplan.runtime.onnx.op_table import TABLE
+from rematplan.runtime.onnx.ops.values import to_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the standard's cases divide by zero
 

@@ -85,7 +85,10 @@ def test_what_libraries_keep_is_held_all_along_in_both_threads() -> None:
 
 
 def test_a_recovery_lane_needs_room_for_what_libraries_keep_for_its_thread() -> None:
-    assert (two_lane_plans.LIBRARIES, two_lane_plans.THREADS) == (step_problem.LIBRARIES, step_problem.THREADS)
+    assert (two_lane_plans.LIBRARIES, two_lane_plans.THREADS) == (
+        step_problem.LIBRARIES,
+        step_problem.THREADS,
+    )
 
     class Deep(nn.Module):
         def __init__(self) -> None:
