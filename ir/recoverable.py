@@ -45,7 +45,7 @@ class Recovery:
     """Other inverses that could write the tensor as well."""
 
     @cached_property
-    def held(self) -> tuple[str, ...]:
+    def needed(self) -> tuple[str, ...]:
         """The tensors that must be resident before the recovery: its steps read them, and none of them writes them."""
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
@@ -114,17 +114,19 @@ def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[
         return t
 
     for t, recovery in found.items():
-        for h in recovery.held:
+        for h in recovery.needed:
             if h in found:
                 group[root(t)] = root(h)
     spared: dict[str, set[str]] = {}
-    held: dict[str, set[str]] = {}
+    resident: dict[str, set[str]] = {}
     for t, recovery in found.items():
         made = {w for step in recovery.steps for w in step.writes}
         spared.setdefault(root(t), set()).update(wanted & made)
-        kept = (h for h in recovery.held if h not in inputs and h not in found)
-        held.setdefault(root(t), set()).update(h for h in kept if h not in wanted and h not in look.outputs)
-    good = {g for g in spared if sum(size[t] for t in spared[g]) > sum(size[t] for t in held[g])}
+        kept = (h for h in recovery.needed if h not in inputs and h not in found)
+        resident.setdefault(root(t), set()).update(
+            h for h in kept if h not in wanted and h not in look.outputs
+        )
+    good = {g for g in spared if sum(size[t] for t in spared[g]) > sum(size[t] for t in resident[g])}
     return {t: r for t, r in found.items() if root(t) in good}
 
 
@@ -161,10 +163,10 @@ class _Look:
     def recover(self, target: str) -> Recovery | None:
         if target not in self.makers or target not in self.last_read or target in self.never:
             return None
-        return _Way(self, target).found()
+        return _RecoverySearch(self, target).found()
 
 
-class _Way:
+class _RecoverySearch:
     """The search for the recovery of one tensor.
 
     First the usable ops are collected backwards from the tensor's inverses. Then everything that they can compute
@@ -177,7 +179,7 @@ class _Way:
         self.moment = look.last_read[target]
         self.limit = look.graph.size[target] // NEGLIGIBLE_RATIO
 
-    def _held(self, tensor: str) -> bool:
+    def _is_resident(self, tensor: str) -> bool:
         look = self.look
         if tensor in look.inputs:
             return True
@@ -206,7 +208,7 @@ class _Way:
         seen = {self.target}
         while pending and len(seen) < MOST_TENSORS_SEARCHED:
             tensor = pending.pop()
-            if tensor in seen or self._held(tensor):
+            if tensor in seen or self._is_resident(tensor):
                 continue
             seen.add(tensor)
             for recipe in self._recipes(tensor):
@@ -217,7 +219,7 @@ class _Way:
 
     def found(self) -> Recovery | None:
         recipes = self._wanted()
-        missing = {name: {t for t in r.reads if not self._held(t)} for name, r in recipes.items()}
+        missing = {name: {t for t in r.reads if not self._is_resident(t)} for name, r in recipes.items()}
         waiting: dict[str, list[str]] = {}
         for name, lacks in missing.items():
             for t in lacks:
@@ -253,5 +255,5 @@ class _Way:
                 order[recipe.name] = recipe
                 continue
             stack.append((recipe, True))
-            stack += [(by[t], False) for t in recipe.reads if not self._held(t)]
+            stack += [(by[t], False) for t in recipe.reads if not self._is_resident(t)]
         return tuple(order.values())

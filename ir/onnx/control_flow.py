@@ -20,7 +20,7 @@ from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fol
 from rematplan.ir.onnx.draft import Array, Body, Draft
 from rematplan.ir.onnx.graph import Node, Value
 
-MAX_TURNS = 10_000  # of one loop
+MAX_ITERATIONS = 10_000  # of one loop
 MAX_NODES = 200_000  # of the graph, loops unrolled
 PLAIN = 13  # the opset of the nodes inserted for stacking and indexing
 
@@ -134,13 +134,15 @@ class _Unrolling:
 
     # -------------------------------------------------------------- pieces that the expansions are made of
 
-    def inline(self, node: Node, body: Body, given: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+    def inline(
+        self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
+    ) -> list[str]:
         """Append a body's nodes once, with values for its inputs. Returns the names of its outputs.
 
         Its initialisers have the same names in all iterations, so that a weight remains a single weight.
         """
         self.fresh += 1
-        inner = {**names, **given}
+        inner = {**names, **arguments}
         for name, array in body.initialisers.items():
             inner[name] = f"{node.name}/{name}"
             if inner[name] not in self.initialisers:
@@ -220,22 +222,22 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     count, condition, *states = (*node.inputs, "", "")[: max(2, len(node.inputs))]
     made = max(len(node.outputs), len(states))
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
-    turns = MAX_TURNS + 1 if not count else work.scalar(node, count, "trip count")
+    iterations = MAX_ITERATIONS + 1 if not count else work.scalar(node, count, "trip count")
     go = not condition or bool(work.scalar(node, condition, "condition"))
     counts = bool(count and not condition)  # in which case the body's condition is ignored
     kept: list[list[str]] = []
-    turn = 0
+    iteration = 0
     begun = work.constant(f"{node.name}.{work.fresh}.go", np.asarray(True))
-    while go and turn < turns:
-        if turn >= MAX_TURNS or (counts and turns > MAX_TURNS):
+    while go and iteration < iterations:
+        if iteration >= MAX_ITERATIONS or (counts and iterations > MAX_ITERATIONS):
             raise ModelError(
-                f"node {node.name!r}: the Loop runs more than {MAX_TURNS} times, the most that are unrolled"
+                f"node {node.name!r}: the Loop runs more than {MAX_ITERATIONS} times, the most that are unrolled"
             )
-        number = work.constant(f"{node.name}.{work.fresh}.turn", np.asarray(turn, np.int64))
+        number = work.constant(f"{node.name}.{work.fresh}.turn", np.asarray(iteration, np.int64))
         begin = (number, begun, *states)
         again, *results = work.inline(node, body, dict(zip(body.inputs, begin, strict=True)), names)
         go = counts or bool(work.scalar(node, again, "condition"))
-        states, turn = results[: len(states)], turn + 1
+        states, iteration = results[: len(states)], iteration + 1
         kept.append(results[len(states) :])
     _finish(work, node, states, kept, [0] * (len(node.outputs) - len(states)))
 
@@ -250,7 +252,7 @@ def _finish(
         if output and not kept:
             raise ModelError(f"node {node.name!r}: the {node.op} never runs, so {output!r} has no shape")
         if output:
-            work.stacked(node, [turn[k] for turn in kept], axes[k], output)
+            work.stacked(node, [values[k] for values in kept], axes[k], output)
 
 
 def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
@@ -267,19 +269,21 @@ def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     states, sources = list(node.inputs[:at]), node.inputs[at:]
     axes, back = (_each(node, f"scan_input_{k}", scanned) for k in ("axes", "directions"))
     out_axes, out_back = (_each(node, f"scan_output_{k}", outputs) for k in ("axes", "directions"))
-    turns = _length(work, node, sources, axes)
+    iterations = _length(work, node, sources, axes)
     kept: list[list[str]] = []
-    for turn in range(turns):
+    for iteration in range(iterations):
         picked: list[str] = []
         for source, axis, reverse in zip(sources, axes, back, strict=True):
             mark = f"{node.name}.{work.fresh}.{len(picked)}"
-            place = work.constant(f"{mark}.at", np.asarray(turns - 1 - turn if reverse else turn, np.int64))
+            place = work.constant(
+                f"{mark}.at", np.asarray(iterations - 1 - iteration if reverse else iteration, np.int64)
+            )
             picked.append(work.emit(node, "Gather", (source, place), f"{mark}.picked", axis=axis))
-        given = dict(zip(body.inputs, (*states, *picked), strict=True))
-        results = work.inline(node, body, given, names)
+        arguments = dict(zip(body.inputs, (*states, *picked), strict=True))
+        results = work.inline(node, body, arguments, names)
         states = results[:at]
         kept.append(results[at:])
-    ordered = [[kept[-1 - i if out_back[k] else i][k] for k in range(outputs)] for i in range(turns)]
+    ordered = [[kept[-1 - i if out_back[k] else i][k] for k in range(outputs)] for i in range(iterations)]
     _finish(work, node, states, ordered, out_axes)
 
 
@@ -299,7 +303,7 @@ def _length(work: _Unrolling, node: Node, sources: Sequence[str], axes: Sequence
         if not -len(shape) <= axis < len(shape):
             raise ModelError(f"node {node.name!r}: its input {source!r} has no axis {axis}")
         lengths.add(shape[axis])
-    if len(lengths) != 1 or max(lengths) > MAX_TURNS:
+    if len(lengths) != 1 or max(lengths) > MAX_ITERATIONS:
         raise ModelError(f"node {node.name!r}: it scans inputs of lengths {sorted(lengths)}")
     return int(lengths.pop())
 

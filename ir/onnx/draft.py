@@ -89,18 +89,18 @@ class Edit:
     origins: dict[str, Origin]
     nodes: list[Node]
     scopes: dict[str, Scope]
-    taken: set[str] = field(init=False)
+    used: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.taken = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}
-        self.taken.update(i for n in self.nodes for i in n.inputs)
+        self.used = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}
+        self.used.update(i for n in self.nodes for i in n.inputs)
 
     def fresh(self, name: str) -> str:
         """Return the name, or a similar one that is not in use."""
         k, free = 2, name
-        while free in self.taken:
+        while free in self.used:
             free, k = f"{name}_{k}", k + 1
-        self.taken.add(free)
+        self.used.add(free)
         return free
 
     def float_weight(self, name: str) -> Array | None:

@@ -155,8 +155,8 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]:
     """Return the nodes that compute the tensor. The weight gets its original name if it has the module's shape."""
     del edit.initialisers[array.name]
-    told = edit.origins.get(array.name, Origin()).folded_from
-    sources = [s for s in told if "." in s and not BUFFER.match(s.rpartition(".")[2])]
+    folded_from = edit.origins.get(array.name, Origin()).folded_from
+    sources = [s for s in folded_from if "." in s and not BUFFER.match(s.rpartition(".")[2])]
     whole = EXPANDED.match(array.name) and len(sources) == 1
     name = edit.fresh(sources[0] if whole else f"{array.name}.weight")
     _store(edit, name, spread.weight.astype(array.dtype) if array.dtype != "bfloat16" else spread.weight)

@@ -197,7 +197,7 @@ class _Reading:
 
     opsets: Mapping[str, int]
     path: Path
-    taken: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     bodies: dict[str, dict[str, Body]] = field(default_factory=dict)
 
     def nodes(self, graph: Any, depth: int = 0) -> tuple[Node, ...]:
@@ -212,7 +212,7 @@ class _Reading:
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}): the file imports no opset of domain {domain!r}"
             )
-        name = _fresh(node.name or f"{node.op_type}_{at}", self.taken)
+        name = _fresh(node.name or f"{node.op_type}_{at}", self.used)
         _check_signature(node, name, domain, version)
         graphs = {k: a.value for k, a in node.attributes.items() if a.type.name == "GRAPH"}
         if graphs:
@@ -259,10 +259,10 @@ def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
             raise ModelError(f"node {name!r} ({node.op_type}): attribute {key!r} is of kind {kinds}")
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _fresh(name: str, used: set[str]) -> str:
     candidates = itertools.chain([name], (f"{name}_{k}" for k in itertools.count(2)))
-    name = next(c for c in candidates if c not in taken)
-    taken.add(name)
+    name = next(c for c in candidates if c not in used)
+    used.add(name)
     return name
 
 

@@ -42,14 +42,14 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
-    parted = _part_aliases(edit) + _part_shared(edit)
+    separated = _part_aliases(edit) + _part_shared(edit)
     evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
     gathered = gather_spread(edit, evidence)
     said = (
         restored
         and f"{restored} weights are stored transposed or reshaped by the export and were turned back",
-        parted
-        and f"{parted} weights that the export merged because their values are equal are trained apart",
+        separated
+        and f"{separated} weights that the export merged because their values are equal are trained apart",
         gathered
         and f"{gathered} weights that the export spread over constant places are one weight a place again",
     )
@@ -124,12 +124,12 @@ def _source(
     shape = view.shape(copy.shape)
     if shape is None:
         return ""
-    told = [s for s in edit.origins.get(copy.name, Origin()).folded_from if "." in s]
-    if len(told) == 1 and (view is BROADCAST or scope.operator.startswith("aten.linear")):
-        stated = edit.initialisers.get(told[0])
+    dotted = [s for s in edit.origins.get(copy.name, Origin()).folded_from if "." in s]
+    if len(dotted) == 1 and (view is BROADCAST or scope.operator.startswith("aten.linear")):
+        stated = edit.initialisers.get(dotted[0])
         if stated is None:
-            return told[0] if told[0] not in edit.taken else ""
-        return told[0] if view is TRANSPOSED and _is_transposed(stated, copy) else ""
+            return dotted[0] if dotted[0] not in edit.used else ""
+        return dotted[0] if view is TRANSPOSED and _is_transposed(stated, copy) else ""
     if view is BROADCAST or not GENERATED.match(copy.name):
         return ""
     return next((t for t in tables.get(shape, ()) if _is_transposed(edit.initialisers[t], copy)), "")
@@ -148,7 +148,7 @@ def _is_transposed(stated: Array, copy: Array) -> bool:
 def _view_back(edit: Edit, copy: str, name: str, view: _View) -> None:
     stored = edit.initialisers.pop(copy)
     if name not in edit.initialisers:
-        edit.taken.add(name)
+        edit.used.add(name)
         shape = view.shape(stored.shape) or stored.shape
         edit.initialisers[name] = Array(name, stored.dtype, shape, lambda: view.array(stored.load()))
         edit.origins[name] = Origin("PARAMETER")
@@ -188,16 +188,16 @@ def _part_aliases(edit: Edit) -> int:
     """Give each Identity of a merged weight a weight of its own. Returns their number."""
     if any(_trains(node) for node in edit.nodes):
         return 0
-    kept, parted = [], 0
+    kept, separated = [], 0
     for node in edit.nodes:
         array = edit.float_weight(node.inputs[0]) if node.op == "Identity" and not node.domain else None
         if array is None or not _merged(array, node.outputs[0]):
             kept.append(node)
             continue
         edit.initialisers[node.outputs[0]] = replace(array, name=node.outputs[0])
-        parted += 1
+        separated += 1
     edit.nodes[:] = kept
-    return parted
+    return separated
 
 
 def _trains(node: Node) -> bool:
@@ -233,7 +233,7 @@ def _part_shared(edit: Edit) -> int:
         for name in dict.fromkeys(node.inputs):
             if node.name in edit.scopes and edit.float_weight(name):
                 modules[name][edit.scopes[node.name].module].append(at)
-    parted = 0
+    separated = 0
     for name, readers in modules.items():
         home = max((m for m in readers if m and name.startswith(f"{m}.")), key=len, default="")
         wanted = {m: m + name[len(home) :] for m in readers if m and not name.startswith(f"{m}.")}
@@ -241,8 +241,8 @@ def _part_shared(edit: Edit) -> int:
             continue
         for module, own in wanted.items():
             _own_weight(edit, name, own, readers[module])
-        parted += len(wanted)
-    return parted
+        separated += len(wanted)
+    return separated
 
 
 def _may_part(edit: Edit, name: str, others: Iterable[str]) -> bool:

@@ -167,7 +167,7 @@ def rewire(model, rng):
 @pytest.mark.parametrize("damage", [flip_bytes, change_field, rewire], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_load_or_are_refused_in_one_line(tmp_path, monkeypatch, name, damage):
-    monkeypatch.setattr(onnx_control, "MAX_TURNS", 1000)  # many a damaged loop has no end
+    monkeypatch.setattr(onnx_control, "MAX_ITERATIONS", 1000)  # many a damaged loop has no end
     make, rounds = FILES[name]
     made, rng, path = (
         make().SerializeToString(),
