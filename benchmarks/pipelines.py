@@ -36,7 +36,7 @@ from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.bubble_formulas import ideal_utilisation, utilisation_bound
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
-from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
+from rematplan.planner.pipeline.messages import MessageBytes, message_memory
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
@@ -110,7 +110,9 @@ def stages_of(
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
         template = search.template(start, end, stage)
-        problem = stage_problem(StageSlice(search.chain, start, end), template, held=search.terms.batch)
+        problem = stage_problem(
+            StageSlice(search.chain, start, end), template, per_microbatch=search.terms.batch
+        )
         found.append(problem.measured(plan(problem.graph, start, end)))
     return found
 
@@ -196,7 +198,9 @@ def dataflow_stage(
         chain.chain.sends[end],
         returned_bytes(chain.chain, start, True),
     )
-    problem = stage_problem(piece, held_for_messages(schedule, stage, size), held=chain.batch, recovers=True)
+    problem = stage_problem(
+        piece, message_memory(schedule, stage, size), per_microbatch=chain.batch, recovers=True
+    )
     starts = Reversible().curve(problem.graph, ())
     found = [problem.measured(plan) for plan in starts]
     least = min(max(one.transient_forward, one.transient_backward) for one in found)
@@ -226,7 +230,7 @@ def depth(quick: bool, folder: Path | None) -> None:
         flow = schedule_named("dataflow", ranks, microbatches, hop=0.1)
         size = MessageBytes(*(chain.chain.sends[b] for b in (begins[0], begins[1], begins[1], begins[0])))
         problem = stage_problem(
-            StageSlice(chain.chain, *begins), held_for_messages(schedule, 1, size), held=chain.batch
+            StageSlice(chain.chain, *begins), message_memory(schedule, 1, size), per_microbatch=chain.batch
         )
         kept = problem.measured(no_recompute(problem.graph))
         again = problem.measured(checkpointed(chain, problem.graph, *begins, NETWORKS["revvit_s"][1]))

@@ -22,8 +22,8 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     that runs there.
     """
     at = simulate(graph, schedule).peak_at
-    held = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)
-    held |= {ACTIVATIONS: 0, GRADIENTS: 0, WORKSPACE: 0}
+    live = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)
+    live |= {ACTIVATIONS: 0, GRADIENTS: 0, WORKSPACE: 0}
     resident: set[str] = set()
     for step in schedule[: at + 1]:
         if isinstance(step, Run):
@@ -32,10 +32,10 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
             resident.discard(step.tensor)
     for tensor in resident:
         backward = graph.ops[graph.producer[tensor]].phase == "backward"
-        held[GRADIENTS if backward else ACTIVATIONS] += graph.size[tensor]
+        live[GRADIENTS if backward else ACTIVATIONS] += graph.size[tensor]
     if at >= 0 and isinstance(last := schedule[at], Run):
-        held[WORKSPACE] = graph.op[last.op].workspace
-    return {kind: n for kind, n in held.items() if n or kind != INPUTS}
+        live[WORKSPACE] = graph.op[last.op].workspace
+    return {kind: n for kind, n in live.items() if n or kind != INPUTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Transients:
 
     def __str__(self) -> str:
         parts = {"reads": self.reads, "writes": self.writes, "workspace": self.workspace}
-        told = " + ".join(f"{what} {show_bytes(n)}" for what, n in parts.items())
-        return f"op {self.op!r} ({told} = {self.total} bytes)"
+        shares = " + ".join(f"{what} {show_bytes(n)}" for what, n in parts.items())
+        return f"op {self.op!r} ({shares} = {self.total} bytes)"
 
 
 def transients(graph: TrainingGraph, op: str) -> Transients:

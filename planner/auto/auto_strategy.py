@@ -279,11 +279,11 @@ class _Session:
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
             bound = BoundSearch(graph, self.budget)
-        if not graph.has_phases or not graph.base_cost or bound.turn < 0 or self.bound.best.unreachable:
+        if not graph.has_phases or not graph.base_cost or bound.loss_cut < 0 or self.bound.best.unreachable:
             return False
-        floor = max(bound.price(bound.turn) if graph is self.graph else -1.0, self.bound.best.overhead)
+        floor = max(bound.price(bound.loss_cut) if graph is self.graph else -1.0, self.bound.best.overhead)
         until = self.began + CUT * self.auto.time_limit
-        runs = cut_start(graph, bound.order, bound.turn, self.budget, until)
+        runs = cut_start(graph, bound.order, bound.loss_cut, self.budget, until)
         if runs is None:
             return False
         plan = plan_from_runs(self.graph, runs, "loss_cut")

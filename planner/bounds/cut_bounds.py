@@ -75,7 +75,7 @@ class CutBounds:
         self.quantum = _quantum(graph)
         self.vast = len(graph.ops) > VAST
         self.places = cut_candidates(graph, self.chain, VAST_PLACES if self.vast else PLACES)
-        self.turn = self.places[0] if self.places else -1
+        self.loss_cut = self.places[0] if self.places else -1
         # With parallel branches the chain may miss the important ops (docs/lower-bound.md).
         aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
         self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.cut_places import in_line, prominence
-from rematplan.planner.bounds.rounding import first_held
+from rematplan.planner.bounds.rounding import bytes_at_first_run
 
 Cuts = tuple[int, ...]
 
@@ -54,7 +54,9 @@ class Growth:
         self.began, self.time_limit = time.monotonic(), time_limit
         self._relaxed: dict[Cuts, float] = {}
         self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
-        self._held: Mapping[int, int] = {op: held for op, held in search.chain if op in search.places}
+        self._resident: Mapping[int, int] = {
+            op: resident for op, resident in search.chain if op in search.places
+        }
 
     def run(self) -> None:
         """Grow until the time is up or there is nothing left to try."""
@@ -85,15 +87,15 @@ class Growth:
             return []
         proven, solved = self.solve(cuts)
         unsolved = [] if solved else [cuts]
-        held, tried = self.held(cuts, among), set(cuts)
+        resident, tried = self.resident(cuts, among), set(cuts)
         idle: Cuts = ()
         again: set[Cuts] = set()
         failed = 0
         while not self.over():
-            likely = self.likely(held, tried, failed)
+            likely = self.likely(resident, tried, failed)
             if idle and (failed == SIBLINGS or not likely):
                 self.solve(idle)  # known
-                cuts, solved, held = idle, True, self.held(idle, among)
+                cuts, solved, resident = idle, True, self.resident(idle, among)
                 tried, idle, failed = tried | set(idle), (), 0
                 continue
             if not likely:
@@ -106,42 +108,44 @@ class Growth:
             wider = self.wider(cuts, cut)
             if not solved and self.relaxed(wider) <= proven:
                 more, solved = self.solve(cuts)
-                proven, held = max(proven, more), self.held(cuts, among)
+                proven, resident = max(proven, more), self.resident(cuts, among)
                 continue
             tried.add(cut)
             lifted, done = self.solve(wider)
             if not done:
                 unsolved.append(wider)
             if lifted > proven + GAIN:
-                cuts, proven, solved, held = wider, lifted, done, self.held(wider, among)
+                cuts, proven, solved, resident = wider, lifted, done, self.resident(wider, among)
                 tried, idle, failed = set(wider), (), 0
             else:
                 idle, failed = idle or (wider if done else ()), failed + 1
         return unsolved
 
-    def held(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
+    def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
         """Return, for those ops of ``among`` at which a further cut is possible, the bytes held while each first runs.
 
         They are those of the sequence of runs of the last solution, or of the base order before there is one.
         """
         return {
-            op: self._held[op] for op in in_line(self.search.order, cuts) if op in among and op in self._held
+            op: self._resident[op]
+            for op in in_line(self.search.order, cuts)
+            if op in among and op in self._resident
         }
 
-    def likely(self, held: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
+    def likely(self, resident: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
         """Return the ops to try next as cuts, all of them over the budget: the most prominent ones, and the one that
         the network's shape suggests.
 
-        The latter is first, unless ``failed``, the number of cuts in turn that raised nothing, is above 0. ``held``:
-        the bytes held at each op. ``tried``: ops to leave out.
+        The latter is first, unless ``failed``, the number of cuts in turn that raised nothing, is above 0.
+        ``resident``: the bytes held at each op. ``tried``: ops to leave out.
         """
-        over = [max(0, bytes_ - self.search.budget) for bytes_ in held.values()]
-        prominent = dict(zip(held, prominence(over, over), strict=True)) if over else {}
-        left = [op for op in held if op not in tried and held[op] > self.search.budget]
+        over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
+        prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}
+        left = [op for op in resident if op not in tried and resident[op] > self.search.budget]
         peaks = sorted((op for op in left if prominent[op] > 0), key=lambda op: -prominent[op])
         likeliest = [op for op in self.search.places if op in left][:1]
         ranked = (*peaks[:FEW], *likeliest) if failed else (*likeliest, *peaks[:FEW])
-        return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -held[op])[:1]
+        return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -resident[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
         """Return the op of ``likely`` that, as a further cut, raises the bound of the relaxation most, if it does so
@@ -172,7 +176,7 @@ class Growth:
         if self.search.vast:
             return -math.inf, True
         if cuts in self._solved:
-            proven, self._held = self._solved[cuts]
+            proven, self._resident = self._solved[cuts]
             return proven, True
         until = self.spent + min(self.left, max(FIRST, self.spent))
         proven, solved, known = -math.inf, False, -1
@@ -181,10 +185,12 @@ class Growth:
             floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
             proven = max(proven, floor)
         if self.search.rounded:
-            held = first_held(self.search.graph, self.search.rounded)
-            self._held = {i: held[op.name] for i, op in enumerate(self.search.graph.ops) if op.name in held}
+            resident = bytes_at_first_run(self.search.graph, self.search.rounded)
+            self._resident = {
+                i: resident[op.name] for i, op in enumerate(self.search.graph.ops) if op.name in resident
+            }
         if solved:
-            self._solved[cuts] = proven, self._held
+            self._solved[cuts] = proven, self._resident
         return proven, solved
 
     @property

@@ -26,26 +26,26 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
     It is the path, through tensors with a single writer, whose bytes have the largest sum: it follows the backbone
     of the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
     """
-    held = _base_heights(graph)
+    resident = _base_heights(graph)
     inputs = set(graph.inputs)
     total, previous = [0] * len(graph.ops), [-1] * len(graph.ops)
     for i, op in enumerate(graph.ops):
         sources = [order.makers[t][0] for t in op.reads if t not in inputs and len(order.makers[t]) == 1]
         best = max(sources, key=lambda u: total[u], default=-1)
-        total[i] = held[i] + (total[best] if best >= 0 else 0)
+        total[i] = resident[i] + (total[best] if best >= 0 else 0)
         previous[i] = best
     needed = [i for i in range(len(graph.ops)) if order.needed >> i & 1]
     chain = []
     at = max(needed, key=lambda i: total[i], default=-1)
     while at >= 0:
-        chain.append((at, held[at]))
+        chain.append((at, resident[at]))
         at = previous[at]
     return chain[::-1]
 
 
 def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
     """Return all ops that every schedule must run, in the base order, with bytes as in `heaviest_chain`."""
-    return [(i, held) for i, held in enumerate(_base_heights(graph)) if order.needed >> i & 1]
+    return [(i, resident) for i, resident in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 
 
 def _base_heights(graph: TrainingGraph) -> list[int]:
@@ -80,15 +80,15 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
     if not line:
         return []
     peak = max(range(len(line)), key=lambda k: line[k][1])
-    turn = next((k for k, (i, _) in enumerate(line) if graph.ops[i].phase == "backward"), 0)
-    first = min(peak, turn)
+    boundary = next((k for k, (i, _) in enumerate(line) if graph.ops[i].phase == "backward"), 0)
+    first = min(peak, boundary)
     ops = [i for i, _ in line[first:]]
-    held = [bytes_ for _, bytes_ in line[first:]]
+    resident = [bytes_ for _, bytes_ in line[first:]]
     sets = working_sets(graph)
     own = [sets[i] for i in ops]
     ranks = [
         sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
-        for prominent in (prominence(own, held), prominence(held, own))
+        for prominent in (prominence(own, resident), prominence(resident, own))
     ]
     picked = [peak - first]
     for k in (k for pair in zip_longest(*ranks) for k in pair if k is not None):

@@ -38,13 +38,13 @@ Ints = NDArray[np.int64]
 class Minimum:
     """The minimum at one price.
 
-    ``floor``: a proven lower bound of cost + price · held bytes. ``cost`` and ``held``: the cost and the held bytes of
-    the minimiser.
+    ``floor``: a proven lower bound of cost + price · held bytes. ``cost`` and ``resident``: the cost and the held bytes
+    of the minimiser.
     """
 
     floor: float
     cost: float
-    held: float
+    resident: float
     again: tuple[int, ...]
     """The ops that run before the cut and again after it."""
 
@@ -63,19 +63,19 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
     if low is None or high is None:
         return -1.0
     value = low.floor
-    if low.held > room and high.held > room:
+    if low.resident > room and high.resident > room:
         return math.inf
     for _ in range(STEPS):
-        if low.held <= high.held or low.held <= room:
+        if low.resident <= high.resident or low.resident <= room:
             break
-        price = (high.cost - low.cost) / (low.held - high.held)
+        price = (high.cost - low.cost) / (low.resident - high.resident)
         middle = network.minimum(price)
         if middle is None:
             break
         value = max(value, middle.floor - price * room)
-        if middle.held >= low.held or middle.held <= high.held:
+        if middle.resident >= low.resident or middle.resident <= high.resident:
             break
-        low, high = (middle, high) if middle.held > room else (low, middle)
+        low, high = (middle, high) if middle.resident > room else (low, middle)
     return value / graph.base_cost - 1
 
 
@@ -108,7 +108,9 @@ class CutNetwork:
                 self.ops.append(v)
         self._lay(graph, side, set(graph.ops[cut].reads), priced)
 
-    def _lay(self, graph: TrainingGraph, side: dict[int, int], held: set[str], priced: list[float]) -> None:
+    def _lay(
+        self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
+    ) -> None:
         """Create the arcs: op to sink (its cost), reader to tensor, tensor to maker (its bytes)."""
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
@@ -116,7 +118,7 @@ class CutNetwork:
         for v, node in side.items():
             for t in graph.ops[v].reads:
                 maker = side.get(graph.producer.get(t, -1), 0)
-                if t in inputs or t in held or maker == 0:
+                if t in inputs or t in resident or maker == 0:
                     continue
                 if t not in holders:
                     holders[t] = 2 + len(priced) + len(holders)
@@ -163,6 +165,6 @@ class CutNetwork:
         return Minimum(
             floor=self.constant + flow.optimal_flow() / scale,
             cost=self.constant + float(self.cost[across].sum()),
-            held=float(self.bytes[across].sum()),
+            resident=float(self.bytes[across].sum()),
             again=tuple(self.ops[k] for k in again),
         )

@@ -182,9 +182,9 @@ class CutProgram:
         if room < 0:
             self.rows.impossible = True
             return
-        held = [(self.h[t, i], -float(size[t])) for t in counted if self.h[t, i] >= 0 and size[t]]
-        scale = max((-m for _, m in held), default=1.0)
-        self._row([(j, m / scale) for j, m in held], -room / scale)
+        resident = [(self.h[t, i], -float(size[t])) for t in counted if self.h[t, i] >= 0 and size[t]]
+        scale = max((-m for _, m in resident), default=1.0)
+        self._row([(j, m / scale) for j, m in resident], -room / scale)
 
     def _row(self, terms: list[Term], floor: float) -> None:
         """Add a row Σ ≥ ``floor``, with known variables substituted; skip it if it always holds."""

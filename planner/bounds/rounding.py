@@ -84,11 +84,11 @@ class _Writer:
         self.written.update(self.recipes[v].writes)
 
 
-def first_held(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
+def bytes_at_first_run(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
     """Return the bytes that a sequence of runs holds during each op's first run, workspace included."""
     schedule = with_frees(graph, runs)
-    held: dict[str, int] = {}
+    resident: dict[str, int] = {}
     for step, bytes_ in zip(schedule, resident_bytes(graph, schedule), strict=True):
         if isinstance(step, Run):
-            held.setdefault(step.op, bytes_)
-    return held
+            resident.setdefault(step.op, bytes_)
+    return resident

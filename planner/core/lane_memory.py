@@ -56,14 +56,14 @@ def rows(plan: Laned) -> Iterator[Row]:
         changes[q].append((p, size))
         if (end := _end(copy, MAIN)) <= most:
             changes[max(q, _end(copy, RECOVERY))].append((end, -size))
-    held = np.full(most + 1, graph.input_bytes, dtype=np.int64)
+    resident = np.full(most + 1, graph.input_bytes, dtype=np.int64)
     working = np.zeros(most + 1, dtype=np.int64)
     working[1::2] = [graph.op[runs[at]].workspace for at in where.main]
     for q in range(2 * len(where.recovery) + 1):
         for p, more in changes[q]:
-            held[p:] += more
+            resident[p:] += more
         own = graph.op[runs[where.recovery[q // 2]]].workspace if q % 2 else 0
-        yield held + working + own
+        yield resident + working + own
 
 
 def _begin(copy: Copy) -> tuple[int, int]:
@@ -110,10 +110,10 @@ def widest(plan: Laned, budget: int) -> Needs | None:
     highs: list[int] = []
     low = 0
     where = plan.where
-    for held, (first, last), (least, most) in zip(
+    for resident, (first, last), (least, most) in zip(
         rows(plan), path(where), windows(where, plan.data), strict=True
     ):
-        over = held > budget
+        over = resident > budget
         if over[first : last + 1].any():
             return None
         low = max(low, least)
@@ -142,8 +142,8 @@ def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
     included."""
     before = resident_bytes(plan.graph, _until(schedule, plan.where.fork))
     after = (
-        int(held[least : most + 1].max())
-        for held, (least, most) in zip(rows(plan), windows(plan.where, needs), strict=True)
+        int(resident[least : most + 1].max())
+        for resident, (least, most) in zip(rows(plan), windows(plan.where, needs), strict=True)
         if least <= most
     )
     return max(plan.graph.input_bytes, *before, *after)

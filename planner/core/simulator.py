@@ -35,8 +35,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
     """
     size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)
-    held = graph.input_bytes
-    peak, peak_at = held, -1
+    live = graph.input_bytes
+    peak, peak_at = live, -1
     costs: list[float] = []
     runs: dict[str, int] = {}
     for at, step in enumerate(schedule):
@@ -50,11 +50,11 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
             for t in op.writes:
                 if t not in resident:
                     resident.add(t)
-                    held += size[t]
+                    live += size[t]
                 elif t in inputs:
                     raise ProblemError(f"step {at}: {step.op!r} writes the input {t!r}")
-            if held + op.workspace > peak:
-                peak, peak_at = held + op.workspace, at
+            if live + op.workspace > peak:
+                peak, peak_at = live + op.workspace, at
             costs.append(op.cost)
             runs[step.op] = runs.get(step.op, 0) + 1
             if runs[step.op] > 1 and step.op in once:
@@ -66,7 +66,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
                     f"step {at}: frees {t!r}, which is {'an input' if t in inputs else 'not resident'}"
                 )
             resident.remove(t)
-            held -= size[t]
+            live -= size[t]
     for t in graph.outputs:
         if t not in resident:
             raise ProblemError(f"at the end the output {t!r} is not resident")
@@ -84,17 +84,17 @@ def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
     """Return the resident bytes at each step of a valid schedule: during a run its workspace is included."""
     size = graph.size
     resident = set(graph.inputs)
-    held = graph.input_bytes
+    live = graph.input_bytes
     series = []
     for step in schedule:
         if isinstance(step, Run):
             op = graph.op[step.op]
             fresh = [t for t in op.writes if t not in resident]
             resident.update(fresh)
-            held += sum(size[t] for t in fresh)
-            series.append(held + op.workspace)
+            live += sum(size[t] for t in fresh)
+            series.append(live + op.workspace)
         else:
             resident.discard(step.tensor)
-            held -= size[step.tensor]
-            series.append(held)
+            live -= size[step.tensor]
+            series.append(live)
     return series

@@ -52,11 +52,11 @@ class Member:
     def estimate(self, amounts: Amounts) -> Estimate:
         """Return the schedule's peak, cost and overhead in a problem of these amounts, equal to the result of
         `simulate`."""
-        held = self.held(amounts)
+        resident = self.held(amounts)
         peak, peak_at = amounts.fixed, -1
-        if held.size and int(held.max()) > peak:
-            first = int(held.argmax())
-            peak, peak_at = int(held[first]), int(np.flatnonzero(self.steps >= 0)[first])
+        if resident.size and int(resident.max()) > peak:
+            first = int(resident.argmax())
+            peak, peak_at = int(resident[first]), int(np.flatnonzero(self.steps >= 0)[first])
         cost = math.fsum(amounts.costs[self.runs].tolist())
         return Estimate(
             peak=peak,

@@ -53,12 +53,12 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             continue
         if mask & masks.goal == masks.goal:
             return Optimum(cost, _path(came, mask))
-        held = graph.input_bytes + masks.bytes(mask)
+        resident = graph.input_bytes + masks.bytes(mask)
         for op, reads, writes in masks.recipes:
             if mask & reads != reads or not writes & masks.useful & ~mask:
                 continue
             total, during = cost + op.cost, mask | writes
-            short = held + masks.bytes(writes & ~mask) + op.workspace - budget
+            short = resident + masks.bytes(writes & ~mask) + op.workspace - budget
             others = [row for row in masks.sizes if mask & row[0] and not (reads | writes) & row[0]]
             for freed in _freed(others, short):
                 if len(best) > most_states:
@@ -118,17 +118,17 @@ class _Masks:
         return cost
 
 
-def _freed(held: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
+def _freed(resident: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
     """Yield the minimal sets of tensors (bit and bytes, largest first) whose bytes sum to at least ``short``."""
     if short <= 0:
         yield 0
         return
-    left = sum(size for _, size in held)
-    for at, (bit, size) in enumerate(held):
+    left = sum(size for _, size in resident)
+    for at, (bit, size) in enumerate(resident):
         if left < short:
             return
         left -= size
-        for others in _freed(held[at + 1 :], short - size):
+        for others in _freed(resident[at + 1 :], short - size):
             yield bit | others
 
 

@@ -151,9 +151,9 @@ def _request(
         request.parameters.absolute_gap_tolerance = gap
         request.parameters.relative_gap_tolerance = 0.0
     if hint:
-        given = request.model_parameters.solution_hints.add().variable_values
-        given.ids.extend(sorted(hint))
-        given.values.extend(hint[j] for j in sorted(hint))
+        hints = request.model_parameters.solution_hints.add().variable_values
+        hints.ids.extend(sorted(hint))
+        hints.values.extend(hint[j] for j in sorted(hint))
     return request
 
 

@@ -56,15 +56,15 @@ class StageProgram:
         self.producer = {t: k for k, op in enumerate(self.ops) for t in op.writes}
         self.reads = [tuple(dict.fromkeys(t for t in op.reads if t not in inputs)) for op in self.ops]
         self.big = {t for t in self.producer if self.graph.size[t] > SMALL_TENSOR_SHARE * self.room}
-        turn = next((k for k, op in enumerate(self.ops) if op.phase == "backward"), 0)
+        boundary = next((k for k, op in enumerate(self.ops) if op.phase == "backward"), 0)
         self.repeats = self._repeats()
         self.again = [
-            tuple(sorted({*(self._upstream(k) if k >= turn else ()), *self.repeats[k]}))
+            tuple(sorted({*(self._upstream(k) if k >= boundary else ()), *self.repeats[k]}))
             for k in range(len(self.ops))
         ]
         self.run: dict[Key, int] = {}
-        for k, members in enumerate(self.again):
-            for v in members:
+        for k, again in enumerate(self.again):
+            for v in again:
                 self.run[v, k] = self.rows.variable(1e6 * self.ops[v].cost / self.graph.base_cost)
         self._make_residency()
         self._write_rows()
@@ -107,10 +107,10 @@ class StageProgram:
     def _make_residency(self) -> None:
         """Create A[t,k] for the stages at which t can be used or written. ``entering[t]`` maps stages to variables."""
         events: dict[str, set[int]] = {t: set() for t in self.producer}
-        for k, members in enumerate(self.again):
+        for k, again in enumerate(self.again):
             for t in self.reads[k]:
                 events[t].add(k)
-            for v in members:
+            for v in again:
                 for t in (*self.reads[v], *self.ops[v].writes):
                     events[t].add(k)
         outputs = set(self.graph.outputs)
@@ -141,16 +141,16 @@ class StageProgram:
         return [] if variable is None else [(variable, 1.0)]
 
     def _write_rows(self) -> None:
-        for k, members in enumerate(self.again):
+        for k, again in enumerate(self.again):
             for t in self.reads[k]:
                 self._row([(self.enters(t, k), 1.0), *self._made(t, k)], 1.0)
-            for v in members:
+            for v in again:
                 for t in self.reads[v]:
                     self._row([(self.enters(t, k), 1.0), *self._made(t, k), (self.run[v, k], -1.0)], 0.0)
         for t, stages in self.stages.items():
             for before, after in pairwise(stages):
-                held = [(self.entering[t][before], 1.0), *self._made(t, before)]
-                self._row([*held, (self.entering[t][after], -1.0)], 0.0)
+                resident = [(self.entering[t][before], 1.0), *self._made(t, before)]
+                self._row([*resident, (self.entering[t][after], -1.0)], 0.0)
 
     def _write_memory(self) -> None:
         """Write the memory rows: per op, resident bytes ÷ (budget − inputs) as a change from the previous op, and
@@ -214,8 +214,8 @@ class StageProgram:
 def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
     """Return the names of the ops in the order in which a solution runs them. ``values``: the solution."""
     runs = []
-    for k, members in enumerate(program.again):
-        runs += [program.ops[v].name for v in members if values[program.run[v, k]] > 0.5]
+    for k, again in enumerate(program.again):
+        runs += [program.ops[v].name for v in again if values[program.run[v, k]] > 0.5]
         runs.append(program.ops[k].name)
     return runs
 
@@ -225,19 +225,19 @@ def add_violated(program: StageProgram, values: Sequence[float]) -> int:
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}
     resident: set[str] = set()
-    held = 0
+    live = 0
     for step in with_frees(graph, runs_at(program, values)):
         if not isinstance(step, Run):
             resident.discard(step.tensor)
-            held -= graph.size[step.tensor]
+            live -= graph.size[step.tensor]
             continue
         op = graph.op[step.op]
-        held += sum(graph.size[t] for t in op.writes if t not in resident)
+        live += sum(graph.size[t] for t in op.writes if t not in resident)
         resident.update(op.writes)
         v = number[step.op]
         if v == k:
             k += 1
-        elif held + op.workspace > program.room:
+        elif live + op.workspace > program.room:
             program.forbid(v, k, resident, values)
             found += 1
     return found

@@ -107,8 +107,8 @@ def schedule_of_rows(
                 f"schedule {name!r}: unknown kind of action {kind!r}; known: {', '.join(KINDS)}"
             )
     actions = tuple(tuple(Action(cast(Kind, kind), s, m) for kind, s, m in rank) for rank in rows)
-    held = tuple(tuple(sorted({a.stage for a in rank})) for rank in actions)
-    return PipelineSchedule(name, stages, len(actions), microbatches, actions, held)
+    stages_of = tuple(tuple(sorted({a.stage for a in rank})) for rank in actions)
+    return PipelineSchedule(name, stages, len(actions), microbatches, actions, stages_of)
 
 
 @dataclass(frozen=True)

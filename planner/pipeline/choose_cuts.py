@@ -22,7 +22,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
-from rematplan.planner.pipeline.messages import MessageBytes, held_for_messages
+from rematplan.planner.pipeline.messages import MessageBytes, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
@@ -224,7 +224,7 @@ class PipelineSearch:
             stage_problem(
                 StageSlice(self.chain, start, end),
                 self.template(start, end, stage),
-                held={self.chain.graph.tensors[t].name for t in self._batch},
+                per_microbatch={self.chain.graph.tensors[t].name for t in self._batch},
                 split=self.split,
                 recovers=self.recovers,
             )
@@ -290,7 +290,7 @@ class PipelineSearch:
         trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
         answers, returns = self._returns(end), self._returns(start)
         sizes = MessageBytes(self._bytes(piece.received), answers, self._bytes(piece.sent), returns)
-        plan = held_for_messages(self.schedule, stage, sizes)
+        plan = message_memory(self.schedule, stage, sizes)
         batch = self.schedule.microbatches * self._bytes(self._batch & {*inputs})
         return replace(
             plan,

@@ -49,9 +49,9 @@ def dataflow_plans(problem: StageProblem) -> list[Plan]:
 def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
     once = {*graph.never_rerun}
     names = [op.name for op in graph.ops]
-    turn = names.index(boundary) + 1
-    again = [name for name in names[:turn] if name not in once]
-    yield _plan(graph, boundary, [*names[:turn], *again, *names[turn:]])
+    backward_start = names.index(boundary) + 1
+    again = [name for name in names[:backward_start] if name not in once]
+    yield _plan(graph, boundary, [*names[:backward_start], *again, *names[backward_start:]])
     for plan in Reversible().family(graph):
         yield _plan(graph, boundary, runs_of(plan.schedule))
 
@@ -59,13 +59,13 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
     """Return the plan of a sequence of runs, with the answers received first if a later run reads them."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
-    turn = runs.index(boundary) + 1
+    backward_start = runs.index(boundary) + 1
     first: set[str] = set()
     stays = []
-    taken = [*runs[:turn], *answers, *runs[turn:]]
-    for at, name in enumerate(taken):
-        stays.append(name not in first and not turn <= at < turn + len(answers))
+    every_run = [*runs[:backward_start], *answers, *runs[backward_start:]]
+    for at, name in enumerate(every_run):
+        stays.append(name not in first and not backward_start <= at < backward_start + len(answers))
         first.add(name)
     inverses = {inverse.name for inverse in graph.inverses}
-    stays = [stay and name not in inverses for stay, name in zip(stays, taken, strict=True)]
-    return plan_from_runs(graph, without_idle(graph, taken, stays), NAME)
+    stays = [stay and name not in inverses for stay, name in zip(stays, every_run, strict=True)]
+    return plan_from_runs(graph, without_idle(graph, every_run, stays), NAME)

@@ -37,17 +37,17 @@ class MessageBytes:
 
     ``received``: those that the stage before it sends, in the forward. ``answered``: those that the next stage sends,
     in the backward. ``sent``: those to the next stage, in the forward. ``returned``: those to the stage before it, in
-    the backward. ``given``: the outputs of the last stage, 0 in other stages.
+    the backward. ``outputs``: the outputs of the last stage, 0 in other stages.
     """
 
     received: int
     answered: int
     sent: int
     returned: int
-    given: int = 0
+    outputs: int = 0
 
 
-def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
+def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes that a stage needs for messages, as a `StagePlan` without any other figures.
 
     Args:
@@ -71,8 +71,8 @@ def held_for_messages(schedule: PipelineSchedule, stage: int, size: MessageBytes
     plan = replace(
         plan,
         torch_bytes=schedule.microbatches * incoming + handed,
-        left=size.given,
-        closing=schedule.microbatches * size.given,
+        left=size.outputs,
+        closing=schedule.microbatches * size.outputs,
     )
     leaving = (0 if after else size.sent) + (0 if before else size.returned)
     if (

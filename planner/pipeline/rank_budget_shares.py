@@ -66,8 +66,8 @@ class RankRoom:
             for most, (kept, deferred) in zip(self.all, bounds, strict=True)
         ]
         stage = self.stages[at]
-        held, given = stage.bytes(stage.held), stage.bytes(stage.given)
-        own = {"F": held, "B": held + given, "I": held + given, "W": held}
+        saved, passed = stage.bytes(stage.per_microbatch), stage.bytes(stage.tangents)
+        own = {"F": saved, "B": saved + passed, "I": saved + passed, "W": saved}
         left: dict[str, int] = {}
         for action, others in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:

@@ -25,20 +25,20 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         ProblemError: two plans are of the same stage.
     """
     stages = stages_by_number(plans)
-    held = sum(p.states + p.torch_bytes for p in stages.values())
+    resident = sum(p.states + p.torch_bytes for p in stages.values())
     made: set[int] = set()  # stages whose gradients are there
     pending: dict[int, int] = {}
     for action in actions:
         stage = stages[action.stage]
-        held -= _taken_over(stage, action)
-        yield held + sum(pending.values()) + _transient(stage, action, action.stage not in made)
+        resident -= _taken_over(stage, action)
+        yield resident + sum(pending.values()) + _transient(stage, action, action.stage not in made)
         if action.kind in "BW" and action.stage not in made:
             made.add(action.stage)
-            held += stage.gradients
+            resident += stage.gradients
         if action.kind in "BI":
             pending[action.stage] = stage.pending
-        held += _handed_on(stage, action)
-    yield held + sum(p.closing for p in stages.values())
+        resident += _handed_on(stage, action)
+    yield resident + sum(p.closing for p in stages.values())
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:

@@ -94,13 +94,13 @@ class StageChain:
         No cut there separates two readers of a parameter. With ``narrow``, a cut there also sends no more bytes forward
         than one at either neighbouring block.
         """
-        parted = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
+        inside = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}
 
         def is_narrow(at: int) -> bool:
             return inner[at] <= min(inner.get(at - 1, inner[at]), inner.get(at + 1, inner[at]))
 
-        return tuple(at for at in inner if at not in parted and (not self.narrow or is_narrow(at)))
+        return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
         """Check that no cut separates two readers of a parameter.

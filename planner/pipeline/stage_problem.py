@@ -28,11 +28,11 @@ class StageProblem:
     """The planning problem of one stage.
 
     ``graph``: its ops are in three parts, separated by the ops ``boundary`` and ``weights``; in two parts without
-    ``weights``. ``states``: inputs that exist during the whole step (parameters, buffers). ``held``: inputs that each
-    micro-batch holds separately from its forward to the end of its backward (a batch that nobody else keeps,
-    generator states). ``given``: inputs that each micro-batch holds only in its backward, the outputs' gradients.
-    Other inputs are counted elsewhere, such as receive buffers of torch. ``between``: bytes that others hold for a
-    micro-batch from its forward to its backward, such as tensors that a loss saves.
+    ``weights``. ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs
+    that each micro-batch holds separately from its forward to the end of its backward (a batch that nobody else
+    keeps, generator states). ``tangents``: inputs that each micro-batch holds only in its backward, the outputs'
+    gradients. Other inputs are counted elsewhere, such as receive buffers of torch. ``between``: bytes that others hold
+    for a micro-batch from its forward to its backward, such as tensors that a loss saves.
 
     ``copies``: for an op, the bytes that are kept from forward to backward for each micro-batch if the op runs again
     after the boundary: an old content of a buffer, or a generator state. ``leaving``: tensors that the graph keeps to
@@ -45,8 +45,8 @@ class StageProblem:
     graph: TrainingGraph
     boundary: str
     states: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    per_microbatch: tuple[str, ...] = ()
+    tangents: tuple[str, ...] = ()
     between: int = 0
     weights: str | None = None
     copies: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class StageProblem:
     def least_kept(self) -> int:
         """The bytes that every plan holds for a micro-batch at the boundary: those that the boundary reads."""
         reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
-        return self.bytes((*reads, *self.held)) + self.between
+        return self.bytes((*reads, *self.per_microbatch)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
         """Compute what a plan of this stage holds in memory and how long it takes, from its schedule and the ops' sizes
@@ -83,12 +83,14 @@ class StageProblem:
         ``budget``: bytes, the inputs of the graph included. ``deferred``: None for no limit; ignored if the stage is
         not split.
         """
-        bounds = {self.boundary: kept - self.bytes(self.held) - self.between + self.bytes(self.leaving)}
+        bounds = {
+            self.boundary: kept - self.bytes(self.per_microbatch) - self.between + self.bytes(self.leaving)
+        }
         if self.weights is not None and deferred is not None:
             gone = set(self.graph.op[self.weights].reads) - set(
                 self.graph.inputs
             )  # freed with the I unless something reads it later
-            bounds[self.weights] = deferred - self.bytes(self.held) + self.bytes(gone)
+            bounds[self.weights] = deferred - self.bytes(self.per_microbatch) + self.bytes(gone)
 
         def limited(op: Op) -> Op:
             if op.name not in bounds:
@@ -115,30 +117,30 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     if problem.waiting is not None:
         beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
-    turn = runs[problem.boundary]
+    boundary = runs[problem.boundary]
     gone = problem.bytes(problem.leaving)
-    beyond[turn + 1 :], first[turn + 1 :] = (
-        [bytes_ - gone for bytes_ in series[turn + 1 :]] for series in (beyond, first)
+    beyond[boundary + 1 :], first[boundary + 1 :] = (
+        [bytes_ - gone for bytes_ in series[boundary + 1 :]] for series in (beyond, first)
     )
     split = len(schedule) if problem.weights is None else runs[problem.weights]
-    given = problem.bytes(problem.given)
-    again = {step.op for step in schedule[turn:] if isinstance(step, Run)}
-    held = problem.bytes(problem.held) + sum(n for op, n in problem.copies.items() if op in again)
-    kept = _across(graph, problem.boundary, beyond[turn]) + held + problem.between - gone
+    passed = problem.bytes(problem.tangents)
+    again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
+    saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
+    kept = _across(graph, problem.boundary, beyond[boundary]) + saved + problem.between - gone
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
     if problem.weights is not None:
-        late = _split_figures(problem, schedule, split, beyond, first, held) | {"weight": sum(costs[split:])}
+        late = _split_figures(problem, schedule, split, beyond, first, saved) | {"weight": sum(costs[split:])}
     return replace(
         problem.template,
         kept_bytes=kept,
-        transient_forward=max([*beyond[: turn + 1], kept - held]) + held,
-        transient_backward=max([*beyond[turn:split], kept - held]) + held + given,
-        first_backward=max([*first[turn:split], kept - held]) + held + given,
+        transient_forward=max([*beyond[: boundary + 1], kept - saved]) + saved,
+        transient_backward=max([*beyond[boundary:split], kept - saved]) + saved + passed,
+        first_backward=max([*first[boundary:split], kept - saved]) + saved + passed,
         gradients=problem.gradient_bytes,
         states=problem.template.states + problem.bytes(problem.states),
-        forward=sum(costs[:turn]),
-        backward=sum(costs[turn:split]),
+        forward=sum(costs[:boundary]),
+        backward=sum(costs[boundary:split]),
         extra=plan.estimate.cost - graph.base_cost,
         plan=plan_to_json(plan),
         **late,
@@ -152,7 +154,7 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 
 
 def _split_figures(
-    problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], held: int
+    problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
 ) -> dict[str, Any]:
     """Return the bytes that a split stage holds between I and W, and during W.
 
@@ -164,7 +166,7 @@ def _split_figures(
     across = beyond[split] - graph.op[problem.weights or ""].workspace
     deferred = beyond[start - 1] if start > split + 1 else across
     late = {t for step in schedule[start:] if isinstance(step, Run) for t in graph.op[step.op].reads}
-    own = held + problem.bytes(late.intersection(problem.given))
+    own = saved + problem.bytes(late.intersection(problem.tangents))
     return {
         "deferred_bytes": deferred + own,
         "transient_weight": max([deferred, *beyond[start:]]) + own,

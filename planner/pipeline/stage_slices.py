@@ -79,29 +79,31 @@ def stage_problem(
     piece: StageSlice,
     template: StagePlan,
     *,
-    held: Collection[str] = (),
+    per_microbatch: Collection[str] = (),
     split: bool = False,
     recovers: bool = False,
 ) -> StageProblem:
     """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist.
 
     Tensors that the neighbours send are inputs that the template counts, since torch receives them in buffers that
-    exist during the whole step. So are the inputs named in ``held``, of which each micro-batch has its part.
+    exist during the whole step. So are the inputs named in ``per_microbatch``, of which each micro-batch has its part.
 
     Args:
         piece: the stage's blocks.
         template: `StageProblem.template`.
-        held: the names of inputs that do not exist during the whole step: the batch.
+        per_microbatch: the names of inputs that do not exist during the whole step: the batch.
         split: whether weight gradients are computed separately from the input's gradient.
         recovers: whether the stage may free what it received and sent until its backward: the next stage's message
             back contains what was sent, and inverses recover from it what was received.
     """
-    return _Builder(piece, frozenset(held), split, recovers).problem(template)
+    return _Builder(piece, frozenset(per_microbatch), split, recovers).problem(template)
 
 
 class _Builder:
-    def __init__(self, piece: StageSlice, held: frozenset[str], split: bool, recovers: bool) -> None:
-        self.piece, self.held, self.split, self.recovers = piece, held, split, recovers
+    def __init__(
+        self, piece: StageSlice, per_microbatch: frozenset[str], split: bool, recovers: bool
+    ) -> None:
+        self.piece, self.per_microbatch, self.split, self.recovers = piece, per_microbatch, split, recovers
         self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
         own = set(piece.ops)
         self.made = {t for o in own for t in self.ix.writes[o]}
@@ -113,8 +115,8 @@ class _Builder:
         ix, piece = self.ix, self.piece
         name = ix.tensors.__getitem__
         inputs = [name(t) for t in piece.chain.inputs_of(piece.start, piece.end)]
-        taken = dict.fromkeys((*(() if self.recovers else piece.received), *piece.answered))
-        messages = [name(t) for t in taken if t not in self.made]
+        received = dict.fromkeys((*(() if self.recovers else piece.received), *piece.answered))
+        messages = [name(t) for t in received if t not in self.made]
         ops = (*self._receive(), *self._ops())
         used = {t for op in ops for t in (*op.reads, *op.writes)} | {*inputs, *messages}
         marks = self._marks()
@@ -135,7 +137,7 @@ class _Builder:
                 dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
             ),
         )
-        states = tuple(t for t in inputs if t not in self.held)
+        states = tuple(t for t in inputs if t not in self.per_microbatch)
         weights = WEIGHTS if self.split else None
         return StageProblem(
             graph, BOUNDARY, states=states, weights=weights, gradients=marks, template=template

@@ -61,12 +61,12 @@ def _geometric(low: float, high: float, count: int) -> list[float]:
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
     """Algorithm 3: end a segment at each cut point where its bytes exceed the threshold."""
     chain: list[int] = []
-    held = 0
+    bytes_ = 0
     for block, cut in zip(blocks_of(cuts), cuts, strict=True):
-        held += sum(view.bytes[v] for v in bits(block))
-        if held > threshold:
+        bytes_ += sum(view.bytes[v] for v in bits(block))
+        if bytes_ > threshold:
             chain.append(cut)
-            held = 0
+            bytes_ = 0
     return (*chain, view.everything)
 
 

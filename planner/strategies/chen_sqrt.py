@@ -40,10 +40,10 @@ class ChenSqrt(BlockStrategy):
             progress(done / len(counts), f"{k} segments")
             chain: list[int] = []
             mark = 1
-            for cut, held in zip(cuts, before, strict=True):
-                if mark < k and held * k >= mark * total:
+            for cut, bytes_ in zip(cuts, before, strict=True):
+                if mark < k and bytes_ * k >= mark * total:
                     chain.append(cut)
-                    mark = held * k // max(total, 1) + 1
+                    mark = bytes_ * k // max(total, 1) + 1
             yield (*chain, view.everything)
 
 

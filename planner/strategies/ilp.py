@@ -90,13 +90,15 @@ class ILP(Strategy):
         began = time.monotonic()
         plain = without_inverses(graph) if graph.inverses else graph
         search = BoundSearch(plain, budget)
-        if search.turn >= 0 and plain.base_cost:
-            search.price(search.turn)
+        if search.loss_cut >= 0 and plain.base_cost:
+            search.price(search.loss_cut)
             best.goal = search.best.overhead
             if plain is graph:  # with inverses there may be cheaper plans than any of these
                 best.bound = best.goal
             until = began + START * self.time_limit
-            start = cut_start(plain, search.order, search.turn, budget, until) if plain.has_phases else None
+            start = (
+                cut_start(plain, search.order, search.loss_cut, budget, until) if plain.has_phases else None
+            )
             if start is not None:
                 best.offer(start)
         if best.closed or search.best.unreachable:

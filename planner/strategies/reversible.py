@@ -69,7 +69,7 @@ class _Sequence:
         self.back = {t: recovery for t, recovery in back.items() if t not in self.way}
         last = last_forward_read(graph)
         # Small tensors that recoveries read stay resident, because they may depend on the recovered tensor.
-        stay = {t for s, r in self.back.items() for t in r.held if last.get(t, -1) <= last[s]}
+        stay = {t for s, r in self.back.items() for t in r.needed if last.get(t, -1) <= last[s]}
         self.gone = {*self.back, *self.way}.difference(stay, graph.outputs)
         self.done: list[str] = []
 
@@ -91,16 +91,16 @@ class _Sequence:
     def _bring(self, tensors: Sequence[str]) -> None:
         """Append the runs that make ``tensors`` resident. An explicit stack is used, because chains are long."""
         stack: list[tuple[Op | None, tuple[str, ...]]] = [(None, tuple(tensors))]
-        under_way: set[str] = set()
+        pending: set[str] = set()
         while stack:
             recipe, wanted = stack[-1]
-            missing = next((t for t in wanted if t in self.gone and t not in under_way), None)
+            missing = next((t for t in wanted if t in self.gone and t not in pending), None)
             if missing is None:
                 stack.pop()
                 if recipe is not None:
                     self.done.append(recipe.name)
                     self.gone.difference_update(recipe.writes)
-                    under_way.difference_update(recipe.writes)
+                    pending.difference_update(recipe.writes)
                 continue
             # If an intermediate of a recovery is needed, the whole recovery runs first, while everything that it
             # reads is still resident.
@@ -108,7 +108,7 @@ class _Sequence:
                 step = self.back[missing].inverse
             else:
                 target, step = self.way[missing]
-                if target in self.back and target in self.gone and target not in under_way:
+                if target in self.back and target in self.gone and target not in pending:
                     step = self.back[target].inverse
-            under_way.update(step.writes)
+            pending.update(step.writes)
             stack.append((step, step.reads))

@@ -105,8 +105,8 @@ def captured_stage(
     if split:
         graph = with_weight_boundary(step, graph)
     template = replace(template, left=template.left + loss.kept)
-    given = ("tangent",) if last else ()
-    problem = stage_problem(step, graph, given=given, between=loss.peak - handed, template=template)
+    tangents = ("tangent",) if last else ()
+    problem = stage_problem(step, graph, tangents=tangents, between=loss.peak - handed, template=template)
     return CapturedStage(stage, step, problem)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
-from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, held_for_messages
+from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, message_memory
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
@@ -27,9 +27,9 @@ def held_by_torch(
         answered=_back(outputs, back, device),
         sent=_bytes(outputs, device),
         returned=_back(inputs, back, device),
-        given=_bytes(stage.outputs, device) if last else 0,
+        outputs=_bytes(stage.outputs, device) if last else 0,
     )
-    return held_for_messages(schedule, number, size)
+    return message_memory(schedule, number, size)
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:

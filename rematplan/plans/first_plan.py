@@ -9,7 +9,7 @@ from dataclasses import replace
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import must_run
 from rematplan.planner.auto.compile_kernels import kernels_are_ready
-from rematplan.planner.auto.uncompiled_chen import uncompiled_plan
+from rematplan.planner.auto.uncompiled_plans import uncompiled_plan
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.store_all import no_recompute

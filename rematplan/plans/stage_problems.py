@@ -21,8 +21,8 @@ def stage_problem(
     step: CapturedStep,
     graph: TrainingGraph,
     *,
-    held: Collection[str] = (),
-    given: Collection[str] = (),
+    per_microbatch: Collection[str] = (),
+    tangents: Collection[str] = (),
     between: int = 0,
     template: StagePlan,
 ) -> StageProblem:
@@ -31,8 +31,8 @@ def stage_problem(
     Args:
         step: the captured step of one micro-batch.
         graph: its problem with a loss boundary, and with the op `WEIGHTS` if its backward is split.
-        held: the kinds of inputs that each micro-batch holds from its forward to its backward.
-        given: the kinds of inputs that it holds only in its backward. Batches and tangents in neither list are
+        per_microbatch: the kinds of inputs that each micro-batch holds from its forward to its backward.
+        tangents: the kinds of inputs that it holds only in its backward. Batches and tangents in neither list are
             counted elsewhere.
         between: bytes that others hold for a micro-batch from its forward to its backward; see `StageProblem`.
         template: the figures of the stage that do not depend on the plan.
@@ -48,8 +48,8 @@ def stage_problem(
         adding,
         LOSS,
         states=of("parameter", "buffer", "constant", LIBRARIES),
-        held=of(*held),
-        given=of(*given),
+        per_microbatch=of(*per_microbatch),
+        tangents=of(*tangents),
         between=between,
         weights=WEIGHTS if WEIGHTS in graph.op else None,
         copies=_copies(step, adding),

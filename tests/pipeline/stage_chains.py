@@ -51,8 +51,8 @@ def chain_stage(
         graph,
         LOSS,
         states=tuple(f"w{i}" for i in range(1, last + 2)),
-        held=("x0",),
-        given=("g",),
+        per_microbatch=("x0",),
+        tangents=("g",),
         weights=WEIGHTS if split else None,
         gradients=marks,
     )

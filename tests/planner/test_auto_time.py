@@ -79,5 +79,5 @@ def test_no_plan_is_made_from_the_loss_cut_after_the_time_limit(problems):
     graph = problems.unet(4)
     budget = budget_of(graph, 0.8)
     bound = BoundSearch(graph, budget)
-    assert cut_start(graph, bound.order, bound.turn, budget)
-    assert cut_start(graph, bound.order, bound.turn, budget, time.monotonic() - 1) is None
+    assert cut_start(graph, bound.order, bound.loss_cut, budget)
+    assert cut_start(graph, bound.order, bound.loss_cut, budget, time.monotonic() - 1) is None

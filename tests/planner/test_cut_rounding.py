@@ -16,7 +16,7 @@ from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram
-from rematplan.planner.bounds.rounding import first_held, rounded_runs
+from rematplan.planner.bounds.rounding import bytes_at_first_run, rounded_runs
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import with_frees
 from rematplan.planner.core.simulator import simulate
@@ -54,7 +54,7 @@ def test_the_sequence_is_valid_costs_what_the_program_says_and_fits_at_the_cuts(
     estimate = simulate(graph, with_frees(graph, runs))
     value = program.rows.constant + sum(c * x for c, x in zip(program.rows.cost, values, strict=True))
     assert estimate.cost == pytest.approx(value * 1e-6 * graph.base_cost, rel=1e-6)
-    held = first_held(graph, runs)
+    held = bytes_at_first_run(graph, runs)
     room = program.room + graph.input_bytes
     assert all(held[graph.ops[cut].name] <= room for cut in program.cuts)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rematplan.planner.auto.compile_kernels import compile_kernels, kernels_are_ready
-from rematplan.planner.auto.uncompiled_chen import STRATEGIES, uncompiled_plan
+from rematplan.planner.auto.uncompiled_plans import STRATEGIES, uncompiled_plan
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
@@ -20,7 +20,7 @@ from rematplan.planner.core.strategy import pareto
 
 @pytest.fixture
 def chen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rematplan.planner.auto.uncompiled.plan_by_eviction", lambda *_, **__: None)
+    monkeypatch.setattr("rematplan.planner.auto.uncompiled_plans.plan_by_eviction", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -80,7 +80,7 @@ from random import Random
 sys.path.insert(0, {folder!r})
 import problems
 from rematplan.planner.auto.compile_kernels import kernels_are_ready
-from rematplan.planner.auto.uncompiled_chen import uncompiled_plan
+from rematplan.planner.auto.uncompiled_plans import uncompiled_plan
 from numba.core.dispatcher import Dispatcher
 assert not kernels_are_ready()
 graph = problems.residual()
