@@ -12,93 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rematplan.runtime.statistics.packing import block_column, block_columns, packed_size
+from rematplan.runtime.statistics.reading import Patches, Reading
+from rematplan.runtime.statistics.shifts import Shifts, Term, shifts_of
 
 CHUNK_BYTES = 2**24
 """The largest number of bytes of rows that are copied at once, unless one sample has more."""
 GOLDEN = (5**0.5 - 1) / 2
-
-Dims = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How to read rows from a tensor: view it in ``shape``; each of its dimensions belongs to ``groups``,
-    ``features``, ``samples`` or ``places`` (the position of a row within a sample)."""
-
-    shape: Dims
-    groups: Dims
-    features: Dims
-    samples: Dims
-    places: Dims
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return a view of shape (groups..., features..., samples..., places...)."""
-        return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
-
-    @property
-    def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """The number of groups, the number of features, and the sizes of the row dimensions (samples,
-        places)."""
-        count = [math.prod(self.shape[d] for d in dims) for dims in (self.groups, self.features)]
-        samples, places = (tuple(self.shape[d] for d in dims) for dims in (self.samples, self.places))
-        return count[0], count[1], samples, places
-
-
-@dataclass(frozen=True, slots=True)
-class Patches:
-    """How to read rows from the input of a convolution (batch, channels, *sizes): for each position of the
-    output the window that it reads, of channels / groups × kernel numbers.
-
-    ``padding``: before and after each spatial size; negative to crop. ``spread``: for a transposed
-    convolution, its stride: its inputs are spaced with spread − 1 zeros between them. ``flipped``: whether
-    the windows are reversed, as for a transposed convolution. ``positions``: the spatial sizes of the output.
-    ``per_sample``: how many entries of the batch belong to one sample.
-    """
-
-    batch: int
-    channels: int
-    groups: int
-    kernel: Dims
-    stride: Dims
-    dilation: Dims
-    padding: tuple[tuple[int, int], ...]
-    spread: Dims
-    flipped: bool
-    positions: Dims
-    per_sample: int = 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return a view of a padded copy, of shape (groups, channels / groups, *kernel, samples, per_sample,
-        *positions)."""
-        n = len(self.kernel)
-        if any(s > 1 for s in self.spread):
-            sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
-            spread = x.new_zeros((*x.shape[:2], *sizes))
-            places = [slice(None), slice(None), *(slice(None, None, s) for s in self.spread)]
-            spread[tuple(places)] = x
-            x = spread
-        if any(p for pair in self.padding for p in pair):
-            x = functional.pad(x, [p for pair in reversed(self.padding) for p in pair])
-        for at, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            x = x.unfold(2 + at, d * (k - 1) + 1, s)[..., ::d]
-        if self.flipped:
-            x = x.flip(tuple(range(2 + n, 2 + 2 * n)))
-        x = x.unflatten(0, (-1, self.per_sample)).unflatten(2, (self.groups, -1))
-        kernel, positions = range(4 + n, 4 + 2 * n), range(4, 4 + n)
-        return x.permute(2, 3, *kernel, 0, 1, *positions)
-
-    @property
-    def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """The number of groups, the number of features, and the sizes of the row dimensions (samples,
-        places)."""
-        features = self.channels // self.groups * math.prod(self.kernel)
-        return self.groups, features, (self.batch // self.per_sample,), (self.per_sample, *self.positions)
-
-
-Reading = Rows | Patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,32 +66,56 @@ class Gram:
     def flops(self) -> float:
         """The number of arithmetic operations of a call, for the roofline model."""
         groups, features, _, _ = self.read.sizes
+        if shifts := self._shifts(torch.float32):
+            channels = features // math.prod(shifts.read.kernel)
+            return float(2 * groups * channels**2 * shifts.rows * shifts.read.batch)
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
+
+    def _shifts(self, dtype: torch.dtype) -> Shifts | None:
+        """Return how to sum by shifts of a tensor of that type; None if rows are multiplied."""
+        if isinstance(self.read, Patches) and self.places == "each" and self.share == 1 and not self.diagonal:
+            return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
+        return None
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
         """Return the packed sum, added to ``previous`` if that is given."""
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None
+        if shifts := self._shifts(tensor.dtype):
+            self._add_by_shifts(shifts, out if kept else out.zero_(), tensor, dtype)
+            return out
         for start, count in self._chunks(tensor.dtype):
             self._add(out, self._rows(tensor, start, count, dtype), kept)
             kept = True
         return out if kept else out.zero_()
 
+    def _add_by_shifts(self, shifts: Shifts, out: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Add the sum over all rows to ``out``."""
+        terms: dict[Term, Tensor] = {}
+        for some in tensor.split(shifts.entries(CHUNK_BYTES, dtype.itemsize)):
+            shifts.products(some.to(dtype), terms)
+        shifts.add(terms, out, self.scale)
+        if self.ones:
+            sums = shifts.read.sums(tensor, dtype).sum(-1).flatten(1)
+            self._add_border(out, sums, self.all_rows)
+
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return the rows of ``count`` samples, (groups, features, rows)."""
         groups, features, samples, places = self.read.sizes
+        each = self.places == "each"
         if isinstance(self.read, Patches):
-            each = self.read.per_sample
-            found = self.read(tensor.narrow(0, start * each, count * each))
+            per = self.read.per_sample
+            part = tensor.narrow(0, start * per, count * per)
+            found = self.read(part) if each else self.read.sums(part, dtype)
         else:
             whole = self.read(tensor)
             found = whole.narrow(whole.dim() - len(samples) - len(places), start, count)
-        if self.places != "each":
-            dims = tuple(range(-len(places), 0))
-            if dims:
-                found = (found.mean if self.places == "mean" else found.sum)(dims, dtype=dtype)
-            places = ()
+            if places and not each:
+                found = found.sum(tuple(range(-len(places), 0)), dtype=dtype)
+        if self.places == "mean" and places:
+            found = found / math.prod(places)
+        places = places if each else ()
         row_sizes = (count, *samples[1:], *places)
         if self.share < 1:
             taken = _indices(math.prod(row_sizes), self.share, row_sizes, tensor.device)
@@ -196,11 +141,15 @@ class Gram:
             else:
                 column.baddbmm_(left, right, beta=beta, alpha=self.scale)
         if self.ones:
-            border = out[:, -features - 1 :]
             if not kept:
-                border.zero_()
-            border[:, :-1].add_(rows.sum(-1), alpha=self.scale)
-            border[:, -1] += self.scale * rows.shape[-1]
+                out[:, -features - 1 :].zero_()
+            self._add_border(out, rows.sum(-1), rows.shape[-1])
+
+    def _add_border(self, out: Tensor, sums: Tensor, count: int) -> None:
+        """Add the products of ``count`` rows, whose sum is ``sums``, with the input that is one."""
+        border = out[:, -sums.shape[1] - 1 :]
+        border[:, :-1].add_(sums, alpha=self.scale)
+        border[:, -1] += self.scale * count
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Yield ranges of samples to be read at a time: the first sample and their number."""
@@ -208,16 +157,23 @@ class Gram:
         first = samples[0]
         each = self.all_rows // max(1, first) * self.share
         numbers = groups * features * each
+        windows = isinstance(self.read, Patches) and max(*self.read.kernel, *self.read.spread) > 1
         if isinstance(self.read, Patches):
             numbers += self.read.channels * math.prod(places) * math.prod(self.read.stride)  # padded
         bytes_ = numbers * sum_type(dtype).itemsize
-        whole = isinstance(self.read, Rows) and sum_type(dtype) == dtype and not places
-        step = first if whole else max(1, min(first, int(CHUNK_BYTES // max(1, bytes_))))
+        step = max(1, min(first, int(CHUNK_BYTES // max(1, bytes_))))
+        copied = windows or sum_type(dtype) != dtype
+        if not copied and not places:
+            step = first
+        elif not copied and self.share == 1 and self.places == "each" and math.prod(places) >= features:
+            step = 1  # one sample is a matrix without a copy, and larger than the sum
         yield from ((start, min(step, first - start)) for start in range(0, first, max(1, step)))
 
     def __str__(self) -> str:
         # Everything its cost depends on: its key in a profile.
-        return f"statistics.gram {self.read} {self.places} {self.share} {self.ones} {self.scale != 1} {self.diagonal}"
+        how = "shifts" if self._shifts(torch.float32) else "rows" if self.places == "each" else "sums"
+        more = f"{self.places} {self.share} {self.ones} {self.scale != 1} {self.diagonal}"
+        return f"statistics.gram by {how} {self.read} {more}"
 
     @property
     def source_name(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
-from rematplan.runtime.statistics.gram import Patches, Reading, Rows
+from rematplan.runtime.statistics.reading import Patches, Reading, Rows
 
 aten = torch.ops.aten
 
