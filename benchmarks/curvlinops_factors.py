@@ -1,0 +1,123 @@
+"""Compare the factors of planned steps with those of curvlinops, in float64: an independent implementation.
+
+usage: pip install curvlinops-for-pytorch; python benchmarks/curvlinops_factors.py
+
+It is no dependency of the tests, since it needs torchvision; they compare with derivatives of each layer by autograd. A
+line for each network and form of the factors: the largest relative error of A and G over all layers, and how many ops
+each of the plans ran again.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from curvlinops import KFACLinearOperator
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import InfeasibleBudget
+
+BUDGETS = ("100%", "90%", "70%", "50%", "min")
+
+
+class Sequence(nn.Module):
+    """Attention by separate projections and a feed-forward block, on sequences; one prediction for each token."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down, self.head = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.Linear(width, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (samples, tokens, 5)."""
+        scores = (self.q(x) @ self.k(x).mT / x.shape[-1] ** 0.5).softmax(-1)
+        x = x + self.out(scores @ self.v(x))
+        return self.head(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+def networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Networks and their inputs."""
+    torch.manual_seed(0)
+    layers = (m for _ in range(4) for m in (nn.Linear(20, 20), nn.Tanh()))
+    mlp = nn.Sequential(*layers, nn.Linear(20, 5))
+    cnn = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(16, 8, 3, stride=2, bias=False),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(8 * 7 * 7, 5),
+    )
+    return {
+        "mlp": (mlp, torch.randn(200, 20)),
+        "cnn": (cnn, torch.randn(8, 3, 16, 16)),
+        "sequence": (Sequence(), torch.randn(8, 12, 16)),
+    }
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The relative error."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def compare(name: str, model: nn.Module, x: Tensor, approx: str, reduction: str) -> None:
+    """Print a line."""
+    y = torch.arange(model(x).shape[:-1].numel()) % 5
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    theirs = KFACLinearOperator(
+        model,
+        loss,
+        list(model.parameters()),
+        [(x, y.view(x.shape[0], -1) if x.dim() == 3 else y)],
+        fisher_type="empirical",
+        kfac_approx=approx,
+        num_per_example_loss_terms=len(y) // len(x),
+        separate_weight_and_bias=False,
+        check_deterministic=False,
+    )
+    theirs.compute_kronecker_factors()
+    reruns, largest = [], [0.0, 0.0]
+    for budget in BUDGETS:
+        try:
+            planned = rematplan.plan_module(
+                copy.deepcopy(model),
+                (x,),
+                budget=budget,
+                strategy="approx_dp",
+                costs="roofline",
+                statistics=rematplan.Kronecker(fisher="empirical", approx=approx, loss_reduction=reduction),
+            )
+        except InfeasibleBudget:
+            continue
+        loss(planned(x).flatten(0, -2), y).backward()
+        reruns.append(rematplan.planning(planned).plan.estimate.reruns)
+        found = rematplan.planning(planned).statistics().factors
+        for layer, a in theirs._input_covariances.items():
+            own, g = found[f"{layer}.weight"], theirs._gradient_covariances[layer]
+            scale = own.samples if reduction == "mean" else 1
+            errors = error(own.a / own.rows, a), error(own.g / scale, g)
+            largest = list(map(max, largest, errors))
+    print(
+        f"{name:9} {approx:7} {reduction:5} A {largest[0]:.1e}  G {largest[1]:.1e}  ops run again {reruns}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Compare all."""
+    torch.set_default_dtype(torch.float64)
+    for name, (model, x) in networks().items():
+        for approx in ("expand", "reduce"):
+            for reduction in ("mean", "sum"):
+                compare(name, model, x, approx, reduction)
+
+
+if __name__ == "__main__":
+    main()
