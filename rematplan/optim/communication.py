@@ -7,22 +7,27 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rematplan.optim.layer import Layer
+from rematplan.optim.assignment import FactorKey, Part
+from rematplan.optim.layer import BOTH, Layer
 
 
 class Exchange(Protocol):
     """What processes send each other in a step, in the order of the methods. Each process calls each method, for
     equal layers.
 
-    Each layer has one owner: the process that averages and inverts its factors. It has workers, among them the owner:
-    the processes that multiply its gradient by the inverses. All processes hold its weights.
+    Each factor has one owner: the process that averages and inverts it. Each layer has workers, among them the
+    owner of at least one of its factors: the processes that multiply its gradient by the inverses. All processes
+    hold its weights.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Choose the owner and the workers of each layer; ``layers`` by weight name."""
+        """Choose the owners and the workers of each layer; ``layers`` by weight name."""
 
-    def owned(self) -> Collection[str]:
-        """Return the names of the layers that this process owns."""
+    def parts(self) -> Collection[Part]:
+        """Return all factors of all layers, those of a layer together if they have one owner."""
+
+    def owned(self) -> Collection[FactorKey]:
+        """Return the factors that this process owns."""
 
     def worked(self) -> Collection[str]:
         """Return the names of the layers that this process is a worker of."""
@@ -31,27 +36,27 @@ class Exchange(Protocol):
     def early(self) -> bool:
         """Whether `begin` sends statistics; then `sums` returns what it has sent."""
 
-    def begin(self, name: str, sums: Tensor, step: int) -> None:
-        """Start to add the statistics of one layer of one backward, while the backward still runs.
+    def begin(self, part: Part, sums: Tensor, step: int) -> None:
+        """Start to add the statistics of one part of one backward, while the backward still runs.
 
         Args:
-            name: the layer.
+            part: one of `parts`.
             sums: this process's sums, a vector that is overwritten.
             step: the number of the training step.
         """
 
-    def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
         """Add the statistics of all processes.
 
         Args:
-            sums: this process's sums, as vectors, by layer name.
+            sums: this process's sums, as vectors, by part.
 
         Returns:
-            The sums over all processes, of the layers that this process owns.
+            The sums over all processes, of the parts that this process owns.
         """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from each layer's owner to its other workers.
+        """Send new inverses from each factor's owner to the layer's other workers.
 
         ``made``: the factors that this process has just inverted, by layer name (0: of the inputs, 1: of the outputs'
         gradients). Inverses that this process receives are put into its layers.
@@ -99,9 +104,13 @@ class Alone:
         """Remember the layers: this process owns all."""
         self._names = tuple(layers)
 
-    def owned(self) -> Collection[str]:
-        """Return the names of all layers."""
-        return self._names
+    def parts(self) -> Collection[Part]:
+        """Return both factors of each layer together."""
+        return [(name, BOTH) for name in self._names]
+
+    def owned(self) -> Collection[FactorKey]:
+        """Return all factors."""
+        return [(name, at) for name in self._names for at in BOTH]
 
     def worked(self) -> Collection[str]:
         """Return the names of all layers."""
@@ -109,10 +118,10 @@ class Alone:
 
     early = False
 
-    def begin(self, name: str, sums: Tensor, step: int) -> None:
+    def begin(self, part: Part, sums: Tensor, step: int) -> None:
         """Do nothing."""
 
-    def sums(self, sums: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
         """Return the sums unchanged."""
         return sums
 

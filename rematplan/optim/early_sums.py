@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rematplan.optim.layer import Layer
+from rematplan.optim.assignment import Part
 
 
 class Pending(Protocol):
@@ -19,80 +19,83 @@ class Pending(Protocol):
 
 
 class EarlySums:
-    """Adds the statistics of all processes layer by layer, each at its owner, as soon as a backward completes them.
+    """Adds the statistics of all processes part by part, each at its owner, as soon as a backward completes them.
 
-    Processes may complete the layers in different orders, because their plans differ. So that all start the same
-    communications in the same order, each backward is one round over all layers, last layer first: the statistics of a
-    layer wait until those of the layers before it have been sent. `finish` completes the rounds, with zeros for a layer
-    that got no statistics. All processes need the same number of backwards with statistics between two calls of
-    `finish`.
+    A part has the factors of a layer, or one of them. Processes may complete the layers in different orders,
+    because their plans differ. So that all start the same communications in the same order, each backward is one
+    round over all parts, last part first: the statistics of a part wait until those of the parts before it have
+    been sent. `finish` completes the rounds, with zeros for a part that got no statistics. All processes need the
+    same number of backwards with statistics between two calls of `finish`.
 
     Args:
-        layers: by weight name, in the same order in all processes.
-        owned: the layers whose sums this process receives.
-        start: takes a layer's name and a vector, and starts the sum over all processes into the owner's vector.
+        parts: by part, in the same order in all processes, a function that returns the sums of no statistics.
+        owned: the parts whose sums this process receives.
+        start: takes a part and a vector, and starts the sum over all processes into the owner's vector.
     """
 
     def __init__(
-        self, layers: Mapping[str, Layer], owned: Collection[str], start: Callable[[str, Tensor], Pending]
+        self,
+        parts: Mapping[Part, Callable[[], Tensor]],
+        owned: Collection[Part],
+        start: Callable[[Part, Tensor], Pending],
     ) -> None:
-        self._layers, self._owned, self._start = dict(layers), owned, start
-        self._order = tuple(reversed(self._layers))
-        self._waiting: dict[str, deque[Tensor]] = defaultdict(deque)
+        self._nothing, self._owned, self._start = dict(parts), owned, start
+        self._order = tuple(reversed(self._nothing))
+        self._waiting: dict[Part, deque[Tensor]] = defaultdict(deque)
         self._step: int | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._received: Counter[str] = Counter()
+        self._received: Counter[Part] = Counter()
         self._sent = 0
-        self._started: list[tuple[str, Tensor, Pending]] = []
-        self._sums: dict[str, Tensor] = {}
+        self._started: list[tuple[Part, Tensor, Pending]] = []
+        self._sums: dict[Part, Tensor] = {}
 
-    def add(self, name: str, sums: Tensor, step: int) -> None:
-        """Send a layer's statistics of one backward, or keep them until those before them have been sent.
+    def add(self, part: Part, sums: Tensor, step: int) -> None:
+        """Send a part's statistics of one backward, or keep them until those before them have been sent.
 
         The first statistics of a new training step drop those of an earlier one that `finish` did not return: its
         backwards led to no update.
 
         Args:
-            name: the layer.
+            part: the part.
             sums: a vector that is overwritten.
             step: the number of the training step.
         """
         if step != self._step:
             self.finish()
             self._step = step
-        self._waiting[name].append(sums)
-        self._received[name] += 1
+        self._waiting[part].append(sums)
+        self._received[part] += 1
         while self._waiting[self._next]:
             self._send(self._waiting[self._next].popleft())
 
-    def finish(self) -> dict[str, Tensor]:
-        """Complete all rounds and return the sums of the owned layers by name; {} if there were no rounds."""
+    def finish(self) -> dict[Part, Tensor]:
+        """Complete all rounds and return the sums of the owned parts; {} if there were no rounds."""
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
             waiting = self._waiting[self._next]
-            self._send(waiting.popleft() if waiting else self._layers[self._next].no_sums())
+            self._send(waiting.popleft() if waiting else self._nothing[self._next]())
         self._collect()
         found = self._sums
         self._clear()
         return found
 
     @property
-    def _next(self) -> str:
+    def _next(self) -> Part:
         return self._order[self._sent % len(self._order)]
 
     def _send(self, sums: Tensor) -> None:
-        name = self._next
-        if name == self._order[0]:
+        part = self._next
+        if part == self._order[0]:
             self._collect()  # so that no more than one round's vectors are allocated
-        self._started.append((name, sums, self._start(name, sums)))
+        self._started.append((part, sums, self._start(part, sums)))
         self._sent += 1
 
     def _collect(self) -> None:
         """Wait for the communications that have been started, and add what they brought."""
-        for name, sums, pending in self._started:
+        for part, sums, pending in self._started:
             pending.wait()
-            if name in self._owned:
-                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+            if part in self._owned:
+                self._sums[part] = self._sums[part] + sums if part in self._sums else sums
         self._started = []

@@ -34,6 +34,8 @@ LOW_RANK_BELOW = 16
 """With ``auto``, a factor gets a low-rank inverse if at most rows ÷ 16 of its eigenvalues are above the damping."""
 MEASURE_EVERY = 10
 """With ``auto``, the rank of a factor that was too high is measured again at every tenth inversion."""
+_COUNTS = ("count", "made", "changed", "rank", "trace")
+"""The fields of a factor's state that are numbers."""
 
 
 @dataclass
@@ -46,7 +48,8 @@ class Factor:
     ``count``: the number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that
     needs no correction at the start. ``inverse``: None before the first inversion. ``made``: how often the factor has
     been inverted. ``changed``: whether the average has changed since the last inversion. ``rank``: the number of
-    eigenvalues above the damping when they were last counted; None before.
+    eigenvalues above the damping when they were last counted; None before. ``trace``: of ``total``, if another process
+    has that.
     """
 
     size: int
@@ -60,6 +63,7 @@ class Factor:
     made: int = 0
     changed: bool = False
     rank: int | None = None
+    trace: float | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -94,17 +98,26 @@ class Factor:
         self.count = decay * self.count + count
         self.changed = True
 
+    def fold_trace(self, trace: float, count: float, decay: float) -> None:
+        """As `fold`, if another process has the average: add the trace of the sum over ``count`` rows."""
+        self.trace = decay * (self.trace or 0.0) + trace
+        self.count = decay * self.count + count
+
     def mean(self) -> Tensor:
         """Return the average: (…, size, size), or its diagonal (…, size)."""
         assert self.total is not None
         mean = self.total / self.count
         return mean if self.diagonal else unpack(mean, self.size)
 
-    def mean_eigenvalue(self) -> Tensor:
+    def trace_of(self, kept: Tensor) -> Tensor:
+        """Return the trace of what `kept` returned, as the mean over all blocks."""
+        return (kept.sum(-1) if self.diagonal else packed_trace(kept, self.size)).mean()
+
+    def mean_eigenvalue(self) -> Tensor | float:
         """Return the trace of the average ÷ its number of rows, as the mean over all blocks."""
-        assert self.total is not None
-        trace = self.total.sum(-1) if self.diagonal else packed_trace(self.total, self.size)
-        return trace.mean() / (self.count * self.size)
+        trace = self.trace if self.total is None else self.trace_of(self.total)
+        assert trace is not None
+        return trace / (self.count * self.size)
 
     def invert(self, damping: float) -> None:
         """Compute the inverse of the average + ``damping`` I."""
@@ -147,15 +160,19 @@ class Factor:
     def state(self) -> dict[str, Any]:
         """Return the state that `load` takes."""
         inverse = None if self.inverse is None else saved(self.inverse)
-        parts = ("total", "count", "made", "changed", "rank")
+        parts = ("total", *_COUNTS)
         return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
 
-    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore what `state` returned, on a device."""
-        for part in ("count", "made", "changed", "rank"):
+    def load(self, state: Mapping[str, Any], device: torch.device, average: bool, inverse: bool) -> None:
+        """Restore what `state` returned, on a device. ``average``, ``inverse``: whether this process needs them."""
+        for part in _COUNTS:
             setattr(self, part, state[part])
-        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
-        self.inverse = None if state["inverse"] is None else restored(state["inverse"], device)
+        self.total, total = None, state["total"]
+        if average and total is not None:
+            self.total, self.trace = total.to(device, copy=True), None
+        elif total is not None:
+            self.trace = float(self.trace_of(total))
+        self.inverse = restored(state["inverse"], device) if inverse and state["inverse"] else None
 
     def average_bytes(self) -> int:
         """Return the bytes of the average, whether it exists already or not."""

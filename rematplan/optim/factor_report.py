@@ -23,8 +23,8 @@ class SideReport:
 
 
 def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
-    """Return the rows of both factors of a layer; none before its first statistics. ``damping``: λ of the layer."""
-    if layer.a.total is None or layer.g.total is None:
+    """Return the rows of the factors of a layer that this process has. ``damping``: λ of the layer."""
+    if layer.a.total is None and layer.g.total is None:
         return ()
     return tuple(
         SideReport(
@@ -35,4 +35,5 @@ def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
             "" if side.inverse is None else side.inverse.kind,
         )
         for name, side, own in zip("AG", layer.sides, layer.dampings(damping), strict=True)
+        if side.total is not None
     )

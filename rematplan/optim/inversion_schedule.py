@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from rematplan.optim.assignment import FactorKey
 from rematplan.optim.layer import Layer
 from rematplan.optim.load_balancing import longest_first
+from rematplan.optim.options import Options
 
 
 class Refresh:
-    """Inverts the factors of the layers that this process owns, a part of them in each step.
+    """Inverts the factors that this process owns, a part of them in each step.
 
-    Each factor of each layer is assigned to one of ``every`` slots by `longest_first`. In the steps of its slot (step
-    number mod ``every``) it is inverted again if its average has changed. During the first ``early`` steps, and while
-    a factor has no inverse, it is inverted as soon as its average changes.
+    Each factor of each layer is assigned to one of ``inverse_every`` slots by `longest_first`. In the steps of its
+    slot (step number mod ``inverse_every``) it is inverted again if its average has changed. During the first
+    ``early_steps`` steps, and while a factor has no inverse, it is inverted as soon as its average changes.
     """
 
-    def __init__(self, layers: Mapping[str, Layer], owned: Collection[str], every: int, early: int) -> None:
-        self._layers = {name: layer for name, layer in layers.items() if name in owned}
-        self._every, self._early = every, early
+    def __init__(self, layers: Mapping[str, Layer], owned: Collection[FactorKey], options: Options) -> None:
+        self._layers = dict(layers)
+        self._every, self._early = options.inverse_every, options.early_steps
         costs = {(n, s): side.cost for n, layer in layers.items() for s, side in enumerate(layer.sides)}
-        # Slots are assigned to all layers, owned or not: a layer's slot must not depend on the number of processes.
-        slots = longest_first(costs, every)
-        self._slots = {key: slot for key, slot in slots.items() if key[0] in self._layers}
+        # Slots are assigned to all factors, owned or not: a factor's slot must not depend on the number of processes.
+        slots = longest_first(costs, self._every)
+        self._slots = {key: slot for key, slot in slots.items() if key in owned}
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
         """Invert the factors that are due in step number ``clock``.

@@ -14,15 +14,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
+from rematplan.optim.assignment import FactorKey, by_factor, homes, owners
 from rematplan.optim.factor import AUTO, Factor
-from rematplan.optim.load_balancing import longest_first
 from rematplan.runtime.costs.device_models import DeviceModel
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.statistics.factors import Factors
+
+Key = TypeVar("Key")
 
 PARTS = (
     "forward",
@@ -103,21 +106,31 @@ class IterationModel:
     def kfac(self, ranks: int) -> Iteration:
         """Return an iteration of K-FAC.
 
-        Factors and gradients go to the owners of their layers by a reduce-scatter; an all-gather distributes the
-        updates.
+        Factors and gradients go to their owners by a reduce-scatter; an all-gather distributes the updates. If a layer
+        has two owners, one sends its inverse to the other.
         """
-        owners = longest_first({n: sum(s.cost for s in sides) for n, sides in self._sides.items()}, ranks)
+        parts = owners(self._sides, ranks)
+        owner, home = by_factor(parts), homes(self._sides, parts)
+        sent = {(n, at): self._message(n, at) for (n, at), rank in owner.items() if rank != home[n]}
         times = self._step | {
             "gradient communication": 2 * self.link.half(self._gradient_bytes, ranks),
             "factors": self._factor_time / self.every,
-            "factor communication": self.link.half(self._factor_bytes, ranks) / self.every,
-            "inverses": _most(owners, self._inverse_times) / self.inverse_every,
-            "update": self._plain_update + _most(owners, self._product_times),
+            "factor communication": self.link.half(self._factor_bytes, ranks) / self.every
+            + _most(owner, sent) / self.inverse_every,
+            "inverses": _most(owner, self._inverse_times) / self.inverse_every,
+            "update": self._plain_update + _most(home, self._product_times),
         }
-        held = {
-            n: sum(s.average_bytes() + s.inverse_bytes() for s in sides) for n, sides in self._sides.items()
-        }
-        return Iteration(ranks, _ordered(times), self._gradient_bytes + int(_most(owners, held)))
+        held = dict.fromkeys(range(ranks), 0)
+        for (name, at), rank in owner.items():
+            side = self._sides[name][at]
+            held[rank] += side.average_bytes()
+            for holder in {rank, home[name]}:
+                held[holder] += side.inverse_bytes()
+        return Iteration(ranks, _ordered(times), self._gradient_bytes + max(held.values()))
+
+    def _message(self, name: str, at: int) -> float:
+        """Return the microseconds to send one inverse to another process."""
+        return self.link.latency + self._sides[name][at].inverse_bytes() / (self.link.bandwidth * 1e3)
 
     @cached_property
     def _costs(self) -> Mapping[str, float]:
@@ -160,18 +173,14 @@ class IterationModel:
         return sum(side.average_bytes() for sides in self._sides.values() for side in sides)
 
     @cached_property
-    def _inverse_times(self) -> Mapping[str, float]:
-        """The time to invert both factors of each weight: n³ operations; the factor is read and the inverse
-        written.
-        """
+    def _inverse_times(self) -> Mapping[FactorKey, float]:
+        """The time to invert each factor: n³ operations; the factor is read and the inverse written."""
         return {
-            name: sum(
-                self.device.time(
-                    side.cost, 2 * math.prod(side.blocks) * side.size**2 * side.dtype.itemsize, side.dtype
-                )
-                for side in sides
+            (name, at): self.device.time(
+                side.cost, 2 * math.prod(side.blocks) * side.size**2 * side.dtype.itemsize, side.dtype
             )
             for name, sides in self._sides.items()
+            for at, side in enumerate(sides)
         }
 
     @cached_property
@@ -190,12 +199,12 @@ def _side(form: Factors, factor: torch.Tensor) -> Factor:
     return Factor(factor.shape[-1], blocks, AUTO, factor.dtype)
 
 
-def _most(owners: Mapping[str, int], amounts: Mapping[str, float]) -> float:
-    """Return the largest sum of ``amounts`` over the layers of one owner."""
+def _most(owners: Mapping[Key, int], amounts: Mapping[Key, float]) -> float:
+    """Return the largest sum of ``amounts`` over those of one owner."""
     loads: dict[int, float] = {}
-    for name, owner in owners.items():
-        loads[owner] = loads.get(owner, 0.0) + amounts[name]
-    return max(loads.values())
+    for key, amount in amounts.items():
+        loads[owners[key]] = loads.get(owners[key], 0.0) + amount
+    return max(loads.values(), default=0.0)
 
 
 def _ordered(times: Mapping[str, float]) -> dict[str, float]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
+from rematplan.optim.assignment import Part
 from rematplan.optim.checkpoint import LAYERS, check_whole
 from rematplan.optim.communication import Alone, Exchange
-from rematplan.optim.factor import AUTO
 from rematplan.optim.factor_report import SideReport, rows_of
 from rematplan.optim.inversion_schedule import Refresh
-from rematplan.optim.layer import Layer, layers_of
+from rematplan.optim.layer import BOTH, Layer, layers_of
 from rematplan.optim.optimizer_state_bytes import state_bytes
-from rematplan.optim.options import MakeOthers, check_numbers, check_others
+from rematplan.optim.options import MakeOthers, OptionNames, Options, check_others, check_settings
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
 from rematplan.optim.planned_source import PlannedSource, source_of
 from rematplan.optim.statistics_source import Source
@@ -42,6 +42,24 @@ class KFAC(Optimizer):
         damping: λ, above 0.
         momentum: as in `torch.optim.SGD`.
         weight_decay: weights are multiplied by 1 − lr · weight_decay in each step, independently of the gradient.
+        others: makes the optimizer of the parameters without factors from a list of param groups, for example
+            ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
+        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
+            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
+            returns it, such as ``scaler.get_scale``.
+        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
+            of options for its parameters without factors.
+        source: provides the statistics instead of the planned module; see `rematplan.optim.source.Source`.
+        exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
+        others: makes the optimizer of the parameters without factors from a list of param groups, for example
+            ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
+        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
+            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
+            returns it, such as ``scaler.get_scale``.
+        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
+            of options for its parameters without factors.
+        source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
+        exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
         kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied
             by min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
         decay: the factor of the earlier sums when new statistics are added to the averages, from 0 to below 1.
@@ -53,15 +71,6 @@ class KFAC(Optimizer):
             steps, so that no step takes long.
         early_steps: during the first so many steps, every factor with new statistics is inverted again, since
             inverses become outdated quickly early in training.
-        others: makes the optimizer of the parameters without factors from a list of param groups, for example
-            ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
-        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
-            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
-            returns it, such as ``scaler.get_scale``.
-        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
-            of options for its parameters without factors.
-        source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
-        exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
 
     Raises:
         UsageError: an option out of its range; parameters without factors and no ``others``; a model without
@@ -76,32 +85,29 @@ class KFAC(Optimizer):
         damping: float = 1e-2,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: float | None = 1e-3,
-        decay: float = 0.95,
-        inverse: str = AUTO,
-        factors_every: int = 1,
-        inverse_every: int = 10,
-        early_steps: int = 20,
         others: MakeOthers | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         params: Iterable[Group] | None = None,
         source: Source | None = None,
         exchange: Exchange | None = None,
+        **options: Unpack[OptionNames],
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "damping": damping}
-        check_numbers(defaults, inverse, (factors_every, inverse_every), decay, kl_clip)
+        check_settings(defaults)
+        self._options = Options(**options)
         self._source = source or source_of(model)
-        layers, ours, theirs = split_groups(model, layers_of(model, self._source.layers(), inverse), params)
+        layers, ours, theirs = split_groups(
+            model, layers_of(model, self._source.layers(), self._options.inverse), params
+        )
         check_others(model, theirs, others)
         super().__init__(ours, defaults)
         self._layers, self._ours = layers, len(ours)
         self._make_others = others
         self._others = others(theirs) if others is not None and theirs else None
-        self._kl_clip, self._decay, self._factors_every = kl_clip, decay, factors_every
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
         self._exchange: Exchange = exchange or Alone()
         self._exchange.assign(layers)
-        self._refresh = Refresh(layers, self._exchange.owned(), inverse_every, early_steps)
+        self._refresh = Refresh(layers, self._exchange.owned(), self._options)
         self._clock, self._seen, self._met, self._said = 0, -1, set[str](), False
         self._link()
         self._listen()
@@ -113,9 +119,16 @@ class KFAC(Optimizer):
     @torch.no_grad()
     def _arrived(self, factors: Mapping[str, Factors], step: int) -> None:
         """Send statistics that a backward has just completed; `_read` does it if nothing calls this."""
-        if self._clock % self._factors_every == 0:
-            for name in self._layers.keys() & factors.keys():
-                self._exchange.begin(name, self._layers[name].sums(factors[name], self._loss_scale()), step)
+        if self._clock % self._options.factors_every == 0:
+            for part, sums in self._sums(factors):
+                self._exchange.begin(part, sums, step)
+
+    def _sums(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor]]:
+        """Yield new statistics by part, as vectors."""
+        scale = self._loss_scale()
+        for name, which in self._exchange.parts():
+            if name in self._layers and name in factors:
+                yield (name, which), self._layers[name].sums(factors[name], scale, which)
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -175,7 +188,7 @@ class KFAC(Optimizer):
         ]
         self._exchange.others(rest, rows)
         if finite(product, rest):
-            clip = clipped(float(product), self._kl_clip)
+            clip = clipped(float(product), self._options.kl_clip)
             for name, update in updates.items():
                 move(self._layers[name].updates(update * clip), group_of, self.state)
             if self._others is not None:
@@ -190,7 +203,7 @@ class KFAC(Optimizer):
 
     def _read(self) -> None:
         """Add new statistics to the moving averages of the layers that this process owns."""
-        if self._clock % self._factors_every:
+        if self._clock % self._options.factors_every:
             return
         found = self._source.statistics()
         if found is None or found.step == self._seen:
@@ -202,15 +215,9 @@ class KFAC(Optimizer):
         self._seen = found.step
         self._hand_over(found)
         self._met.update(found.factors)
-        scale = self._loss_scale()
-        sums = (
-            (name, layer.sums(found.factors[name], scale))
-            for name, layer in self._layers.items()
-            if name in found.factors
-        )
-        for name, total in self._exchange.sums(sums):
+        for (name, which), total in self._exchange.sums(self._sums(found.factors)):
             if total.isfinite().all():
-                self._layers[name].fold(total, self._decay)
+                self._layers[name].fold(total, self._options.decay, which)
 
     def _hand_over(self, found: Statistics) -> None:
         """Give parameters that have a gradient, but never had factors, to the other optimizer.
@@ -286,8 +293,10 @@ class KFAC(Optimizer):
         if self._others is not None:
             self._others.load_state_dict(state_dict[OTHERS])
         self._link()
+        owned, worked = self._exchange.owned(), self._exchange.worked()
         for name, layer in self._layers.items():
-            layer.load(state_dict[LAYERS][name])
+            averages = tuple(at for at in BOTH if (name, at) in owned)
+            layer.load(state_dict[LAYERS][name], averages, name in worked)
         self._clock, self._met = state_dict["clock"], set(state_dict["met"])
         if self._met:
             self._source.load(state_dict["source"])
@@ -309,12 +318,14 @@ class KFAC(Optimizer):
         """
         worked, owned = self._exchange.worked(), self._exchange.owned()
         factors = sum(
-            (name in owned) * side.average_bytes() + (name in worked) * side.inverse_bytes()
+            ((name, at) in owned) * side.average_bytes()
+            + ((name, at) in owned or name in worked) * side.inverse_bytes()
             for name, layer in self._layers.items()
-            for side in layer.sides
+            for at, side in enumerate(layer.sides)
         )
         if self._exchange.early:
-            factors += sum(layer.no_sums(device="meta").nbytes for layer in self._layers.values())
+            parts = ((self._layers[n], which) for n, which in self._exchange.parts() if n in self._layers)
+            factors += sum(layer.no_sums("meta", which).nbytes for layer, which in parts)
         momentum: int = sum(
             p.numel() * p.element_size()
             for group in self.param_groups[: self._ours]
@@ -332,8 +343,5 @@ class KFAC(Optimizer):
         ours = self.param_groups[: self._ours]
         damping_of = {id(p): group["damping"] for group in ours for p in group["params"]}
         return tuple(
-            row
-            for name in self._exchange.owned()
-            if name in self._layers
-            for row in rows_of(self._layers[name], damping_of[id(self._layers[name].weight)])
+            row for layer in self._layers.values() for row in rows_of(layer, damping_of[id(layer.weight)])
         )

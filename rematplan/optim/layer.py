@@ -14,6 +14,9 @@ from torch.nn import Parameter
 from rematplan.optim.factor import Factor
 from rematplan.runtime.statistics.factors import Factors
 
+BOTH = (0, 1)
+"""Both factors of a layer: of the inputs, of the outputs' gradients."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -70,27 +73,32 @@ class Layer:
         blocks = (self.form.groups,) if self.form.groups > 1 else ()
         return torch.Size((*blocks, self.g.size, self.a.size))
 
-    def sums(self, factors: Factors, loss_scale: float) -> Tensor:
+    def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
         """Return the sums of new statistics as one vector.
 
         It contains the kept part of A, that of G (divided by ``loss_scale``²), the number of rows and that of
-        samples.
+        samples. With ``which`` = (0,) or (1,) it contains only that factor, and both traces at the end, since the
+        damping of one factor depends on the trace of the other.
         """
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / loss_scale**2)
-        return torch.cat((*(t.flatten() for t in kept), counts))
+        traces = [torch.stack([side.trace_of(part) for side, part in zip(self.sides, kept, strict=True)])]
+        return torch.cat((*(kept[at].flatten() for at in which), counts, *(traces if which != BOTH else ())))
 
-    def no_sums(self, device: torch.device | str | None = None) -> Tensor:
+    def no_sums(self, device: torch.device | str | None = None, which: tuple[int, ...] = BOTH) -> Tensor:
         """Return the `sums` of no statistics: zeros, on the weight's device if none is named."""
-        size = sum(torch.Size(side.shape).numel() for side in self.sides) + 2
+        size = sum(torch.Size(self.sides[at].shape).numel() for at in which) + (2 if which == BOTH else 4)
         return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
 
-    def fold(self, sums: Tensor, decay: float) -> None:
-        """Add a vector of `sums` to the moving averages of both factors, which are first multiplied by ``decay``."""
-        a = torch.Size(self.a.shape).numel()
-        rows, samples = sums[-2:].tolist()
-        self.a.fold(sums[:a].view(self.a.shape), rows, decay)
-        self.g.fold(sums[a:-2].view(self.g.shape), samples, decay)
+    def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
+        """Add a vector of `sums` to the moving averages, which are first multiplied by ``decay``."""
+        numbers = 2 if which == BOTH else 4
+        rows, samples, *traces = sums[-numbers:].tolist()
+        sizes = [torch.Size(self.sides[at].shape).numel() for at in which]
+        for at, part in zip(which, sums[:-numbers].split(sizes), strict=True):
+            self.sides[at].fold(part.view(self.sides[at].shape), (rows, samples)[at], decay)
+        for at in set(BOTH) - set(which):
+            self.sides[at].fold_trace(traces[at], (rows, samples)[at], decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
         """Return the damping of each factor: π √λ for the inputs' and √λ ÷ π for the outputs'.
@@ -98,7 +106,8 @@ class Layer:
         π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero.
         ``damping``: λ.
         """
-        a, g = torch.stack((self.a.mean_eigenvalue(), self.g.mean_eigenvalue())).tolist()
+        like = {"dtype": self.a.dtype, "device": self.weight.device}
+        a, g = torch.stack([torch.as_tensor(side.mean_eigenvalue(), **like) for side in self.sides]).tolist()
         quotient = a / g if a > 0 and g > 0 else 1.0
         pi = math.sqrt(quotient) if 0 < quotient < math.inf else 1.0
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
@@ -124,10 +133,13 @@ class Layer:
         """Return the state that `load` takes."""
         return {"a": self.a.state(), "g": self.g.state()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.a.load(state["a"], self.weight.device)
-        self.g.load(state["g"], self.weight.device)
+    def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
+        """Restore what `state` returned.
+
+        ``averages``: the factors that this process averages. ``inverses``: whether it needs both inverses.
+        """
+        for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
+            side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:

@@ -1,9 +1,10 @@
-"""Checks of the optimizer's options."""
+"""The optimizer's options, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
 
 from torch import nn
 from torch.optim import Optimizer
@@ -38,33 +39,52 @@ def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | Non
     )
 
 
-def check_numbers(
-    numbers: Mapping[str, float],
-    inverse: str,
-    intervals: tuple[int, ...],
-    decay: float,
-    kl_clip: float | None,
-) -> None:
-    """Check that numeric options are in their ranges and that the kind of inverse is known.
+class OptionNames(TypedDict, total=False):
+    """The fields of `Options`, as keyword arguments."""
 
-    Args:
-        numbers: learning rate, momentum, weight decay and damping, by name.
-        inverse: the kind of inverse, a name of `INVERSES` or ``auto``.
-        intervals: numbers of steps, each at least 1.
-        decay: the decay of the moving averages, from 0 to below 1.
-        kl_clip: the bound of the clipping, above 0, or None.
+    kl_clip: float | None
+    decay: float
+    inverse: str
+    factors_every: int
+    inverse_every: int
+    early_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `KFAC` that are no settings of param groups; it says what they mean.
 
     Raises:
-        UsageError: one of them is not; the message names it with its value.
+        UsageError: one of them is out of its range; the message names it with its value.
     """
-    if inverse != AUTO and inverse not in INVERSES:
-        raise UsageError(f"unknown inverse {inverse!r}; known: {AUTO}, {', '.join(INVERSES)}")
-    for name, number in numbers.items():
+
+    kl_clip: float | None = 1e-3
+    decay: float = 0.95
+    inverse: str = AUTO
+    factors_every: int = 1
+    inverse_every: int = 10
+    early_steps: int = 20
+
+    def __post_init__(self) -> None:
+        if self.inverse != AUTO and self.inverse not in INVERSES:
+            raise UsageError(f"unknown inverse {self.inverse!r}; known: {AUTO}, {', '.join(INVERSES)}")
+        if self.kl_clip is not None and not self.kl_clip > 0:
+            raise UsageError(f"kl_clip is {self.kl_clip}; it must be above 0, or None")
+        if not 0 <= self.decay < 1:
+            raise UsageError(f"decay is {self.decay}; it must be from 0 to below 1")
+        for name in ("factors_every", "inverse_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it is a number of steps, 1 or more")
+
+
+def check_settings(settings: Mapping[str, float]) -> None:
+    """Check the settings of a param group: learning rate, momentum, weight decay and damping, by name.
+
+    Raises:
+        UsageError: one of them is negative, or the damping is 0; the message names it with its value.
+    """
+    for name, number in settings.items():
         if not number >= 0:
             raise UsageError(f"{name} is {number}; it must be 0 or more")
-    if numbers["damping"] == 0 or (kl_clip is not None and not kl_clip > 0):
-        raise UsageError(f"damping is {numbers['damping']} and kl_clip {kl_clip}; both must be above 0")
-    if not 0 <= decay < 1 or min(intervals) < 1:
-        raise UsageError(
-            f"decay is {decay} and intervals are {intervals}; decay must be from 0 to below 1, intervals 1 or more"
-        )
+    if settings["damping"] == 0:
+        raise UsageError(f"damping is {settings['damping']}; it must be above 0")

@@ -21,6 +21,7 @@ from rematplan.ir import UsageError
 from rematplan.optim.checkpoint import merged
 from rematplan.optim.distributed import Ranks
 from rematplan.optim.kfac import KFAC
+from rematplan.optim.update import MOMENTUM
 from rematplan.runtime.statistics.packing import packed_size
 
 STEPS = 50
@@ -29,7 +30,9 @@ OPTIONS = {"inverse_every": 4, "early_steps": 3, "weight_decay": 0.01, "others":
 
 
 def network() -> nn.Module:
-    """Convolutions, a norm without factors, linear layers; nothing that sees the whole batch."""
+    """Convolutions, a norm without factors, linear layers, one whose factors have two owners; nothing that sees the
+    whole batch.
+    """
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -38,9 +41,9 @@ def network() -> nn.Module:
         nn.Conv2d(4, 6, 3, groups=2, bias=False),
         nn.Tanh(),
         nn.Flatten(),
-        nn.Linear(54, 7),
+        nn.Linear(54, 48),
         nn.Tanh(),
-        nn.Linear(7, 5),
+        nn.Linear(48, 5),
     ).double()
 
 
@@ -102,12 +105,28 @@ def own_reduction(whole: nn.Module) -> None:
 
 
 def assert_owners_hold_all_factors_once(kfac: KFAC) -> None:
-    held = [[n for n, layer in kfac.layers.items() if layer.a.total is not None]]
-    inverses = [[n for n, layer in kfac.layers.items() if layer.inverted]]
-    for mine in (held, inverses):
-        everybodys: list[list[str]] = [[]] * distributed.get_world_size()
-        distributed.all_gather_object(everybodys, mine[0])
-        assert sorted(name for names in everybodys for name in names) == sorted(kfac.layers)
+    sides = {(n, at): side for n, layer in kfac.layers.items() for at, side in enumerate(layer.sides)}
+    averages = everybodys([key for key, side in sides.items() if side.total is not None])
+    assert sorted(averages) == sorted(sides)
+    inverses = everybodys([n for n, layer in kfac.layers.items() if layer.inverted])
+    assert sorted(inverses) == sorted(kfac.layers)
+    held = sum(nbytes(t) for s in sides.values() for t in (s.total, s.inverse and s.inverse.matrix))
+    momentum = sum(state[MOMENTUM].nbytes for state in kfac.state.values())
+    others = sum(t.nbytes for s in kfac._others.state.values() for t in s.values() if t.dim())
+    sent = (kfac.layers[name].no_sums(which=which).nbytes for name, which in kfac._exchange.parts())
+    early = sum(sent) if kfac._exchange.early else 0
+    assert kfac.reserved_bytes() == held + momentum + others + early
+
+
+def nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def everybodys(mine: list[object]) -> list[object]:
+    """The items of all processes."""
+    found: list[list[object]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(found, mine)
+    return [item for items in found for item in items]
 
 
 def unequal(whole: nn.Module) -> None:
@@ -216,22 +235,23 @@ def sharded(whole: nn.Module) -> None:
 
 
 def other_size(whole: nn.Module) -> None:
-    """States of all processes, merged, continue a run on one process."""
+    """States of all processes, merged, continue a run on one process; that of each continues its own to the bit."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     model = network()
     kfac = KFAC(model, 0.05, source=HookSource(model), exchange=Ranks(), **OPTIONS)
-    half = STEPS // 2
+    half, share = STEPS // 2, equal_share(rank, size)
     for at in range(half):
-        step(model, kfac, at, equal_share(rank, size))
+        step(model, kfac, at, share)
     states: list[dict[str, object]] = [{}] * size
     distributed.all_gather_object(states, kfac.state_dict())
-    single = copy.deepcopy(model)
-    for module in single.modules():
-        module._forward_hooks.clear()
-    resumed = KFAC(single, 0.05, source=HookSource(single), **OPTIONS)
+    single, resumed = resumable(model)
     with pytest.raises(UsageError, match="merged"):
         resumed.load_state_dict(states[rank])
-    resumed.load_state_dict(merged(states))
+    resumed.load_state_dict(copy.deepcopy(merged(states)))
+    own, again = resumable(model, exchange=Ranks())
+    again.load_state_dict(copy.deepcopy(states[rank]))
+    other, whole_state = resumable(model, exchange=Ranks())
+    whole_state.load_state_dict(copy.deepcopy(merged(states)))
     twin = network()
     straight = KFAC(twin, 0.05, source=HookSource(twin), **OPTIONS)
     for at in range(half):
@@ -239,8 +259,22 @@ def other_size(whole: nn.Module) -> None:
     for at in range(half, half + 2):
         step(single, resumed, at, slice(None))
         step(twin, straight, at, slice(None))
+        for part, its in ((model, kfac), (own, again), (other, whole_state)):
+            step(part, its, at, share)
+    assert all(map(torch.equal, own.parameters(), model.parameters()))
+    for p, q in zip(other.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
+    assert_owners_hold_all_factors_once(whole_state)
     del whole
     same(single, twin, "other_size")
+
+
+def resumable(model: nn.Module, **options: object) -> tuple[nn.Module, KFAC]:
+    """A copy of a model, and an optimizer of it without any state."""
+    found = copy.deepcopy(model)
+    for module in found.modules():
+        module._forward_hooks.clear()
+    return found, KFAC(found, 0.05, source=HookSource(found), **OPTIONS, **options)
 
 
 def counted(whole: nn.Module) -> None:
@@ -254,14 +288,21 @@ def counted(whole: nn.Module) -> None:
     matrices = sum(p.numel() for layer in kfac.layers.values() for p in layer.parameters)
     rest = sum(p.numel() for p in model.parameters()) - matrices
     sides = [side for layer in kfac.layers.values() for side in layer.sides]
-    # Packed factors, and the rows and samples of each layer.
+    parts = kfac._exchange.parts()
+    split = {name for name, which in parts if len(which) == 1}
+    assert split == {"6.weight"}
+    # Packed factors; the rows and samples of each part; and both traces, where a layer has two owners.
     factors = sum(k * packed_size(n) for n, k in ((s.size, *s.blocks, 1)[:2] for s in sides))
-    factors += 2 * len(kfac.layers)
+    factors += 2 * len(parts) + 2 * 2 * len(split)
     # A reduce-scatter and an all-gather of n numbers are an all-reduce of n numbers. Beyond it each owner gets the
     # sum of the weights, and gives its part of the product that clips updates.
     assert sent["reduce_scatter"] == 8 * (factors + 2 * (matrices + size))
     assert sent["broadcast"] == 8 * 2 * (matrices + size)
     assert sent["all_reduce"] == 8 * 2 * (rest + 1)
+    # The smaller inverse of a divided layer goes to the owner of the larger one, in the first of these two steps.
+    smaller = sum(min(side.size**2 for side in kfac.layers[name].sides) for name in split)
+    assert sum(everybodys([sent.pop("send", 0)])) == 8 * smaller
+    assert sent.pop("send_object_list", 0) == 0
     assert set(sent) == {"reduce_scatter", "broadcast", "all_reduce"}
     if rank == 0:
         print("counted: equal", flush=True)

@@ -1,0 +1,62 @@
+"""Assign factors to the processes that average and invert them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from rematplan.optim.factor import Factor
+from rematplan.optim.load_balancing import longest_first
+
+FactorKey: TypeAlias = tuple[str, int]
+"""One factor: the weight's name, and 0 for that of the inputs, 1 for that of the outputs' gradients."""
+Part: TypeAlias = tuple[str, tuple[int, ...]]
+"""Factors of one weight that the same process owns: the weight's name, and which."""
+
+LEAST_GAIN = 0.1
+"""A layer is divided only if the smaller factor takes at least this share of its time."""
+
+
+def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part, int]:
+    """Assign both factors of each layer to a process, so that the time of inversions is divided evenly: the longest
+    first.
+
+    A layer that takes longer than an even share of the time is divided: its factors are assigned one by one.
+
+    Args:
+        sides: the two factors of each layer, by weight name, in the same order in all processes.
+        ranks: the number of processes.
+
+    Returns:
+        The owner of each part, from 0.
+    """
+    even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
+    jobs: dict[Part, float] = {}
+    for name, (a, g) in sides.items():
+        whole = a.cost + g.cost
+        if ranks > 1 and whole > even and min(a.cost, g.cost) >= LEAST_GAIN * whole:
+            jobs |= {(name, (0,)): a.cost, (name, (1,)): g.cost}
+        else:
+            jobs[name, (0, 1)] = whole
+    found = longest_first(jobs, ranks)
+    for name in [name for name, at in found if at == (0,) and found[name, (0,)] == found[name, (1,)]]:
+        found[name, (0, 1)] = found.pop((name, (0,)))
+        del found[name, (1,)]
+    order = {name: at for at, name in enumerate(sides)}
+    return dict(sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1])))
+
+
+def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
+    """Return the owner of each factor."""
+    return {(name, at): owner for (name, these), owner in parts.items() for at in these}
+
+
+def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[Part, int]) -> dict[str, int]:
+    """Return the process that multiplies each layer's gradient by both inverses: the owner of the larger inverse.
+
+    The other owner, if there is one, sends its inverse, at most as many numbers as the gradient has. (To send the
+    product of the gradient and one inverse instead would take as many numbers as the gradient has, in each step.)
+    """
+    owner = by_factor(parts)
+    larger = {name: int(g.inverse_bytes() > a.inverse_bytes()) for name, (a, g) in sides.items()}
+    return {name: owner[name, larger[name]] for name in sides}

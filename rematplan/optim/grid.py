@@ -1,0 +1,76 @@
+"""The processes of a group as a grid: blocks of consecutive ranks, and columns across them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from rematplan.ir import ProcessEnded, UsageError
+
+Result = TypeVar("Result")
+
+
+class Grid:
+    """The position of this process among the others.
+
+    ``group``: all processes. ``rank``, ``size``: this process's number in it, and their number. ``width``: the
+    number of processes of a block, and of columns. ``here``: the position of this process in its block, which is
+    the number of its column. ``block``, ``column``: the process groups of both.
+
+    Args:
+        group: the processes; None for all.
+        columns_of: the number of processes of a column, a divisor of the number of processes.
+
+    Raises:
+        UsageError: there is no process group, or ``columns_of`` is no divisor.
+        ProcessEnded: from any method, if another process has ended or cannot be reached.
+    """
+
+    def __init__(self, group: ProcessGroup | None, columns_of: int) -> None:
+        if not distributed.is_initialized():
+            raise UsageError(
+                "there is no process group: call torch.distributed.init_process_group, or run under torchrun"
+            )
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        if columns_of < 1 or self.size % columns_of:
+            raise UsageError(f"grad_workers is {columns_of}, which does not divide {self.size} processes")
+        self.width = self.size // columns_of
+        self.here = self.rank % self.width
+        self.block = self.subgroup([range(b, b + self.width) for b in range(0, self.size, self.width)])
+        self.column = self.subgroup([range(c, self.size, self.width) for c in range(self.width)])
+
+    def subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
+        """Create a process group for each part, in the same order in every process, and return the one with this
+        process.
+        """
+        found: ProcessGroup | None = None
+        for part in parts:
+            made: Any = self.call(distributed.new_group, [self.everywhere(rank) for rank in part])
+            found = made if self.rank in part else found
+        return found
+
+    def everywhere(self, rank: int) -> int:
+        """Return the rank among all processes of rank ``rank`` in the group."""
+        return rank if self.group is None else distributed.get_global_rank(self.group, rank)
+
+    def in_block(self, place: int) -> int:
+        """Return the rank of the process at a position in this process's block."""
+        return self.rank - self.here + place
+
+    def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function of `torch.distributed` and return its result.
+
+        Raises:
+            ProcessEnded: the call failed.
+        """
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or ["no reason given"])[0]
+            raise ProcessEnded(
+                f"rank {self.rank} of {self.size}: another process has ended or cannot be reached ({reason})"
+            ) from None
