@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed
 
 from rematplan.optim.assignment import FactorKey, Part
-from rematplan.optim.grid import Grid
 from rematplan.optim.damped_inverses import restored, saved
+from rematplan.optim.grid import Grid
 from rematplan.optim.layer import Layer
 
 SavedInverses: TypeAlias = dict[FactorKey, dict[str, Any]]

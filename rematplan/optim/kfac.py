@@ -49,15 +49,6 @@ class KFAC(Optimizer):
             returns it, such as ``scaler.get_scale``.
         params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
             of options for its parameters without factors.
-        source: provides the statistics instead of the planned module; see `rematplan.optim.source.Source`.
-        exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
-        others: makes the optimizer of the parameters without factors from a list of param groups, for example
-            ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
-        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
-            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
-            returns it, such as ``scaler.get_scale``.
-        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
-            of options for its parameters without factors.
         source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
         exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
         kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied
