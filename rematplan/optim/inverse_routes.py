@@ -80,19 +80,20 @@ class InverseRoutes:
     def _between(self, source: int, target: int) -> tuple[Pass, Pass]:
         """Return what passes objects and tensors from one process to another, as this one of both calls it."""
         grid = self._grid
+        end: dict[str, Any] = {"group": grid.group}
         if grid.rank == source:
-            end = {"dst": grid.everywhere(target), "group": grid.group}
+            end["dst"] = grid.everywhere(target)
             return functools.partial(distributed.send_object_list, **end), functools.partial(
                 distributed.send, **end
             )
-        end = {"src": grid.everywhere(source), "group": grid.group}
+        end["src"] = grid.everywhere(source)
         return functools.partial(distributed.recv_object_list, **end), functools.partial(
             distributed.recv, **end
         )
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
         """Return what passes objects and tensors from one process to its column."""
-        end = {"src": self._grid.everywhere(source), "group": self._grid.column}
+        end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(
             distributed.broadcast, **end
         )

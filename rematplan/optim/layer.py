@@ -106,7 +106,7 @@ class Layer:
         π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero.
         ``damping``: λ.
         """
-        like = {"dtype": self.a.dtype, "device": self.weight.device}
+        like: dict[str, Any] = {"dtype": self.a.dtype, "device": self.weight.device}
         a, g = torch.stack([torch.as_tensor(side.mean_eigenvalue(), **like) for side in self.sides]).tolist()
         quotient = a / g if a > 0 and g > 0 else 1.0
         pi = math.sqrt(quotient) if 0 < quotient < math.inf else 1.0

@@ -135,15 +135,14 @@ class Shifts:
         view[(slice(None), slice(None), *(slice(size) for size in self.sizes))] = x
         rows = flat.view(-1, channels).mT if last else flat.view(channels, -1)
         steps = tuple(math.prod(self.padded[at + 1 :]) for at in range(len(self.padded)))
-        return rows.unflatten(0, (self.read.groups, -1)), steps
+        return rows.view(self.read.groups, -1, rows.shape[1]), steps
 
     def _boxed(self, x: Tensor, term: Term, moved: bool) -> Tensor:
         """Return the positions of a term, or those moved by its shift, as (groups, channels / groups, positions)."""
         by = term.shift if moved else (0,) * len(term.shift)
         at = tuple(slice(a + s, b + s) for (a, b), s in zip(term.box, by, strict=True))
-        return (
-            x[(slice(None), slice(None), *at)].transpose(0, 1).flatten(1).unflatten(0, (self.read.groups, -1))
-        )
+        rows: Tensor = x[(slice(None), slice(None), *at)].transpose(0, 1).flatten(1)
+        return rows.view(self.read.groups, -1, rows.shape[1])
 
     def add(self, terms: Mapping[Term, Tensor], out: Tensor, scale: float) -> None:
         """Add the sum of the windows' outer products × ``scale`` to packed matrices."""
