@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import rematplan
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.background import BackgroundSearch
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
@@ -90,6 +91,15 @@ def test_a_better_plan_is_taken_at_the_next_step_and_shown(elsewhere: Elsewhere)
     step(model, optimizer, 1)
     assert model.plan.estimate == better.estimate
     assert swaps(model) == 1
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_plan_that_another_process_solved_ends_the_search_unless_plans_on_disk_are_not_to_be_used(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    monkeypatch.setattr(PlanStore, "solved", lambda _self, graph, *_: no_recompute(graph))
+    planned(Network(), budget="90% of activations", options={"reuse": reuse})
+    assert len(elsewhere.searches) == (0 if reuse else 1)
 
 
 def test_no_worse_plan_is_taken(elsewhere: Elsewhere) -> None:
