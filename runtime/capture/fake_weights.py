@@ -32,10 +32,10 @@ class _Undrawn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func in DRAWS:
-            return given["tensor"] if "tensor" in given else args[0]
-        return func(*args, **given)
+            return options["tensor"] if "tensor" in options else args[0]
+        return func(*args, **options)
 
 
 def without_data(

@@ -145,7 +145,9 @@ class FlatModel(nn.Module):
         modules = list(self.model.modules())
         before = [dict(vars(m)) for m in modules]
         results = self._forward(*args, **kwargs)
-        given = {at: self._taken(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))}
+        attributes = {
+            at: self._attributes_set(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))
+        }
         counted = {
             at: _changed_numbers(vars(m), had)
             for at, (m, had) in enumerate(zip(modules, before, strict=True))
@@ -155,10 +157,10 @@ class FlatModel(nn.Module):
         names = {
             id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
         }
-        leaves_given, spec_given = flattened({at: one for at, one in given.items() if one})
-        given = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_given], spec_given)
+        leaves_set, spec_set = flattened({at: one for at, one in attributes.items() if one})
+        attributes = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_set], spec_set)
         left = self._left((args, kwargs), leaves)
-        flat, self.outputs = flattened((results, given, left))
+        flat, self.outputs = flattened((results, attributes, left))
         outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
         if not outputs:
             check_no_hidden_tensors(flat, f"{type(self.model).__name__} returns nothing but", True)
@@ -184,15 +186,15 @@ class FlatModel(nn.Module):
         at = {id(leaf): Given(at) for at, leaf in enumerate(leaves)}
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
-    def _taken(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    def _attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes that the forward has set on a module, and restore the previous ones."""
-        given = self._reads.given(module, before)
-        for name in given:
+        attributes = self._reads.attributes_set(module, before)
+        for name in attributes:
             if name in before:
                 vars(module)[name] = before[name]
             else:
                 del vars(module)[name]
-        return given
+        return attributes
 
 
 def _changed_numbers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

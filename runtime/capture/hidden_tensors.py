@@ -61,24 +61,24 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
     seen: set[int] = set()
     todo = _behind(one) if called_later else [getattr(one, "__dict__", None)]
     while todo:
-        held = todo.pop()
-        if isinstance(held, torch.Tensor):
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
             return True
-        if id(held) in seen or isinstance(held, (type, ModuleType, FunctionType, nn.Module)):
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
             continue
-        seen.add(id(held))
-        leaves = pytree.tree_leaves(held)
-        todo += leaves if leaves != [held] else [getattr(held, "__dict__", None)]
+        seen.add(id(value))
+        leaves = pytree.tree_leaves(value)
+        todo += leaves if leaves != [value] else [getattr(value, "__dict__", None)]
     return False
 
 
 def _behind(one: Any) -> list[Any]:
     """Return an object's attributes, the closure of a function, and the object of a bound method."""
-    held = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
+    values = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
     for cell in getattr(one, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
-            held.append(cell.cell_contents)
-    return held
+            values.append(cell.cell_contents)
+    return values
 
 
 class NotGiven(ModelError, AttributeError):

@@ -24,7 +24,7 @@ def without_copies(step: CapturedStep) -> CapturedStep:
     its tangents.
     """
     values, outputs = step.values, []
-    taken = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
+    used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
     read = {r.value for call in step.calls for r in refs((call.args, call.kwargs))}
     for output in step.outputs:
         copy = values[output.value]
@@ -32,10 +32,10 @@ def without_copies(step: CapturedStep) -> CapturedStep:
         if output.kind == "output" and call and call.target is CLONE and output.value not in read:
             source = values[next(refs(call.args)).value]
             lazy = source.fake.is_conj() or source.fake.is_neg()
-            free = is_whole(source) and source.storage not in taken
+            free = is_whole(source) and source.storage not in used
             if free and not lazy and source.fake.stride() == copy.fake.stride():
                 output = replace(output, value=source.name)
-                taken.add(source.storage)
+                used.add(source.storage)
         outputs.append(output)
     return replace(step, outputs=tuple(outputs))
 
@@ -53,7 +53,7 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
     into. Autograd itself would copy a gradient with other strides than its parameter, and use more memory
     than planned.
     """
-    taken = {step.values[i.value].storage for i in step.inputs}
+    used = {step.values[i.value].storage for i in step.inputs}
     parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
     values, outputs = dict(step.values), []
     copies: dict[str | None, list[Call]] = {}  # by the call that makes what is copied
@@ -61,7 +61,7 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
         value = values[output.value]
         of = parameters.get(output.target) if output.kind == "gradient" else None
         if (
-            value.storage in taken
+            value.storage in used
             or not is_whole(value)
             or (of is not None and not _has_layout_of(value.fake, of))
         ):
@@ -72,7 +72,7 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
             copies.setdefault(value.call, []).extend(calls)
             values |= {one.name: one for one in made}
             output = replace(output, value=name)
-        taken.add(values[output.value].storage)
+        used.add(values[output.value].storage)
         outputs.append(output)
     calls = [*copies.pop(None, [])]
     for call in step.calls:

@@ -48,8 +48,8 @@ class UntiedModule(nn.Module):
         """Run the module on a batch, and return its results and those of its checks."""
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
-            held = {self.names[short]: getattr(self, short) for short in self._buffers}
-            self.decisions.begin({name.removeprefix("model."): t for name, t in held.items()}, batch)
+            buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
+            self.decisions.begin({name.removeprefix("model."): t for name, t in buffers.items()}, batch)
         leaves = [*self.parameters(), *batch]
         self.assertions.begin()
         with (
@@ -67,12 +67,12 @@ class UntiedModule(nn.Module):
         return *results, *checks.results
 
 
-def _renew(slot: str, given: torch.Tensor, left: torch.Tensor) -> None:
+def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor) -> None:
     """Copy a tensor that a forward assigned to a buffer into the buffer that the forward was given."""
-    if left is given:
+    if assigned is buffer:
         return
-    if (left.shape, left.dtype) != (given.shape, given.dtype):
+    if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
         raise ModelError(
             f"the forward assigns {slot} a tensor of another shape or type; assign one of the same shape and type"
         )
-    given.copy_(left.detach())
+    buffer.copy_(assigned.detach())

@@ -121,15 +121,15 @@ def _measure_all(
     as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
     with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
         refused: dict[str, tuple[Call, Exception]] = {}
-        for turn in range(_MOST_ROUNDS):
-            if turn > _ROUNDS and not _busy(times):
+        for round_ in range(_MOST_ROUNDS):
+            if round_ > _ROUNDS and not _busy(times):
                 break
-            again = [t for t in missing if t not in refused and (turn < _ROUNDS or _differ(times[t]))]
+            again = [t for t in missing if t not in refused and (round_ < _ROUNDS or _differ(times[t]))]
             for done, text in enumerate(again):
-                progress(min(1.0, (turn + done / len(again)) / _ROUNDS), f"profiling {missing[text]}")
+                progress(min(1.0, (round_ + done / len(again)) / _ROUNDS), f"profiling {missing[text]}")
                 call = step.call[missing[text]]
                 try:
-                    cost = _measured(step, call, arguments, known[text] if turn >= watched else None)
+                    cost = _measured(step, call, arguments, known[text] if round_ >= watched else None)
                 except (RuntimeError, IndexError, ValueError) as error:
                     refused[text] = call, error
                     known[text] = _guess(step, call)
@@ -212,13 +212,13 @@ def _measured(
 
 
 def _memory(
-    run: Callable[[], Any], given: object, device: torch.device
+    run: Callable[[], Any], arguments: object, device: torch.device
 ) -> tuple[float, int, tuple[int, ...]]:
     """Return the seconds of a call, its peak bytes in addition to its results, and the real bytes of these.
 
     Args:
         run: the call.
-        given: its arguments.
+        arguments: its arguments.
     """
 
     def timed() -> tuple[Any, float]:
@@ -227,7 +227,7 @@ def _memory(
         return result, time.perf_counter() - start
 
     peak, (result, seconds) = peak_above_entry(timed, device)
-    old = {t.untyped_storage()._cdata for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+    old = {t.untyped_storage()._cdata for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
     storages = [
         r.untyped_storage() if isinstance(r, torch.Tensor) else None
         for r in ((result,) if isinstance(result, torch.Tensor) else result)

@@ -31,8 +31,8 @@ class Rerun:
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
         """Save the inputs and random states of a forward that is about to run."""
         renewed = renewed_buffers(step)
-        given = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
-        kept = [t.clone() if s in renewed else t for t, s in zip(inputs, given, strict=True)]
+        storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
+        kept = [t.clone() if s in renewed else t for t, s in zip(inputs, storages, strict=True)]
         return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
 
     def check(self, name: str) -> None:

@@ -45,12 +45,12 @@ class KnownValues:
         wanted = [self.step.values[r].fake for r in call.results if r]
         if any(fake.numel() > LARGEST_CONSTANT for fake in wanted):
             return
-        given = {r.value: self._find(r.value, depth - 1) for r in refs((call.args, call.kwargs))}
-        if any(t is None for t in given.values()):
+        values = {r.value: self._find(r.value, depth - 1) for r in refs((call.args, call.kwargs))}
+        if any(t is None for t in values.values()):
             return
         with torch.no_grad():
             found = call.target(
-                *substitute(call.args, given.__getitem__), **substitute(call.kwargs, given.__getitem__)
+                *substitute(call.args, values.__getitem__), **substitute(call.kwargs, values.__getitem__)
             )
         for result, tensor in zip(call.results, (found,) if call.single else found, strict=True):
             if result:

@@ -26,10 +26,10 @@ def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence
         indices: one index array for each leading dimension; None selects the whole dimension.
         shape: the shape of the indexed tensor.
     """
-    given = {k: one for k, one in enumerate(indices) if one is not None}
-    if not given or not all(one.dtype.kind in "iu" and one.size for one in given.values()):
+    present = {k: one for k, one in enumerate(indices) if one is not None}
+    if not present or not all(one.dtype.kind in "iu" and one.size for one in present.values()):
         return None
-    lists = {k: np.where(one < 0, one + shape[k], one).astype(np.int64) for k, one in given.items()}
+    lists = {k: np.where(one < 0, one + shape[k], one).astype(np.int64) for k, one in present.items()}
     if any(one.min() < 0 or one.max() >= shape[k] for k, one in lists.items()):
         return None
     if len(lists) == 1:

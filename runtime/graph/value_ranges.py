@@ -113,8 +113,8 @@ def _quotient(call: Call, of: Callable[[Any], Range]) -> Range:
 
 def _clamped(call: Call, of: Callable[[Any], Range]) -> Range:
     x = of(call.args[0])
-    given = [*call.args[1:], None, None]
-    low, high = call.kwargs.get("min", given[0]), call.kwargs.get("max", given[1])
+    limits = [*call.args[1:], None, None]
+    low, high = call.kwargs.get("min", limits[0]), call.kwargs.get("max", limits[1])
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Range()
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)

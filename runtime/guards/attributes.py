@@ -152,7 +152,7 @@ class Reads:
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
-    def given(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    def attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes that the forward set on a module before reading them: tensors, plain values
         and containers of these.
 

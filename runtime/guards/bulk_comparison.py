@@ -17,7 +17,7 @@ def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function of a container that returns its items at ``keys`` (keys or positions), as a tuple."""
     if len(keys) > 1:
         return itemgetter(*keys)
-    return lambda held: tuple(held[key] for key in keys)
+    return lambda container: tuple(container[key] for key in keys)
 
 
 class Table:

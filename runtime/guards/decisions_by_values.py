@@ -81,7 +81,7 @@ class ValueGuard:
             return True
         pools: _Pools = {"batch": batch, "buffer": buffers}
         with plainly():
-            known = {place: _taken(of, pools, place in self.written) for place, of in self.sources}
+            known = {place: _tensor_of(of, pools, place in self.written) for place, of in self.sources}
             decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
             return all(_same(expected, value) for expected, value in decided)
 
@@ -96,8 +96,8 @@ class ValueGuard:
         return replace(self, entries=tuple(entries))
 
 
-def _as_given(given: Any) -> Any:
-    return given
+def _as_given(value: Any) -> Any:
+    return value
 
 
 def _made(
@@ -125,9 +125,9 @@ def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
     return pytree.tree_map_only(_At, lambda at: known[at.place], arg)
 
 
-def _taken(of: Source | torch.Tensor, pools: _Pools, copied: bool) -> torch.Tensor:
-    taken = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
-    return taken.clone() if copied else taken
+def _tensor_of(of: Source | torch.Tensor, pools: _Pools, copied: bool) -> torch.Tensor:
+    tensor = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
+    return tensor.clone() if copied else tensor
 
 
 def _is_functional(tensor: torch.Tensor) -> bool:
@@ -248,16 +248,16 @@ class OpTape:
         self._note(func, args, kwargs, result, written)
         return result
 
-    def read(self, of: Callable[..., Any], *given: Any) -> Any:
+    def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
         of the guard.
 
         Raises:
             DataDependentOutputException: the values of the tensors are unknown.
         """
-        if not self.knows(given):
+        if not self.knows(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
-        return self._decided(of, given, {})
+        return self._decided(of, arguments, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
         """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
@@ -269,7 +269,7 @@ class OpTape:
         pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
         with plainly():
             for place in self.sources.keys() - self.real.keys():
-                self.real[place] = _taken(self.sources[place], pools, True)
+                self.real[place] = _tensor_of(self.sources[place], pools, True)
             *_, (_, value) = _made((*self.entries[self.made :], asked), self.real, self.decisions.now)
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
@@ -316,9 +316,9 @@ class OpTape:
             self.memory.append(place if viewed is None else self.memory[self.places[id(viewed)]])
         return self.places[id(tensor)]
 
-    def knows(self, given: Any) -> bool:
+    def knows(self, value: Any) -> bool:
         """Return whether the values of all tensors in nested arguments are known before the step runs."""
-        return all(self._is_known(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+        return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         if id(tensor) not in self.places and type(tensor) is torch.Tensor and not _is_functional(tensor):
@@ -330,17 +330,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     """Return the tensors that a call writes to."""
     if not func._schema.is_mutable:
         return []
-    return _given(func, args, kwargs, lambda alias: alias.is_write)
+    return _argument_of(func, args, kwargs, lambda alias: alias.is_write)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor whose memory a call's results share; None if there is none."""
     if not any(r.alias_info for r in func._schema.returns):
         return None
-    return next(iter(_given(func, args, kwargs, bool)), None)
+    return next(iter(_argument_of(func, args, kwargs, bool)), None)
 
 
-def _given(
+def _argument_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Any], bool]
 ) -> list[torch.Tensor]:
     """Return the tensor arguments whose alias annotation satisfies ``which``."""

@@ -69,12 +69,12 @@ class GlobalReads:
         self.own = packages_of(modules)
         for kind in kinds:
             self._meet(kind, _UNNAMED)
-        held = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
-        for value in held:
+        values = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
+        for value in values:
             self._meet(value, _UNNAMED)
         self._follow()
         # Arguments, and objects in containers, have other names in the code that reads their attributes.
-        for thing in (*parts_of(arguments), *(part for value in held for part in parts_of(value))):
+        for thing in (*parts_of(arguments), *(part for value in values for part in parts_of(value))):
             self._meet(thing, self.names)
         self._follow()
 
@@ -140,8 +140,8 @@ class GlobalReads:
                         filter(str.isidentifier, strings_in(function.__code__)), os.environ.get
                     )
                     yield function.__code__, variables, variables.names, own
-            held = _held(function, self._is_library(function.__module__))
-            yield function, held, held.names, own
+            referenced = _referenced(function, self._is_library(function.__module__))
+            yield function, referenced, referenced.names, own
         for part in _bound(thing):
             self._meet(part, own)
         if isinstance(thing, ModuleType):
@@ -208,7 +208,7 @@ def _current(variable: ContextVar[Any]) -> Any:
         return None
 
 
-def _held(function: FunctionType, library: bool) -> _ByName:
+def _referenced(function: FunctionType, library: bool) -> _ByName:
     """Return the closure cells of a function, and, unless it is library code, its mutable default arguments.
 
     Cells may be empty so far. Defaults of library functions are skipped: decorators of libraries store the

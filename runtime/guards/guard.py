@@ -115,17 +115,17 @@ class _Shared:
     @staticmethod
     def of(record: SharedRecord) -> _Shared:
         first, *others = record.owners
-        held = [(at, path[0]) for at, path in others if len(path) == 1]
+        direct = [(at, path[0]) for at, path in others if len(path) == 1]
         deeper = tuple(owner for owner in others if len(owner[1]) > 1)
         return _Shared(
-            record.kind, first, tuple(at for at, _ in held), tuple(name for _, name in held), deeper
+            record.kind, first, tuple(at for at, _ in direct), tuple(name for _, name in direct), deeper
         )
 
     def holds(self, attributes: Attributes) -> bool:
         record = record_of(self.first, attributes)
-        held = map(getitem, map(attributes.__getitem__, self.modules), self.names)
+        found = map(getitem, map(attributes.__getitem__, self.modules), self.names)
         return (
             type(record) is self.kind
-            and all(map(is_, held, repeat(record)))
+            and all(map(is_, found, repeat(record)))
             and all(record_of(owner, attributes) is record for owner in self.deeper)
         )

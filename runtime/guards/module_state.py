@@ -86,12 +86,12 @@ class ModuleTree:
             for kind in ("_parameters", "_buffers")
             for name, m in named
         ]
-        self.empty = [held for held in (*children, *(held for _, held in holders)) if not held]
-        self.children = [held for held in children if held]
-        self.holders = [held for _, held in holders if held]
+        self.empty = [mapping for mapping in (*children, *(mapping for _, mapping in holders)) if not mapping]
+        self.children = [mapping for mapping in children if mapping]
+        self.holders = [mapping for _, mapping in holders if mapping]
         self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS]
         self.expected = _values(self.children), _keys(self.children), _keys(self.holders)
-        names = [f"{prefix}{key}" for prefix, held in holders for key in held]
+        names = [f"{prefix}{key}" for prefix, mapping in holders for key in mapping]
         tensors = _values(self.holders)
         first: dict[int, int] = {}
         places = [first.setdefault(id(t), at) for at, t in enumerate(tensors)]
@@ -137,12 +137,12 @@ class ModuleTree:
         return ModuleState(self.attributes, named, key)
 
 
-def _values(held: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, held)))
+def _values(mappings: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, mappings)))
 
 
-def _keys(held: Sequence[dict[str, Any]]) -> list[str]:
-    return list(chain.from_iterable(held))
+def _keys(mappings: Sequence[dict[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(mappings))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ def sizes_of(result: Any) -> list[int]:
     return [size for tensor in pytree.tree_leaves(result) for size in tensor.shape]
 
 
-def _told(op: OpOverload) -> Any:
+def _with_sizes(op: OpOverload) -> Any:
     """Return a variant of an op with one more keyword argument, ``sizes``: the shapes of its results, as
     `sizes_of` returns them."""
     name = f"rematplan::{op._opname}"
@@ -46,8 +46,8 @@ def _single_zero(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros([1] * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
 
 
-TOLD = {
-    op: _told(op)
+WITH_SIZES = {
+    op: _with_sizes(op)
     for op in (
         ATEN._unique2.default,
         ATEN.bincount.default,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rematplan.runtime.guards.sized_ops import CTC_LOSS, TOLD, sizes_of
+from rematplan.runtime.guards.sized_ops import CTC_LOSS, WITH_SIZES, sizes_of
 from rematplan.runtime.guards.tensor_reads import TO_LIST, plainly
 
 ATEN = torch.ops.aten
@@ -24,7 +24,7 @@ class Tape(Protocol):
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a call and return its result. Record the call if everything that it depends on is known."""
 
-    def read(self, of: Callable[..., Any], *given: Any) -> Any:
+    def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
         of the guard."""
 
@@ -32,7 +32,7 @@ class Tape(Protocol):
         """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
         becomes part of the guard."""
 
-    def knows(self, given: Any) -> bool:
+    def knows(self, value: Any) -> bool:
         """Return whether the values of all tensors in nested arguments are known."""
 
 
@@ -142,13 +142,13 @@ def _ctc_loss(
 def _found(op: Any) -> Callable[..., Any]:
     """Return the rewriting function of an op whose result shapes only the op itself can compute."""
 
-    def sizes(*given: Any) -> list[int]:
-        return sizes_of(op(*given))
+    def sizes(*arguments: Any) -> list[int]:
+        return sizes_of(op(*arguments))
 
-    def static(tape: Tape, *given: Any) -> Any:
-        if not tape.knows(given):
-            return tape.run(op, *given)
-        return tape.run(TOLD[op], *given, sizes=tape.read(sizes, *given))
+    def static(tape: Tape, *arguments: Any) -> Any:
+        if not tape.knows(arguments):
+            return tape.run(op, *arguments)
+        return tape.run(WITH_SIZES[op], *arguments, sizes=tape.read(sizes, *arguments))
 
     return static
 
@@ -163,7 +163,7 @@ STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN.repeat_interleave.Tensor: _repeat_interleave,
     ATEN._pack_padded_sequence.default: _pack_padded_sequence,
     ATEN._ctc_loss.Tensor: _ctc_loss,
-    **{op: _found(op) for op in TOLD},
+    **{op: _found(op) for op in WITH_SIZES},
 }
 """By op, the function that replaces its call; it takes a tape and the call's arguments. Some functions return
 a result that is known whatever numbers are drawn."""

@@ -21,31 +21,31 @@ def copied(call: Call, facts: Facts) -> Found:
 
 def concatenated(call: Call, facts: Facts) -> Found:
     """Yield a rule for each argument of a concatenation: copy its slice of the result."""
-    given, y = facts.arguments(call), result(call, facts)
+    arguments, y = facts.arguments(call), result(call, facts)
     start = 0
-    for x in given["tensors"]:
+    for x in arguments["tensors"]:
         fake = facts.value(x).fake
         if fake.dim() != y.fake.dim():  # cat ignores one-dimensional empty tensors
             continue
-        end = start + fake.shape[given["dim"]]
+        end = start + fake.shape[arguments["dim"]]
         if fake.dtype == y.fake.dtype:
-            yield Undone(x.value, (y.name,), "slice", (((given["dim"], start, end, 1),),), exact=True)
+            yield Undone(x.value, (y.name,), "slice", (((arguments["dim"], start, end, 1),),), exact=True)
         start = end
 
 
 def stacked(call: Call, facts: Facts) -> Found:
     """Yield a rule for each argument of a stack: copy its entry of the result."""
-    given, y = facts.arguments(call), result(call, facts)
-    for index, x in enumerate(given["tensors"]):
+    arguments, y = facts.arguments(call), result(call, facts)
+    for index, x in enumerate(arguments["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
-            yield Undone(x.value, (y.name,), "select", (given["dim"], index), exact=True)
+            yield Undone(x.value, (y.name,), "select", (arguments["dim"], index), exact=True)
 
 
 def padded(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of a pad: copy the result without the padding. Negative
     padding, which crops, has no rule."""
-    given, y = facts.arguments(call), result(call, facts)
-    x, pad = given["self"], given["pad"]
+    arguments, y = facts.arguments(call), result(call, facts)
+    x, pad = arguments["self"], arguments["pad"]
     if all(p >= 0 for p in pad):
         fake = facts.value(x).fake
         dims = [fake.dim() - 1 - i // 2 for i in range(0, len(pad), 2)]
@@ -55,40 +55,50 @@ def padded(call: Call, facts: Facts) -> Found:
 
 def scattered(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the source of a slice scatter: copy its slice of the result."""
-    given, y = facts.arguments(call), result(call, facts)
-    whole = y.fake.shape[given["dim"]]
-    start = 0 if given["start"] is None else given["start"]
-    end = whole if given["end"] is None else min(given["end"], whole)
+    arguments, y = facts.arguments(call), result(call, facts)
+    whole = y.fake.shape[arguments["dim"]]
+    start = 0 if arguments["start"] is None else arguments["start"]
+    end = whole if arguments["end"] is None else min(arguments["end"], whole)
     yield Undone(
-        given["src"].value, (y.name,), "slice", (((given["dim"], start, end, given["step"]),),), exact=True
+        arguments["src"].value,
+        (y.name,),
+        "slice",
+        (((arguments["dim"], start, end, arguments["step"]),),),
+        exact=True,
     )
 
 
 def rolled(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of a roll: roll the result by the opposite shifts."""
-    given, y = facts.arguments(call), result(call, facts)
-    back = tuple(-s for s in given["shifts"])
-    yield Undone(given["self"].value, (y.name,), "roll", (back, tuple(given["dims"])), exact=True)
+    arguments, y = facts.arguments(call), result(call, facts)
+    back = tuple(-s for s in arguments["shifts"])
+    yield Undone(arguments["self"].value, (y.name,), "roll", (back, tuple(arguments["dims"])), exact=True)
 
 
 def flipped(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of a flip: flip the result."""
-    given, y = facts.arguments(call), result(call, facts)
-    yield Undone(given["self"].value, (y.name,), "flip", (tuple(given["dims"]),), exact=True)
+    arguments, y = facts.arguments(call), result(call, facts)
+    yield Undone(arguments["self"].value, (y.name,), "flip", (tuple(arguments["dims"]),), exact=True)
 
 
 def shuffled(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of a pixel shuffle: unshuffle the result."""
-    given, y = facts.arguments(call), result(call, facts)
-    yield Undone(given["self"].value, (y.name,), "pixel_unshuffle", (given["upscale_factor"],), exact=True)
+    arguments, y = facts.arguments(call), result(call, facts)
+    yield Undone(
+        arguments["self"].value, (y.name,), "pixel_unshuffle", (arguments["upscale_factor"],), exact=True
+    )
 
 
 def picked(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of an indexing op whose index is a known permutation of one
     dimension: reorder the result."""
-    given, y = facts.arguments(call), result(call, facts)
-    x = given["self"]
-    at = {given["dim"]: given["index"]} if "dim" in given else dict(enumerate(given["indices"]))
+    arguments, y = facts.arguments(call), result(call, facts)
+    x = arguments["self"]
+    at = (
+        {arguments["dim"]: arguments["index"]}
+        if "dim" in arguments
+        else dict(enumerate(arguments["indices"]))
+    )
     at = {dim: index for dim, index in at.items() if index is not None}
     if len(at) != 1:
         return

@@ -53,8 +53,8 @@ def _sum(sign: int) -> Row:
     """Return the row of y = self ± alpha · other, where other is a tensor or a number."""
 
     def row(call: Call, facts: Facts) -> Found:
-        given = facts.arguments(call)
-        return _added(call, facts, given["self"], given["other"], sign, given.get("alpha", 1))
+        arguments = facts.arguments(call)
+        return _added(call, facts, arguments["self"], arguments["other"], sign, arguments.get("alpha", 1))
 
     return row
 
@@ -86,14 +86,18 @@ def _fused(kernel: str, *names: str) -> Row:
     opposite factor undoes it."""
 
     def row(call: Call, facts: Facts) -> Found:
-        given, y = facts.arguments(call), result(call, facts)
-        x, beta, factor = given["self"], given.get("beta", 1), given.get("alpha", given.get("value"))
+        arguments, y = facts.arguments(call), result(call, facts)
+        x, beta, factor = (
+            arguments["self"],
+            arguments.get("beta", 1),
+            arguments.get("alpha", arguments.get("value")),
+        )
         if not fits(x, y, facts):
             return
         if abs(beta) < LEAST_SCALE:
             yield Refused(x.value, f"its factor {beta:g} is below {LEAST_SCALE:g}")
             return
-        reads = (y.name, *(given[name].value for name in names))
+        reads = (y.name, *(arguments[name].value for name in names))
         gain = _share(x, facts) * max(1.0, 1 / abs(beta))
         yield Undone(x.value, reads, kernel, (factor, beta), gain)
 
@@ -102,8 +106,8 @@ def _fused(kernel: str, *names: str) -> Row:
 
 def _between(call: Call, facts: Facts) -> Found:
     """Undo y = self + weight · (end − self). Solving it for self or end is again such an interpolation."""
-    given, y = facts.arguments(call), result(call, facts)
-    start, end, weight = given["self"], given["end"], given["weight"]
+    arguments, y = facts.arguments(call), result(call, facts)
+    start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
         facts.known(weight.value) if isinstance(weight, Ref) else torch.tensor(weight, dtype=torch.float64)
     )
@@ -138,8 +142,8 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 def _reflected(call: Call, facts: Facts) -> Found:
     """Undo y = other − alpha · self."""
-    given, y = facts.arguments(call), result(call, facts)
-    x, other, alpha = given["self"], given["other"], given["alpha"]
+    arguments, y = facts.arguments(call), result(call, facts)
+    x, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
     if isinstance(other, Ref):
         yield from _added(call, facts, other, x, -1, alpha)
     elif fits(x, y, facts) and abs(alpha) >= LEAST_SCALE:
@@ -153,16 +157,16 @@ def _share(x: Ref, facts: Facts) -> float:
 
 
 def _product(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), result(call, facts)
-    for x, factor in ((given["self"], given["other"]), (given["other"], given["self"])):
+    arguments, y = facts.arguments(call), result(call, facts)
+    for x, factor in ((arguments["self"], arguments["other"]), (arguments["other"], arguments["self"])):
         if fits(x, y, facts):
             yield from _scaled(x, factor, y, "divide", facts)
 
 
 def _quotient(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), result(call, facts)
-    if given.get("rounding_mode") is None and fits(given["self"], y, facts):
-        yield from _scaled(given["self"], given["other"], y, "multiply", facts)
+    arguments, y = facts.arguments(call), result(call, facts)
+    if arguments.get("rounding_mode") is None and fits(arguments["self"], y, facts):
+        yield from _scaled(arguments["self"], arguments["other"], y, "multiply", facts)
 
 
 UNWATCHED = {"divide": "quotient", "multiply": "product"}
@@ -235,8 +239,8 @@ def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
 
 
 def _leaky_relu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), result(call, facts)
-    x, slope = given["self"], given["negative_slope"]
+    arguments, y = facts.arguments(call), result(call, facts)
+    x, slope = arguments["self"], arguments["negative_slope"]
     if fits(x, y, facts):
         if slope >= LEAST_SCALE:
             yield Undone(x.value, (y.name,), "leaky_relu", (slope,))
@@ -245,15 +249,15 @@ def _leaky_relu(call: Call, facts: Facts) -> Found:
 
 
 def _elu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), result(call, facts)
-    constants = tuple(given[name] for name in ("alpha", "scale", "input_scale"))
-    if fits(given["self"], y, facts) and min(constants) >= LEAST_SCALE:
-        yield Undone(given["self"].value, (y.name,), "elu", constants, STEEP)
+    arguments, y = facts.arguments(call), result(call, facts)
+    constants = tuple(arguments[name] for name in ("alpha", "scale", "input_scale"))
+    if fits(arguments["self"], y, facts) and min(constants) >= LEAST_SCALE:
+        yield Undone(arguments["self"].value, (y.name,), "elu", constants, STEEP)
 
 
 def _prelu(call: Call, facts: Facts) -> Found:
-    given, y = facts.arguments(call), result(call, facts)
-    x, weight = given["self"], given["weight"]
+    arguments, y = facts.arguments(call), result(call, facts)
+    x, weight = arguments["self"], arguments["weight"]
     slopes = facts.known(weight.value)
     if fits(x, y, facts) and slopes is not None:
         least = float(slopes.amin())
@@ -272,12 +276,12 @@ def _norm(kernel: str, x: str = "input") -> Row:
     """
 
     def row(call: Call, facts: Facts) -> Found:
-        given, y = facts.arguments(call), result(call, facts)
-        if not fits(given[x], y, facts):
+        arguments, y = facts.arguments(call), result(call, facts)
+        if not fits(arguments[x], y, facts):
             return
         gain, affine, has = 1.0, [], []
         for name in ("weight", "bias"):
-            ref = given.get(name)
+            ref = arguments.get(name)
             has.append(isinstance(ref, Ref))
             affine += [ref.value] if isinstance(ref, Ref) else []
         if has[0]:
@@ -287,23 +291,25 @@ def _norm(kernel: str, x: str = "input") -> Row:
             least = float(weight.abs().amin())
             if not least >= LEAST_SCALE:
                 why = f"a weight of its norm is {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
-                yield Refused(given[x].value, why)
+                yield Refused(arguments[x].value, why)
                 return
             gain = _mean_square(weight) * _mean_square(1 / weight)
         frozen = call.target is aten._native_batch_norm_legit_no_training.default or (
-            call.target is aten.cudnn_batch_norm.default and not given["training"]
+            call.target is aten.cudnn_batch_norm.default and not arguments["training"]
         )
         statistics = (
-            (given["running_mean"].value, given["running_var"].value)
+            (arguments["running_mean"].value, arguments["running_var"].value)
             if frozen
             else (call.results[1], call.results[2])
         )
         eps: tuple[float | None, ...] = (
-            ((given.get("eps", given.get("epsilon")) if frozen else None),) if kernel == "batch_norm" else ()
+            ((arguments.get("eps", arguments.get("epsilon")) if frozen else None),)
+            if kernel == "batch_norm"
+            else ()
         )
         if all(statistics):
             reads = (y.name, *(s for s in statistics if s), *affine)
-            yield Undone(given[x].value, reads, kernel, (*has, *eps), gain, scale=gain if has[0] else 0.0)
+            yield Undone(arguments[x].value, reads, kernel, (*has, *eps), gain, scale=gain if has[0] else 0.0)
 
     return row
 

@@ -65,8 +65,8 @@ class Facts:
         """Return a call's arguments by name, defaults included."""
         found = {}
         for i, a in enumerate(call.target._schema.arguments):  # type: ignore[attr-defined]
-            given = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
-            found[a.name] = given
+            value = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
+            found[a.name] = value
         return found
 
     def value(self, ref: Ref) -> Value:

@@ -65,7 +65,7 @@ class _Rewriter:
         self.calls.append(call)
         self.made.update({name: call for name in call.results if name})
 
-    def given(self, call: Call) -> dict[str, Any]:
+    def arguments(self, call: Call) -> dict[str, Any]:
         """Return a call's arguments by name, defaults included."""
         schema = call.target._schema.arguments  # type: ignore[attr-defined]
         named = {a.name: call.kwargs.get(a.name, a.default_value) for a in schema}
@@ -200,26 +200,30 @@ def _clone(now: _Rewriter, call: Call) -> bool:
 
 
 def _slice_scatter(now: _Rewriter, call: Call) -> bool:
-    given = now.given(call)
-    base = given["self"]
-    dim = given["dim"] % now.fake(base).dim()
-    ends = slice(given["start"], given["end"], given["step"]).indices(now.fake(base).shape[dim])
-    return now.scatter(call, base, given["src"], Slice(dim, *ends))
+    arguments = now.arguments(call)
+    base = arguments["self"]
+    dim = arguments["dim"] % now.fake(base).dim()
+    ends = slice(arguments["start"], arguments["end"], arguments["step"]).indices(now.fake(base).shape[dim])
+    return now.scatter(call, base, arguments["src"], Slice(dim, *ends))
 
 
 def _select_scatter(now: _Rewriter, call: Call) -> bool:
-    given = now.given(call)
-    base = given["self"]
-    dim = given["dim"] % now.fake(base).dim()
-    at = given["index"] % now.fake(base).shape[dim]
-    row = now.view(f"{call.name}_row", aten.unsqueeze.default, (now._original(given["src"]), dim))
+    arguments = now.arguments(call)
+    base = arguments["self"]
+    dim = arguments["dim"] % now.fake(base).dim()
+    at = arguments["index"] % now.fake(base).shape[dim]
+    row = now.view(f"{call.name}_row", aten.unsqueeze.default, (now._original(arguments["src"]), dim))
     return now.scatter(call, base, row, Slice(dim, at, at + 1, 1))
 
 
 def _index_put(now: _Rewriter, call: Call) -> bool:
-    given = now.given(call)
-    base, source, at = given["self"], given["values"], now.regular(given["self"], given["indices"])
-    if at is None or given["accumulate"]:
+    arguments = now.arguments(call)
+    base, source, at = (
+        arguments["self"],
+        arguments["values"],
+        now.regular(arguments["self"], arguments["indices"]),
+    )
+    if at is None or arguments["accumulate"]:
         return False
     with torch.no_grad():
         there = aten.slice.Tensor(now.fake(base), at.dim, at.start, at.end, at.step)
@@ -230,14 +234,14 @@ def _index_put(now: _Rewriter, call: Call) -> bool:
 
 
 def _index(now: _Rewriter, call: Call) -> bool:
-    given = now.given(call)
-    return _picked(now, call, given["self"], given["indices"])
+    arguments = now.arguments(call)
+    return _picked(now, call, arguments["self"], arguments["indices"])
 
 
 def _index_select(now: _Rewriter, call: Call) -> bool:
-    given = now.given(call)
-    dim = given["dim"] % max(now.fake(given["self"]).dim(), 1)
-    return _picked(now, call, given["self"], [*[None] * dim, given["index"]])
+    arguments = now.arguments(call)
+    dim = arguments["dim"] % max(now.fake(arguments["self"]).dim(), 1)
+    return _picked(now, call, arguments["self"], [*[None] * dim, arguments["index"]])
 
 
 def _picked(now: _Rewriter, call: Call, base: Ref, indices: Sequence[Ref | None]) -> bool:

@@ -147,10 +147,10 @@ class _Parter:
     def _find_sources(self, producer: Call, apart: _Apart) -> None:
         base = apart.base
         for operand, narrow in self._operands(producer, base):
-            found, given = band(narrow), self.values[operand]
-            if found in apart.parts and given.fake.dtype == base.fake.dtype:
-                own = band(given.fake)
-                if own and own.whole and _same_strides(given.fake, within(narrow, found)):
+            found, operand_value = band(narrow), self.values[operand]
+            if found in apart.parts and operand_value.fake.dtype == base.fake.dtype:
+                own = band(operand_value.fake)
+                if own and own.whole and _same_strides(operand_value.fake, within(narrow, found)):
                     apart.sources.setdefault(found, operand)
         for index, one in enumerate(apart.parts):
             if one not in apart.sources and any(map(one.holds, apart.tops.values())):
@@ -232,7 +232,7 @@ class _Parter:
             if at == last:
                 continue
             call, last = self.step.calls[at], at
-            given = [r.value for r in refs((call.args, call.kwargs))]
+            operands = [r.value for r in refs((call.args, call.kwargs))]
             with torch.no_grad():
                 found = call.target(
                     *substitute(call.args, lambda name: now[name].fake),
@@ -243,7 +243,7 @@ class _Parter:
                     continue
                 old = now[result]
                 if call.is_view:
-                    storage = next(now[g].storage for g in given if g in moved)
+                    storage = next(now[g].storage for g in operands if g in moved)
                     now[result] = apart.values[result] = replace(old, storage=storage, fake=new)
                     moved.add(result)
                     for reader in self.readers.get(result, ()):

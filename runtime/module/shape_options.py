@@ -77,14 +77,14 @@ class ShapeOptions:
         Raises:
             UsageError: see `check`.
         """
-        given = tuple(args), dict(kwargs)
+        arguments = tuple(args), dict(kwargs)
         if not self.ranges:
-            return [given]
+            return [arguments]
         self.check(model, args, kwargs)
         smallest = {axis: min(axis[2], max(axis[1], 2)) for axis in self.axes}
         return [
             self.call_of_sizes(model, args, kwargs, {}),
-            given,
+            arguments,
             self.call_of_sizes(model, args, kwargs, smallest),
         ]
 
@@ -119,18 +119,18 @@ class ShapeOptions:
         if not self.ranges:
             return {}
         signature = inspect.signature(type(model).forward)
-        given = {**dict(zip(list(signature.parameters)[1:], args, strict=False)), **kwargs}
+        arguments = {**dict(zip(list(signature.parameters)[1:], args, strict=False)), **kwargs}
         found = {}
         for name in self.ranges:
-            if name not in given and name not in signature.parameters:
+            if name not in arguments and name not in signature.parameters:
                 raise UsageError(
                     f"shape_ranges: the forward of {type(model).__name__} has no argument {name}"
                 )
-            if given.get(name) is None:
+            if arguments.get(name) is None:
                 continue
-            if not isinstance(given[name], torch.Tensor):
-                raise UsageError(f"shape_ranges: {name} is a {type(given[name]).__name__}, not a tensor")
-            found[name] = given[name]
+            if not isinstance(arguments[name], torch.Tensor):
+                raise UsageError(f"shape_ranges: {name} is a {type(arguments[name]).__name__}, not a tensor")
+            found[name] = arguments[name]
         return found
 
 

@@ -141,8 +141,8 @@ class OnnxModule(nn.Module):
             raise ModelError(
                 f"the graph has {len(self.graph.inputs)} inputs, but was called with {len(inputs)}"
             )
-        given = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
-        return self._weights() | given
+        values = {v.name: x for v, x in zip(self.graph.inputs, inputs, strict=True)}
+        return self._weights() | values
 
     def _weights(self) -> dict[str, Value]:
         return {**{name: self._weight(name) for name in self.names}, **self.known}
@@ -306,15 +306,15 @@ def _program(graph: Graph) -> tuple[Instruction, ...]:
 def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
     """Return the nodes that compute the differentiated value of a Gradient node from its inputs."""
     names = differentiated(gradient)
-    given = {*names.xs, *names.zs}
+    inner = {*names.xs, *names.zs}
     needed, chosen = {names.y}, []
     for node in reversed(graph.nodes):
         if node is not gradient and needed.intersection(node.outputs):
             chosen.append(node)
-            needed.update(set(node.inputs) - given)
+            needed.update(set(node.inputs) - inner)
     missing = {v.name for v in graph.inputs} & needed
     if missing or not chosen:
-        raise refuse(gradient, f"{names.y!r} is not computed from {sorted(given)} alone")
+        raise refuse(gradient, f"{names.y!r} is not computed from {sorted(inner)} alone")
     return tuple(
         Instruction(n, row_of(n), (), (), _inner(graph, n) if n.op == "Gradient" else ())
         for n in reversed(chosen)

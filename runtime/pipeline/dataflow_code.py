@@ -136,33 +136,33 @@ class _StageWriter(Writer):
 
     def stage(self) -> str:
         """Return the source of both functions."""
-        turn, values = self.schedule.index(Run(LOSS)), [i.value for i in self.fixed]
+        boundary, values = self.schedule.index(Run(LOSS)), [i.value for i in self.fixed]
         names = self.take(values)
-        self.steps(0, turn)
+        self.steps(0, boundary)
         if self.last:
-            self._outputs_leave(turn)
+            self._outputs_leave(boundary)
         for value in values:
             self.alive.pop(self.step.values[value].storage, None)
         self.crossing = tuple(value for kept in self.alive.values() for value in kept)
-        held = self.tuple_of(map(self.name, self.crossing))
-        self.lines.append(f"return list({held})")
+        crossing = self.tuple_of(map(self.name, self.crossing))
+        self.lines.append(f"return list({crossing})")
         forward = self.function(f"forward(handed, hooks, {names})")
         names = self.take(values)
         if self.crossing:
-            self.lines += [f"{held} = held", "held.clear()"]
-        self.steps(turn, len(self.schedule))
+            self.lines += [f"{crossing} = held", "held.clear()"]
+        self.steps(boundary, len(self.schedule))
         for storage in self.added.keys() - self.leaves.keys():
             self._add(storage)
         self.lines.append("return None")
         return f"{forward}\n\n{self.function(f'backward(handed, hooks, held, {names})')}"
 
-    def _outputs_leave(self, turn: int) -> None:
+    def _outputs_leave(self, boundary: int) -> None:
         """Pass the last stage's outputs to the loss. Those that no later op reads are not kept."""
         outputs = [o.value for o in self.of_kind("output")]
         self.lines.append(f"hooks.send({self.tuple_of(map(self.use, outputs))})")
         later = {
             storage
-            for one in self.schedule[turn:]
+            for one in self.schedule[boundary:]
             if isinstance(one, Run) and one.op in self.step.call
             for storage in self.step.reads(self.step.call[one.op])
         }
@@ -196,7 +196,7 @@ class _StageWriter(Writer):
         recovered, gradients = self._values("recovered input"), self._values("input gradient")
         self.lines.append(f"hooks.send_back({recovered}, {gradients})")
 
-    def _turn(self) -> None:
+    def _loss_boundary(self) -> None:
         """Write nothing: the loss is computed between the two functions."""
 
     def _values(self, kind: str) -> str:
@@ -211,15 +211,15 @@ class _StageWriter(Writer):
         (source,) = call.args
         assert isinstance(source, Ref)
         self.taken_over.add(source.value)
-        taken = f"handed.pop({source.value!r})"
+        received = f"handed.pop({source.value!r})"
         if call.target == Handed.like(self.step.values[source.value].fake):
-            return taken
-        return f"{taken}.as_strided({call.target.size}, {call.target.stride})"
+            return received
+        return f"{received}.as_strided({call.target.size}, {call.target.stride})"
 
 
 MARKERS: Mapping[str, Callable[[_StageWriter], None]] = {
     SEND: _StageWriter._send,
-    LOSS: _StageWriter._turn,
+    LOSS: _StageWriter._loss_boundary,
     RETURN: _StageWriter._send_back,
 }
 """How to write those ops of the problem that are not calls of the step."""

@@ -99,7 +99,7 @@ class DataflowSchedule:
                 run.forward(m) if kind == "F" else run.backward(m)
             run.finish()
         finally:
-            self.stage.held.clear()
+            self.stage.saved.clear()
             if state is not None:
                 torch.set_rng_state(state)
         self.steps += 1
@@ -133,11 +133,11 @@ class DataflowSchedule:
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
-        given = (*args, *(kwargs[name] for name in self.stage.stage.kwargs if name in kwargs))
-        if len(given) != len(planned):
-            raise UsageError(f"the pipeline was planned for {len(planned)} arguments, not {len(given)}")
+        arguments = (*args, *(kwargs[name] for name in self.stage.stage.kwargs if name in kwargs))
+        if len(arguments) != len(planned):
+            raise UsageError(f"the pipeline was planned for {len(planned)} arguments, not {len(arguments)}")
         parts = []
-        for at, (one, like) in enumerate(zip(given, planned, strict=True)):
+        for at, (one, like) in enumerate(zip(arguments, planned, strict=True)):
             if not isinstance(like, torch.Tensor):
                 check_fixed(one, like, f"argument {at}")
                 continue
@@ -231,15 +231,15 @@ class _Step:
         if self.outputs is not None:
             self.outputs.append(made)
         like = self.stage.stage.outputs
-        given = tuple(
+        targets = tuple(
             t.detach().requires_grad_(t_like.requires_grad) for t, t_like in zip(made, like, strict=True)
         )
         del made
         with torch.enable_grad():
-            loss = self.owner.loss_fn(given[0] if len(given) == 1 else given, self.targets[m])
+            loss = self.owner.loss_fn(targets[0] if len(targets) == 1 else targets, self.targets[m])
         self.losses.append(loss.detach().clone())
         loss.backward()
-        return [torch.zeros_like(t) if t.grad is None else t.grad for t in given if t.requires_grad]
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in targets if t.requires_grad]
 
     def _check_drift(self, m: int, message: Sequence[torch.Tensor | None]) -> None:
         """Compare a recovered input with the one that was received, in an `async` pipeline."""

@@ -32,7 +32,7 @@ class DataflowStage:
     ``code``: its step, captured and compiled. ``group``: the processes of the pipeline. ``kept``: bytes per
     micro-batch that are kept from forward to backward. ``error``: the predicted relative error of what it
     sends back, if what it gets back is exact. ``gain``: the factor by which it multiplies an error of what it
-    gets back. ``held``: the values kept for the backward, by micro-batch.
+    gets back. ``saved``: the values kept for the backward, by micro-batch.
     """
 
     number: int
@@ -44,7 +44,7 @@ class DataflowStage:
     kept: int = 0
     error: float = 0.0
     gain: float = 1.0
-    held: dict[int, list[Any]] = field(default_factory=dict)
+    saved: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.named = {f"{WRAPPER}{name}": t for name, t in named_tensors(self.submod).items()}
@@ -96,10 +96,10 @@ class DataflowStage:
             inputs: the received tensors, or on the first stage those of the batch. The list is emptied.
         """
         batch = dict(enumerate(inputs)) if self.is_first else {}
-        given = {} if self.is_first else self._handed("batch", inputs)
+        received = {} if self.is_first else self._handed("batch", inputs)
         inputs.clear()
         with torch.no_grad():
-            self.held[microbatch] = self.code.forward(given, hooks, *self._fixed(batch))
+            self.saved[microbatch] = self.code.forward(received, hooks, *self._fixed(batch))
 
     def backward(
         self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
@@ -113,10 +113,12 @@ class DataflowStage:
             answer: the outputs as returned by the next stage (none on the last stage), and their gradients.
                 The list is emptied.
         """
-        given = self._answered(answer)
+        received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward
         with torch.no_grad():
-            self.code.backward(given, hooks, self.held.pop(microbatch), *self._fixed(dict(enumerate(batch))))
+            self.code.backward(
+                received, hooks, self.saved.pop(microbatch), *self._fixed(dict(enumerate(batch)))
+            )
 
     def _answered(self, answer: list[torch.Tensor]) -> dict[str, Any]:
         outputs = [] if self.is_last else answer[: len(self.stage.outputs)]

@@ -93,7 +93,7 @@ def dataflow_step(
         inputs.append(replace(i, value=own))
     early = [call for call in calls if not call.backward]
     late = [call for call in calls if call.backward]
-    turn = next((at for at, c in enumerate(step.calls) if c.name in step.after_loss), len(step.calls))
+    boundary = next((at for at, c in enumerate(step.calls) if c.name in step.after_loss), len(step.calls))
     returned = tuple(
         StepOutput("recovered input", i.target, v) for v, i in moved.items() if i.kind == "batch"
     )
@@ -101,7 +101,7 @@ def dataflow_step(
         step,
         inputs=tuple(inputs),
         outputs=(*step.outputs, *returned),
-        calls=(*early, *step.calls[:turn], *late, *step.calls[turn:]),
+        calls=(*early, *step.calls[:boundary], *late, *step.calls[boundary:]),
         values=values,
     )
     opened = with_inverses(opened, named, renormalise=True, own_seeds=True).step
@@ -148,10 +148,10 @@ def with_dataflow_boundary(
         loss_bytes: the peak bytes of the loss, without the outputs.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
-    given = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     back = {step.values[i.value].storage for i in step.inputs if i.kind in ("tangent", "answer")}
-    sent = tuple(t for t in early if not (last and t in given))
+    sent = tuple(t for t in early if not (last and t in outputs))
     send = Op(SEND, sent, (SEND,), 0.0, 0, "forward")
     returned = tuple(
         dict.fromkeys(
@@ -161,7 +161,9 @@ def with_dataflow_boundary(
         )
     )
     end = (Op(RETURN, (*returned, LOSS), (RETURN,), 0.0, 0, "backward"),) if returned else ()
-    turn = Op(LOSS, (SEND, *(given if last else ())), (LOSS,), 0.0, loss_bytes if last else 0, "backward")
+    boundary = Op(
+        LOSS, (SEND, *(outputs if last else ())), (LOSS,), 0.0, loss_bytes if last else 0, "backward"
+    )
 
     def after(op: Op) -> Op:
         waits = not back.isdisjoint(op.reads) or op.name in marked
@@ -176,16 +178,16 @@ def with_dataflow_boundary(
     leaving = {*(t for t in early if t in graph.producer), *returned}
     return replace(
         graph,
-        tensors=(*graph.tensors, *(Tensor(op.name, 0) for op in (send, turn, *end))),
+        tensors=(*graph.tensors, *(Tensor(op.name, 0) for op in (send, boundary, *end))),
         outputs=(*(t for t in graph.outputs if t not in leaving), *(op.name for op in end)),
         ops=(
             *(op for op in graph.ops if op.name not in late),
             send,
-            turn,
+            boundary,
             *(after(op) for op in graph.ops if op.name in late),
             *end,
         ),
-        inverses=tuple(after(i) for i in graph.inverses if not (last and given.keys() & set(i.writes))),
+        inverses=tuple(after(i) for i in graph.inverses if not (last and outputs.keys() & set(i.writes))),
         ordered=tuple(graph.ordered),
         never_rerun=tuple(dict.fromkeys((*once, SEND, LOSS, *(op.name for op in end)))),
     )

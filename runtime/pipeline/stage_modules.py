@@ -59,10 +59,14 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise ModelError(
             f"{type(model).__name__} cannot be cut into stages: its forward cannot be exported: {reason}"
         ) from error
-    given = program.module_call_graph[0].signature.out_spec
-    if not (given.is_leaf() or (given.type in (tuple, list) and all(c.is_leaf() for c in given.children()))):
+    out_spec = program.module_call_graph[0].signature.out_spec
+    if not (
+        out_spec.is_leaf()
+        or (out_spec.type in (tuple, list) and all(c.is_leaf() for c in out_spec.children()))
+    ):
         raise ModelError(
-            f"{type(model).__name__} returns a {given.type.__name__}; a pipeline needs a tensor or a tuple of tensors"
+            f"{type(model).__name__} returns a {out_spec.type.__name__}; "
+            f"a pipeline needs a tensor or a tuple of tensors"
         )
     module = program.module()
     assert isinstance(module, fx.GraphModule)
@@ -126,9 +130,9 @@ def stage_modules(
         module.train(model.training)
         received = tuple(_like(n, needs, values if k == 0 else {}) for n in carried[k])
         named = dict(zip(kwargs, received[len(args) :], strict=True)) if k == 0 else {}
-        given = received[: len(args)] if k == 0 else received
+        arguments = received[: len(args)] if k == 0 else received
         sent = tuple(_like(n, needs, {}) for n in carried[k + 1])
-        stages.append(StageModule(module, given, named, sent))
+        stages.append(StageModule(module, arguments, named, sent))
     return tuple(stages)
 
 

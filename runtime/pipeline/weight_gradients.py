@@ -46,7 +46,7 @@ def with_separate_weights(step: CapturedStep) -> CapturedStep:
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
-        parts = _parted(call)
+        parts = _split_call(call)
         calls += parts
         if len(parts) > 1:
             made.update((result, parts[1].name) for result in parts[1].results if result)
@@ -57,7 +57,7 @@ def with_separate_weights(step: CapturedStep) -> CapturedStep:
     return replace(step, calls=tuple(calls), values=values) if made else step
 
 
-def _parted(call: Call) -> tuple[Call, ...]:
+def _split_call(call: Call) -> tuple[Call, ...]:
     row = MASKED.get(call.target)
     if row is None or call.results[row.input] is None:
         return (call,)
@@ -88,9 +88,9 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
     after = step.after_loss
-    given = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
-    reading = (op for op in graph.ops if op.name in after and not given.isdisjoint(op.reads))
-    wanted = given.union(*(op.writes for op in reading))
+    returned = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
+    reading = (op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads))
+    wanted = returned.union(*(op.writes for op in reading))
     sooner: set[str] = set()
     for op in reversed(graph.ops):
         if op.name in after and not wanted.isdisjoint(op.writes):

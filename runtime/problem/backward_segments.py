@@ -63,11 +63,11 @@ def gradient_segments(
     communicates = any(c.collective and c.name in step.after_loss for c in step.calls)
 
     def parts(start: int, end: int, gradients: Sequence[StepOutput]) -> Iterator[Segment]:
-        given: list[StepOutput] = []
+        returned: list[StepOutput] = []
         waiting = 0
         # Not strict: there may be no gradients.
         for gradient, later in zip(gradients, [*gradients[1:], None], strict=False):
-            given.append(gradient)
+            returned.append(gradient)
             waiting += sizes[gradient]
             at = ready[gradient]
             # Gradients that one op computes are returned together.
@@ -77,9 +77,9 @@ def gradient_segments(
                 cut = max(at + 1, start)
                 while isinstance(schedule[cut], Free):
                     cut += 1
-                yield Segment(start, cut, tuple(given))
-                start, given, waiting = cut, [], 0
-        yield Segment(start, end, tuple(given))
+                yield Segment(start, cut, tuple(returned))
+                start, returned, waiting = cut, [], 0
+        yield Segment(start, end, tuple(returned))
 
     if late is None:
         return _with_statistics(step, schedule, [*parts(start, len(schedule), gradients)])

@@ -27,13 +27,13 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
     """Return a layout: dense, with the dimensions in that order in memory, outermost first."""
 
-    def lay(like: torch.Tensor) -> torch.Tensor:
+    def strided(like: torch.Tensor) -> torch.Tensor:
         dims = order(list(range(like.ndim)))
         back = sorted(range(like.ndim), key=dims.__getitem__)
         shape = [like.shape[d] for d in dims]
         return torch.empty(shape, dtype=like.dtype, device=like.device).permute(back)
 
-    return lay
+    return strided
 
 
 def _expanded(like: torch.Tensor) -> torch.Tensor:
@@ -86,9 +86,9 @@ class OtherLayout:
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
     """Yield the step for each of `LAYOUTS` in which some tangent has other strides than at capture."""
     opened = for_any_layout(step)
-    for lay in LAYOUTS.values():
+    for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():
-            followed = _Followed(opened, lay)
+            followed = _Followed(opened, layout)
         if followed.otherwise:
             values = {
                 name: replace(step.values[name], fake=fake) for name, fake in followed.otherwise.items()
@@ -130,7 +130,7 @@ class _Followed:
     """One layout of the tangents, followed through all calls that read a value with other strides than at
     capture."""
 
-    def __init__(self, step: CapturedStep, lay: Layout) -> None:
+    def __init__(self, step: CapturedStep, layout: Layout) -> None:
         self.step = step
         self.otherwise: dict[str, torch.Tensor] = {}
         self.read: dict[str, int] = {}
@@ -138,9 +138,9 @@ class _Followed:
         self.spare = 0
         for value in (i.value for i in step.inputs if i.kind == "tangent"):
             like = step.values[value].fake
-            given = lay(like)
-            self.spare += max(0, _bytes(like) - _bytes(given))
-            self._made(value, given)
+            tangent = layout(like)
+            self.spare += max(0, _bytes(like) - _bytes(tangent))
+            self._made(value, tangent)
         for call in step.calls if self.otherwise else ():
             if any(ref.value in self.otherwise for ref in refs((call.args, call.kwargs))):
                 self._follow(call)
@@ -162,13 +162,13 @@ class _Followed:
             results = call.target(*args, **kwargs)
         except RuntimeError:  # eager mode's backward would fail, too
             return
-        given = {fake.untyped_storage()._cdata for fake in here.values()}
+        storages = {fake.untyped_storage()._cdata for fake in here.values()}
         for name, result in zip(call.results, (results,) if call.single else results, strict=True):
             if name is None or result is None:
                 continue
             known = self.step.values[name]
             beyond = _bytes(result) - (0 if call.is_view else _bytes(known.fake))
-            if result.untyped_storage()._cdata not in given and beyond > 0:
+            if result.untyped_storage()._cdata not in storages and beyond > 0:
                 self.kept[known.storage] += beyond
             self._made(name, result)
 

@@ -57,9 +57,9 @@ def with_loss_boundary(
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
-    given = sum(size for storage, size in copies.kept.items() if storage in tangents)
+    tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
-    workspace = max(0, loss.peak - loss.kept - given)
+    workspace = max(0, loss.peak - loss.kept - tangent_copies)
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
     def after_loss(op: Op) -> Op:
@@ -70,9 +70,9 @@ def with_loss_boundary(
             else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
         )
 
-    held = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
-    made = [graph.ops[graph.producer[t]].name for t in held if t in graph.producer]
-    old = sum(step.storage_bytes[s] for s in early if s not in held)
+    outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    made = [graph.ops[graph.producer[t]].name for t in outputs if t in graph.producer]
+    old = sum(step.storage_bytes[s] for s in early if s not in outputs)
     old_buffers = {OLD_BUFFERS: old} if old else {}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     ops = (
@@ -86,7 +86,7 @@ def with_loss_boundary(
         graph,
         tensors=(
             *(replace(t, bytes=t.bytes + kept.get(t.name, 0)) for t in graph.tensors),
-            Tensor(LOSS, given),
+            Tensor(LOSS, tangent_copies),
             Tensor(LOSS_VALUE, loss.kept),
             *(Tensor(name, size) for name, size in old_buffers.items()),
         ),
@@ -95,7 +95,7 @@ def with_loss_boundary(
         fixed_split={**graph.fixed_split, **old_buffers},
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
-        inverses=tuple(i for i in graph.inverses if not held.keys() & set(i.writes)),
+        inverses=tuple(i for i in graph.inverses if not outputs.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
     )
 

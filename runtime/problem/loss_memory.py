@@ -51,8 +51,8 @@ class LossMemory:
 
         ``used``: positions of the outputs that the loss does not read.
         """
-        given = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
-        more = max(0, int(copies * _each(step, used)) - given)
+        tangents = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
+        more = max(0, int(copies * _each(step, used)) - tangents)
         return cls.of_peak(step, more + SCALARS * _scalar(step), used)
 
     @classmethod

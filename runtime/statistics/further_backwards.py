@@ -67,8 +67,8 @@ def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> l
             1 / size if options.loss_reduction == "mean" else 1.0,
             draws,
         )
-        begin, given = call_of(name, gradient, (Ref(output),), name), torch.empty_like(fake)
-        found.append(SecondBackward(step, tangent, begin, Value(name, name, name, given), suffix))
+        begin, cotangent = call_of(name, gradient, (Ref(output),), name), torch.empty_like(fake)
+        found.append(SecondBackward(step, tangent, begin, Value(name, name, name, cotangent), suffix))
     return found
 
 

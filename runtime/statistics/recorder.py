@@ -32,7 +32,7 @@ NO_GRADIENT = "no gradient reached it in this step"
 
 
 @dataclass(frozen=True)
-class Taken:
+class LayerSums:
     """The sums of one weight: its `Layer`, and the number of rows of each block."""
 
     layer: Layer
@@ -44,39 +44,39 @@ class PackedFactors(Mapping[str, Factors]):
     factor of the inputs is in use, accesses to weights with the same input return the same
     tensor."""
 
-    def __init__(self, taken: Mapping[str, Taken], tensors: Mapping[str, Tensor], samples: int) -> None:
-        self._taken, self._tensors, self._samples = dict(taken), dict(tensors), samples
+    def __init__(self, layers: Mapping[str, LayerSums], tensors: Mapping[str, Tensor], samples: int) -> None:
+        self._layers, self._tensors, self._samples = dict(layers), dict(tensors), samples
         self._dense: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._taken)
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self._layers)
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the packed a and g, (groups, `packing.packed_size`), of each block of a weight's rows. There
         is one block, unless parts of the weight have different inputs."""
-        sums = self._taken[name].layer.sums
+        sums = self._layers[name].layer.sums
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
 
     def __getitem__(self, name: str) -> Factors:
-        taken = self._taken[name]
-        layer, sums = taken.layer, taken.layer.sums
-        key = tuple(one.a for one in sums), tuple(one.count for one in sums), taken.rows
+        one_layer = self._layers[name]
+        layer, sums = one_layer.layer, one_layer.layer.sums
+        key = tuple(one.a for one in sums), tuple(one.count for one in sums), one_layer.rows
         a = self._dense.get(key)
         if a is None:
             self._dense[key] = a = self._joined(
                 [
-                    self._inputs(one, max(taken.rows) / rows)
-                    for one, rows in zip(sums, taken.rows, strict=True)
+                    self._inputs(one, max(one_layer.rows) / rows)
+                    for one, rows in zip(sums, one_layer.rows, strict=True)
                 ]
             )
         g = self._joined([self._gradients(one) for one in sums])
         return Factors(
             a,
             g,
-            max(taken.rows),
+            max(one_layer.rows),
             self._samples,
             layer.bias is not None,
             layer.bias,
@@ -113,11 +113,11 @@ def shapes(of: StatisticsStep) -> Mapping[str, Factors]:
     tensors = {
         target: torch.empty(fake.shape, dtype=fake.dtype, device="meta") for target, fake in outputs.items()
     }
-    return PackedFactors({layer.name: _taken(layer) for layer in of.layers}, tensors, of.terms)
+    return PackedFactors({layer.name: _layer_sums(layer) for layer in of.layers}, tensors, of.terms)
 
 
-def _taken(layer: Layer) -> Taken:
-    return Taken(layer, tuple(one.rows for one in layer.sums))
+def _layer_sums(layer: Layer) -> LayerSums:
+    return LayerSums(layer, tuple(one.rows for one in layer.sums))
 
 
 class Recorder:
@@ -207,7 +207,9 @@ class Recorder:
             if layer.name not in reported and all(one.a in tensors and one.g in tensors for one in layer.sums)
         ]
         reported.update(layer.name for layer in new)
-        listener(PackedFactors({layer.name: _taken(layer) for layer in new}, tensors, of.terms), self.step)
+        listener(
+            PackedFactors({layer.name: _layer_sums(layer) for layer in new}, tensors, of.terms), self.step
+        )
 
     @property
     def held(self) -> dict[int, int]:
@@ -219,12 +221,12 @@ class Recorder:
     def statistics(self) -> Statistics:
         """Return the statistics of the present training step, summed over its micro-batches so far. Without
         statistics in this step, there are no factors."""
-        factors = PackedFactors(self._taken, self._tensors, self._samples)
-        left = {name: why for name, why in self._skipped.items() if name not in self._taken}
+        factors = PackedFactors(self._layers, self._tensors, self._samples)
+        left = {name: why for name, why in self._skipped.items() if name not in self._layers}
         return Statistics(factors, left, self.step)
 
     def _clear(self) -> None:
-        self._taken: dict[str, Taken] = {}
+        self._layers: dict[str, LayerSums] = {}
         self._tensors: dict[str, Tensor] = {}
         self._skipped: dict[str, str] = {}
         self._samples = 0
@@ -235,29 +237,34 @@ class Recorder:
         new = {}
         for layer in of.layers:
             if all(found.get(one.g) is not None and found.get(one.a) is not None for one in layer.sums):
-                new[layer.name] = _taken(layer)
+                new[layer.name] = _layer_sums(layer)
             else:
                 names = (layer.name, *filter(None, (layer.bias,)))
                 self._skipped.update(dict.fromkeys(names, NO_GRADIENT))
-        needed = {target for taken in new.values() for one in taken.layer.sums for target in (one.a, one.g)}
+        needed = {
+            target
+            for layer_sums in new.values()
+            for one in layer_sums.layer.sums
+            for target in (one.a, one.g)
+        }
         tensors = {target: t for target, t in found.items() if t is not None and target in needed}
-        if not self._taken:
-            self._taken, self._tensors = new, tensors
-        elif _geometry(self._taken) == _geometry(new):
+        if not self._layers:
+            self._layers, self._tensors = new, tensors
+        elif _geometry(self._layers) == _geometry(new):
             for target, tensor in tensors.items():
                 self._tensors[target] += tensor
-            self._taken = {name: _with_rows(self._taken[name], one.rows) for name, one in new.items()}
+            self._layers = {name: _with_rows(self._layers[name], one.rows) for name, one in new.items()}
         else:
             self._add_apart(new, tensors)
 
-    def _add_apart(self, new: Mapping[str, Taken], tensors: Mapping[str, Tensor]) -> None:
+    def _add_apart(self, new: Mapping[str, LayerSums], tensors: Mapping[str, Tensor]) -> None:
         """Add statistics when the micro-batches have different weights or share inputs differently: each
         weight gets its own tensors."""
-        taken, summed = {}, {}
-        for name in {**self._taken, **new}:
+        layers, summed = {}, {}
+        for name in {**self._layers, **new}:
             parts = [
                 (had[name], pool)
-                for had, pool in ((self._taken, self._tensors), (new, tensors))
+                for had, pool in ((self._layers, self._tensors), (new, tensors))
                 if name in had
             ]
             layer = parts[0][0].layer
@@ -271,8 +278,8 @@ class Recorder:
                 summed[g] = sum_of([pool[p.layer.sums[at].g] for p, pool in parts])
                 own.append(replace(one, a=a, g=g))
             rows = tuple(map(sum, zip(*(p.rows for p, _ in parts), strict=True)))
-            taken[name] = Taken(replace(layer, sums=tuple(own)), rows)
-        self._taken, self._tensors = taken, summed
+            layers[name] = LayerSums(replace(layer, sums=tuple(own)), rows)
+        self._layers, self._tensors = layers, summed
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
@@ -283,16 +290,16 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     return found
 
 
-def _with_rows(taken: Taken, rows: tuple[int, ...]) -> Taken:
-    return Taken(taken.layer, tuple(map(operator.add, taken.rows, rows)))
+def _with_rows(sums: LayerSums, rows: tuple[int, ...]) -> LayerSums:
+    return LayerSums(sums.layer, tuple(map(operator.add, sums.rows, rows)))
 
 
-def _geometry(taken: Mapping[str, Taken]) -> dict[str, Layer]:
+def _geometry(layers: Mapping[str, LayerSums]) -> dict[str, Layer]:
     """Return everything that must be equal for sums to be added tensor by tensor: all fields except the
     rows."""
     return {
         name: replace(one.layer, sums=tuple(replace(s, rows=0) for s in one.layer.sums))
-        for name, one in taken.items()
+        for name, one in layers.items()
     }
 
 

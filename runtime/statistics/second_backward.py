@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """A copy of a step's backward in which ``given`` replaces the tangent ``tangent``, and all other outputs
+    """A copy of a step's backward in which ``cotangent`` replaces the tangent ``tangent``, and all other outputs
     have no tangent.
 
-    ``begin``: the call that computes ``given``. ``suffix``: appended to the names of calls and values.
+    ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the names of calls and values.
     ``made``: by value of the first backward, its counterpart; None where that is zero. ``behind``: the new
     calls, by the call of the step after which they are placed. ``values``: the new values.
 
@@ -42,17 +42,17 @@ class SecondBackward:
     step: CapturedStep
     tangent: str
     begin: Call
-    given: Value
+    cotangent: Value
     suffix: str
     made: dict[str, Value | None] = field(default_factory=dict)
     behind: dict[str, list[Call]] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.values[self.given.name] = self.given
+        self.values[self.cotangent.name] = self.cotangent
         for one in self.step.inputs:
             if one.kind == "tangent":
-                self.made[one.value] = self.given if one.value == self.tangent else None
+                self.made[one.value] = self.cotangent if one.value == self.tangent else None
         for call in self.step.calls:
             late = [r.value for r in refs((call.args, call.kwargs)) if r.value in self.made]
             if late:

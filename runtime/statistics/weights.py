@@ -217,16 +217,16 @@ class Weights:
                 keys[name] = [(term.region, term.found) for term in own]
             except NoRow:
                 continue
-        taken: dict[str, str] = {}  # weight → bias
+        bias_of: dict[str, str] = {}  # weight → bias
         for by_module in (True, False):
             for weight in found:
                 for name, own_keys in keys.items():
                     same = weight.name.rpartition(".")[0] == name.rpartition(".")[0]
-                    free = weight.name not in taken and name not in taken.values()
+                    free = weight.name not in bias_of and name not in bias_of.values()
                     if free and (same or not by_module) and self._belongs(weight, own_keys):
-                        taken[weight.name] = name
+                        bias_of[weight.name] = name
         for weight in found:
-            yield _biased(weight, taken.get(weight.name))
+            yield _biased(weight, bias_of.get(weight.name))
 
     def _bias_key(self, call: Call, index: int) -> BiasKey | None:
         if call.target is aten.convolution_backward.default and index == 2:
@@ -286,7 +286,7 @@ def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], 
     return placement.split[1:], tuple(o - 1 for o in placement.order[1:])
 
 
-def _effective_name(parts: list[str], taken: set[str]) -> str:
+def _effective_name(parts: list[str], used: set[str]) -> str:
     """Return the attribute of the parametrisation, or else the names of the parameters, joined."""
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
@@ -295,6 +295,6 @@ def _effective_name(parts: list[str], taken: set[str]) -> str:
         name = f"{owner}.{attribute}"
     else:
         name = "+".join(parts)
-    while name in taken:
+    while name in used:
         name += "'"
     return name

@@ -68,10 +68,10 @@ class BatchSymbols:
         """Return an empty table for expressions of the batch's sizes."""
         return ExpressionTable(tuple(self.places))
 
-    def now(self, given: Any) -> Any:
+    def now(self, value: Any) -> Any:
         """Return nested arguments with the present sizes in place of symbolic ones. This adds no assumption
         to the guard."""
-        return pytree.tree_map_only(torch.SymInt, self._value, given)
+        return pytree.tree_map_only(torch.SymInt, self._value, value)
 
     def _value(self, size: torch.SymInt) -> int:
         return int(size.node.expr.xreplace(self._now))
@@ -120,8 +120,8 @@ class SizeGuard:
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
         """Return whether the condition is true for this batch, so that the traced step is the step of a batch
         of these sizes."""
-        given = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
-        return bool(eval(self._compiled, self._names, {"L": given}))
+        sizes = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
+        return bool(eval(self._compiled, self._names, {"L": sizes}))
 
 
 class _Sizes:

@@ -153,9 +153,9 @@ def _ctc_loss(
 ) -> torch.Tensor:
     """Compute the CTC loss as the kernel does. The kernel makes a tensor of the lengths where a tracer does
     not see it."""
-    given = log_probs, targets, input_lengths, target_lengths, blank
+    arguments = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
-    losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *given, wanted, zero_infinity)
+    losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *arguments, wanted, zero_infinity)
     if reduction != MEAN:
         return losses
     lengths = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)

@@ -136,8 +136,8 @@ class TrueLayouts(FakeTensorMode):
             )
 
 
-def _as_given(given: Any) -> Any:
-    return given
+def _as_given(value: Any) -> Any:
+    return value
 
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
@@ -151,12 +151,12 @@ def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_give
         return func(*args, **kwargs)
 
 
-def _all_contiguous(given: Any) -> bool:
-    return all(t.is_contiguous() for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+def _all_contiguous(arguments: Any) -> bool:
+    return all(t.is_contiguous() for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
 
 
-def _mixed_on_cpu(given: Any) -> bool:
-    tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+def _mixed_on_cpu(arguments: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     return len({t.dtype for t in tensors}) > 1 and all(t.device.type == "cpu" for t in tensors)
 
 

@@ -17,18 +17,18 @@ DATA: Any = torch.Tensor.data
 
 
 @contextmanager
-def written_data(given: Sequence[torch.Tensor]) -> Iterator[None]:
+def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Turn assignments to ``.data`` of a parameter, buffer or input into in-place writes inside the block, so
     that a tracer sees them.
 
-    ``given``: the parameters, buffers and inputs.
+    ``tensors``: the parameters, buffers and inputs.
 
     Raises:
         ModelError: the assigned data has another shape or type, or shares the memory of a parameter, buffer
             or input; or it is assigned to a tensor that the forward computes.
     """
     thread = get_ident()  # all threads see the replaced attribute
-    places, memories = {id(t) for t in given}, {_location(t)[0] for t in given}
+    places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
 
     def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
         if get_ident() != thread or not (id(tensor) in places or isinstance(tensor, FunctionalTensor)):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, given, integer, number, text
+from rematplan.runtime.onnx.ops.rows import Rows, integer, number, present, text
 from rematplan.runtime.onnx.ops.values import WIDER, signed
 
 ROWS = Rows()
@@ -359,7 +359,7 @@ def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Ten
     def both(a: Tensor, b: Tensor) -> Tensor:
         return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
 
-    return lambda node, *tensors: reduce(both, given(tensors))
+    return lambda node, *tensors: reduce(both, present(tensors))
 
 
 for (_op, _since), _fold in VARIADIC.items():
@@ -369,5 +369,5 @@ for (_op, _since), _fold in VARIADIC.items():
 @ROWS.add("Mean", 1, 6, 8, 13)
 def mean(node: Node, *tensors: Tensor) -> Tensor:
     """Return the elementwise mean of several tensors."""
-    found = given(tensors)
+    found = present(tensors)
     return reduce(torch.add, found) / len(found)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, Rows, given, integer, ints, known_ints, number, text
+from rematplan.runtime.onnx.ops.rows import Known, Rows, integer, ints, known_ints, number, present, text
 
 ROWS = Rows()
 
@@ -113,9 +113,9 @@ def _reduced(
     return function(x, every, keep)
 
 
-for (_op, _since), (_turn, _reduction) in REDUCTIONS.items():
-    ROWS.add(_op, *(v for v in _since if v < _turn))(_by_attribute(_reduction))
-    ROWS.add(_op, *(v for v in _since if v >= _turn), known=(1,))(_by_input(_reduction))
+for (_op, _since), (_form, _reduction) in REDUCTIONS.items():
+    ROWS.add(_op, *(v for v in _since if v < _form))(_by_attribute(_reduction))
+    ROWS.add(_op, *(v for v in _since if v >= _form), known=(1,))(_by_input(_reduction))
 
 
 def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tensor:
@@ -233,7 +233,7 @@ def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) 
 @ROWS.add("Einsum", 12, 28)
 def einsum(node: Node, *tensors: Tensor) -> Tensor:
     """Compute the sum of products that the equation states."""
-    return torch.einsum(text(node, "equation", ""), *given(tensors))
+    return torch.einsum(text(node, "equation", ""), *present(tensors))
 
 
 @ROWS.add("Det", 11, 22)

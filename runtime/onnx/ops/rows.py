@@ -145,6 +145,6 @@ def known_ints(array: Known) -> tuple[int, ...] | None:
     return None if array is None else tuple(int(v) for v in array.ravel())
 
 
-def given(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
+def present(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the inputs of a variadic op that are present."""
     return [t for t in tensors if t is not None]

@@ -15,11 +15,11 @@ from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
     Rows,
-    given,
     integer,
     ints,
     known_ints,
     number,
+    present,
     refuse,
     text,
 )
@@ -187,7 +187,7 @@ def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
 @ROWS.add("Concat", 4, 11, 13)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
     """Concatenate along an axis."""
-    return torch.cat(given(tensors), integer(node, "axis", 1))
+    return torch.cat(present(tensors), integer(node, "axis", 1))
 
 
 @ROWS.add("Concat", 1)
@@ -241,11 +241,11 @@ def slice_(
             mirror = x.shape[axis] - 1
             picked = range(mirror - picked.start, mirror - picked.stop, -step)
         if len(picked) < x.shape[axis]:
-            x = _taken(x, axis, picked)
+            x = _slice_of(x, axis, picked)
     return x
 
 
-def _taken(x: Tensor, axis: int, picked: range) -> Tensor:
+def _slice_of(x: Tensor, axis: int, picked: range) -> Tensor:
     whole = [slice(None)] * x.dim()
     whole[axis] = slice(picked.start, picked.stop, picked.step) if len(picked) else slice(0, 0)
     return x[tuple(whole)]
