@@ -101,12 +101,12 @@ def checkpointed(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> 
             super().__init__()
             self.inner = wanted.module if first or last else blocks
 
-        def forward(self, *given: torch.Tensor) -> Any:
+        def forward(self, *tensors: torch.Tensor) -> Any:
             if first or last:
-                return self.inner(*given)
+                return self.inner(*tensors)
             for block in self.inner:
-                given = checkpoint(block, *given, use_reentrant=False)
-            return given
+                tensors = checkpoint(block, *tensors, use_reentrant=False)
+            return tensors
 
     stage = pipelining.PipelineStage(
         Stage(), rank, case[0], CPU, input_args=wanted.inputs, output_args=wanted.outputs, group=group

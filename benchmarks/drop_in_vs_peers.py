@@ -180,11 +180,11 @@ def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
 
 def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     """The step's peak, bytes, everything it holds counted."""
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
     step = stepper(model, inputs)
     step()
     model.zero_grad(set_to_none=True)
-    return held + peak_above_entry(step, CPU)[0]
+    return resident + peak_above_entry(step, CPU)[0]
 
 
 def ladder(peaks: Collection[int]) -> Iterator[tuple[str, int]]:

@@ -78,12 +78,12 @@ def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, sec
 
 def milliseconds(call: Callable[[], object], times: int = 50) -> float:
     """The median time of a call."""
-    taken = []
+    durations = []
     for _ in range(times):
         began = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(taken)
+        durations.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(durations)
 
 
 def timing(family: PlanFamily, graph: TrainingGraph) -> str:
@@ -122,10 +122,10 @@ def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
             one = cell(family, graph, length, budget, seconds)
             cells.append(one)
             figures = "  ".join(f"{x:>8.3f}" for x in one.over)
-            told = (
+            rows = (
                 f"fresh {100 * one.fresh:>7.3f} %  {figures}" if math.isfinite(one.fresh) else "nothing fits"
             )
-            print(f"  {length:>5} {show_bytes(budget):>10}  {told}", flush=True)
+            print(f"  {length:>5} {show_bytes(budget):>10}  {rows}", flush=True)
     print(f"  at the end: {timing(family, largest)}")
     return cells
 

@@ -169,13 +169,13 @@ def child(how: str, name: str, time_limit: float) -> None:
     case = CASES[name]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     inputs = example_inputs(case.network, **case.sizes)
-    ways: dict[str, Callable[[], dict[str, Any]]] = {
+    variants: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": lambda: eager(case, inputs),
         "checkpoint": lambda: peer(checkpointed(case), inputs),
         "compile": lambda: compiled(case, inputs),
         "planned": lambda: planned(case, inputs, time_limit),
     }
-    print(json.dumps(ways[how]()), flush=True)
+    print(json.dumps(variants[how]()), flush=True)
 
 
 def measured(how: str, name: str, threads: int, folder: Path, time_limit: float) -> dict[str, Any] | None:

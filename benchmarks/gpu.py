@@ -245,11 +245,11 @@ class Bench:
         run()
         model.zero_grad(set_to_none=True)
         gc.collect()
-        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+        resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        peak = held + peak_above_entry(run, self.device)[0]
+        peak = resident + peak_above_entry(run, self.device)[0]
         if self.device.type != "cuda":
             return {"allocated": peak}
         others = torch.cuda.max_memory_allocated(self.device) - peak  # other models of this process

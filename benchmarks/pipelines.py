@@ -235,18 +235,18 @@ def depth(quick: bool, folder: Path | None) -> None:
         kept = problem.measured(no_recompute(problem.graph))
         again = problem.measured(checkpointed(chain, problem.graph, *begins, NETWORKS["revvit_s"][1]))
         inverted = dataflow_stage(chain, *begins, 1, ranks, microbatches)
-        beside = []
+        others = []
         for row, one in ((schedule, kept), (schedule, again), (flow, inverted)):
             free = replace(one, states=0, gradients=0, first_backward=None)
-            beside.append(rank_peak(row.actions[1], [free]))
+            others.append(rank_peak(row.actions[1], [free]))
         extra = inverted.extra / (inverted.forward + inverted.backward - inverted.extra)
         print(
-            f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(beside[0]):>10} checkpoint "
-            f"{show_bytes(beside[1]):>10} dataflow {show_bytes(beside[2]):>10} ({beside[2] / beside[1]:.2f}; "
+            f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(others[0]):>10} checkpoint "
+            f"{show_bytes(others[1]):>10} dataflow {show_bytes(others[2]):>10} ({others[2] / others[1]:.2f}; "
             f"K {inverted.kept_bytes}, extra {100 * extra:.0f} %)"
         )
         if (ranks, microbatches) == (4, 16):
-            for name, value in zip(rows, beside, strict=True):
+            for name, value in zip(rows, others, strict=True):
                 rows[name].append(value)
     if folder:
         figure, axes = picture("couplings in a stage", "peak of the second stage beside states (MiB)")

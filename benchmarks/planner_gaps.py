@@ -75,9 +75,9 @@ def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float)
         proven = "proven unreachable" if lower_bound(graph, budget, 1).unreachable else "nothing found"
         return f"{start} {proven}; least found f = {share_of(graph, plan.smallest):.3f} {took}"
     overhead, bound = 100 * plan.estimate.overhead, 100 * (plan.lower_bound or 0.0)
-    told = "open" if goal is None else f"≤ {goal:<4} {'yes' if overhead - bound <= goal else 'NO'}"
+    verdict = "open" if goal is None else f"≤ {goal:<4} {'yes' if overhead - bound <= goal else 'NO'}"
     figures = f"{overhead:>9.4f} {bound:>9.4f} {overhead - bound:>8.4f}"
-    return f"{start} {figures}  {told:>10} {took}  {plan.status}, {plan.strategy}"
+    return f"{start} {figures}  {verdict:>10} {took}  {plan.status}, {plan.strategy}"
 
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
@@ -99,18 +99,18 @@ def compare(graph: TrainingGraph, name: str, curve: Sequence[Plan], seconds: flo
         peak, overhead = plan.estimate.peak, plan.estimate.overhead
         if overhead == 0:
             continue
-        told = f"  {name:>12}: f = {share_of(graph, peak):.3f}, overhead {100 * overhead:7.3f} %; ours "
+        line = f"  {name:>12}: f = {share_of(graph, peak):.3f}, overhead {100 * overhead:7.3f} %; ours "
         for share in (CLOSER, 1.0):
             ours = planned(graph, int(share * peak), seconds)
             if not isinstance(ours, InfeasibleBudget) and ours.estimate.overhead < overhead - CLOSED:
                 break
         if isinstance(ours, InfeasibleBudget):
-            print(f"{told} nothing  DOES NOT DOMINATE", flush=True)
+            print(f"{line} nothing  DOES NOT DOMINATE", flush=True)
             continue
         found = f"{100 * ours.estimate.overhead:7.3f} % at {ours.estimate.peak / peak:.4f} of its peak"
         equal = "equals it, proven optimal" if ours.status == "optimal" else "DOES NOT DOMINATE"
         verdict = "dominates" if ours.estimate.overhead < overhead - CLOSED else equal
-        print(f"{told}{found}  {verdict}", flush=True)
+        print(f"{line}{found}  {verdict}", flush=True)
 
 
 def network(name: str, shares: Sequence[float], seconds: float, with_rivals: bool) -> None:

@@ -180,11 +180,11 @@ def results(model: nn.Module, made: Made) -> tuple[int, dict[str, torch.Tensor]]
     with torch.no_grad():
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
-    held = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:])]
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:])]
     fixed = sum(
         {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in held
+            for t in tensors
             if isinstance(t, torch.Tensor)
         }.values()
     )

@@ -154,14 +154,14 @@ def floor_in_order(graph: TrainingGraph, budget: int) -> float:
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base")
     done = sum(isinstance(step, Run) for step in base.schedule[: base.estimate.peak_at + 1])
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    held = {t: solver.NumVar(0, 1, "") for op in graph.ops[:done] for t in op.writes}
-    again = {t: solver.NumVar(0, 1, "") for t in held}  # each op of these graphs writes one tensor
-    for t in {t for op in graph.ops[done:] for t in op.reads if t in held}:
-        solver.Add(held[t] + again[t] >= 1)
+    resident = {t: solver.NumVar(0, 1, "") for op in graph.ops[:done] for t in op.writes}
+    again = {t: solver.NumVar(0, 1, "") for t in resident}  # each op of these graphs writes one tensor
+    for t in {t for op in graph.ops[done:] for t in op.reads if t in resident}:
+        solver.Add(resident[t] + again[t] >= 1)
     for op in graph.ops[:done]:
         for t in op.reads:
-            solver.Add(held[t] + again[t] >= again[op.writes[0]])
-    solver.Add(sum(graph.size[t] * x for t, x in held.items()) <= budget)
+            solver.Add(resident[t] + again[t] >= again[op.writes[0]])
+    solver.Add(sum(graph.size[t] * x for t, x in resident.items()) <= budget)
     solver.Minimize(sum(op.cost * again[op.writes[0]] for op in graph.ops[:done]))
     solver.Solve()
     return 100 * float(solver.Objective().Value()) / graph.base_cost

@@ -139,14 +139,14 @@ def memory(depths: tuple[int, ...]) -> None:
         model, x = Chain(depth), torch.randn(ROWS, 2 * WIDTH)
         step, graph, plan = inverted(model, x)
         gradients = sum(p.nbytes for p in model.parameters())
-        held: list[str] = []
+        rows: list[str] = []
         for one in (no_recompute(graph), plan):
             planned = PlannedStep(model, step, one.schedule)
             peak = _peak(model, lambda planned=planned, x=x: planned(x)) - gradients
             outputs = sum(graph.size[t] for t in graph.outputs)
             predicted = one.estimate.peak - graph.input_bytes - outputs
-            held.append(f"{show_bytes(peak)} ({show_bytes(predicted)})")
-        print(f"  {depth:4d} blocks: store all {held[0]:>26}   reversible {held[1]:>26}   "
+            rows.append(f"{show_bytes(peak)} ({show_bytes(predicted)})")
+        print(f"  {depth:4d} blocks: store all {rows[0]:>26}   reversible {rows[1]:>26}   "
               f"extra time predicted {100 * plan.estimate.overhead:.1f} %")  # fmt: skip
 
 
@@ -190,9 +190,9 @@ def anchors() -> None:
         kept = len(
             {t for i in step.inverses for t in step.writes(i)} - {t for i in graph.inverses for t in i.writes}
         )
-        held = plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
+        activations = plan.estimate.peak - graph.input_bytes - sum(graph.size[t] for t in graph.outputs)
         said = "none" if limit == 1e9 else "default" if limit is None else f"{limit:g}"
-        print(f"  {said:8} {kept:4d}   {measured:.1e}   {gradients:.1e}   {show_bytes(held)}")
+        print(f"  {said:8} {kept:4d}   {measured:.1e}   {gradients:.1e}   {show_bytes(activations)}")
 
 
 def overlap(depths: tuple[int, ...]) -> None:

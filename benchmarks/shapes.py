@@ -144,7 +144,7 @@ def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, remat
     planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget)
     result.first = time.process_time() - began
     bytes_ = planned.plan.budget or planned.plan.peak
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     met, half = {case.largest}, 0
     for at in range(steps):
         size = sizes.randrange(case.least, case.largest + 1, case.step)
@@ -161,7 +161,7 @@ def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, remat
         for parameter in model.parameters():
             parameter.grad = None
         peak = peak_above_entry(lambda batch=batch: _step(planned, batch), CPU)[0]  # type: ignore[misc]
-        result.peaks.append((held + peak + sum(t.nbytes for t in batch)) / bytes_)
+        result.peaks.append((resident + peak + sum(t.nbytes for t in batch)) / bytes_)
         half = _resident() if at == steps // 2 else half
     result.growth = _resident() - half
     return result, rematplan.planning(planned).stats(), bytes_

@@ -25,7 +25,7 @@ from rematplan.ir import show_bytes
 from rematplan.models.resnet import ResNet
 from rematplan.runtime.costs.measure import peak_above_entry
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "expand": {"approx": "expand"},
     "expand, 1/8 of the rows": {"approx": "expand", "share": 1 / 8},
     "reduce": {"approx": "reduce"},
@@ -85,7 +85,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         copy.deepcopy(model), (x,), budget=args.budget, time_limit=args.time_limit, costs=args.costs
     )
     models: dict[str, nn.Module] = {"eager": copy.deepcopy(model), "plain plan": plain}
-    for way, options in WAYS.items():
+    for variant, options in VARIANTS.items():
         statistics = rematplan.Kronecker(fisher=args.fisher, **options)
         budget = args.budget
         if args.share_of_peak:
@@ -99,7 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             )
             peak = max(p.peak for p in rematplan.planning(whole).plans)
             budget = str(int(args.share_of_peak * peak))
-        models[way] = rematplan.plan_module(
+        models[variant] = rematplan.plan_module(
             copy.deepcopy(model),
             (x,),
             budget=budget,
@@ -109,24 +109,26 @@ def measure(name: str, args: argparse.Namespace) -> None:
         )
     least = dict.fromkeys(models, float("inf"))
     for at in range(args.rounds + 1):
-        for way, one in models.items():
+        for variant, one in models.items():
             took = step(one, x)
-            least[way] = min(least[way], took) if at else least[way]
+            least[variant] = min(least[variant], took) if at else least[variant]
     eager, own = least["eager"], least["plain plan"] / least["eager"]
     print(f"{name}: eager {eager:.3f} s; plain plan ÷ eager {own:.3f}, peak {show_bytes(plain.plan.peak)}")
-    for way in WAYS:
-        planning = rematplan.planning(models[way])
+    for variant in VARIANTS:
+        planning = rematplan.planning(models[variant])
         factors = planning.statistics().factors
         packed = {id(t): t.nbytes for w in factors for pair in factors.packed(w) for t in pair}
-        models[way].zero_grad(set_to_none=True)
-        held = sum(t.nbytes for t in (*models[way].parameters(), *models[way].buffers(), x))
-        above, _ = peak_above_entry(lambda one=models[way]: loss_of(one(x)).backward(), torch.device("cpu"))
-        each = least[way] / eager
-        spread = ((args.every - 1) * least["plain plan"] + least[way]) / args.every / eager
+        models[variant].zero_grad(set_to_none=True)
+        resident = sum(t.nbytes for t in (*models[variant].parameters(), *models[variant].buffers(), x))
+        above, _ = peak_above_entry(
+            lambda one=models[variant]: loss_of(one(x)).backward(), torch.device("cpu")
+        )
+        each = least[variant] / eager
+        spread = ((args.every - 1) * least["plain plan"] + least[variant]) / args.every / eager
         print(
-            f"  {way:24} every step {each:.3f}, every {args.every}th {spread:.3f} (beyond the plan's own "
+            f"  {variant:24} every step {each:.3f}, every {args.every}th {spread:.3f} (beyond the plan's own "
             f"{spread / own:.3f}), factors {show_bytes(sum(packed.values()))}, peak "
-            f"{show_bytes(planning.plan.peak)}, measured ÷ planned peak {(held + above) / planning.plan.peak:.4f}"
+            f"{show_bytes(planning.plan.peak)}, measured ÷ planned peak {(resident + above) / planning.plan.peak:.4f}"
         )
 
 

@@ -67,14 +67,14 @@ class ZooEntry:
     stride: int | None = None
     loss: str = "cross_entropy"
 
-    def complete(self, given: Mapping[str, int | None]) -> dict[str, int]:
+    def complete(self, requested: Mapping[str, int | None]) -> dict[str, int]:
         """Return all sizes: those given, and the defaults for others and for None.
 
         Raises:
             ZooError: the network does not have a given size or cannot have its value; or batch norm would get a
                 single value per channel.
         """
-        stated = {name: size for name, size in given.items() if size is not None}
+        stated = {name: size for name, size in requested.items() if size is not None}
         for name in stated:
             if name not in self.sizes:
                 raise ZooError(f"{self.name} has no size {name}; it has {', '.join(self.sizes)}")

@@ -253,5 +253,5 @@ def example_inputs(
         ZooError: an unknown name, or sizes that the network cannot have.
     """
     row = entry(name)
-    given = {"batch": batch, "image": image, **sizes}
-    return row.inputs(row.complete(given), torch.Generator().manual_seed(seed))
+    stated = {"batch": batch, "image": image, **sizes}
+    return row.inputs(row.complete(stated), torch.Generator().manual_seed(seed))

@@ -56,8 +56,8 @@ class OnnxModelRep(BackendRep):
             ModelError: the inputs do not fit the model.
         """
         values = self.module.graph.inputs
-        given = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
-        arrays = [np.asarray(array) for array in given]
+        arguments = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
+        arrays = [np.asarray(array) for array in arguments]
         if self.symbolic:
             places = [f"{v.name}.{at}" for v in values for at in range(len(v.shape or ()))]
             sizes = dict(zip(places, (n for a in arrays for n in a.shape), strict=True))

@@ -187,17 +187,17 @@ def _load_file(
 def _load_zoo(
     name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool, device: torch.device
 ) -> LoadedStep:
-    given, loss = asdict(sizes), loss or ZOO[name].loss
+    stated, loss = asdict(sizes), loss or ZOO[name].loss
     if weightless:
         module, inputs, mode = without_data(
-            lambda: build(name, **given), lambda: example_inputs(name, seed=seed, **given), device
+            lambda: build(name, **stated), lambda: example_inputs(name, seed=seed, **stated), device
         )
         with mode:
             return _captured(module, inputs, name, loss, seed, ())
-    inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **given))
+    inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **stated))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = build(name, **given).to(device)
+        module = build(name, **stated).to(device)
     return _captured(module, inputs, name, loss, seed, ())
 
 

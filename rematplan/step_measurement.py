@@ -98,14 +98,14 @@ def run_step(
     if check:
         progress(0.0, "comparing with plain autograd")
         verification = verify(planned, batch, predicted=predicted_error(loaded, plan))
-    held = _held_bytes(loaded)
+    resident = _held_bytes(loaded)
     with untouched(module):
         progress(0.3, "measuring peaks")
         peaks = []
         for run in (run_planned, run_eager):
             module.zero_grad(set_to_none=True)
             release_libraries(device)
-            peaks.append(held + peak_above_entry(run, device)[0])
+            peaks.append(resident + peak_above_entry(run, device)[0])
         progress(0.6, "timing")
         losses.clear()
         timed: dict[str, Callable[[], None]] = {"planned": run_planned, "eager": run_eager}
@@ -148,13 +148,13 @@ def measure_plans(
         eager_step(module, batch)
 
     calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {"eager": run_eager}
-    held, peaks = _held_bytes(loaded), []
+    resident, peaks = _held_bytes(loaded), []
     with untouched(module):
         for done, call in enumerate(calls.values()):
             progress(0.5 * done / len(calls), "measuring peaks")
             module.zero_grad(set_to_none=True)
             release_libraries(device)
-            peaks.append(held + peak_above_entry(call, device)[0])
+            peaks.append(resident + peak_above_entry(call, device)[0])
         progress(0.5, "timing")
         seconds = rounds_in_turn(calls, device, rounds).values()
     rows = zip((*plans, None), peaks, seconds, strict=True)

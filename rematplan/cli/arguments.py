@@ -241,11 +241,11 @@ def check_outputs(*paths: Path | None) -> None:
     Raises:
         UsageError: a path is a folder, its folder does not exist, or two outputs have the same path.
     """
-    given = [p for p in paths if p is not None]
-    for path in given:
+    stated = [p for p in paths if p is not None]
+    for path in stated:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if len({p.resolve() for p in given}) < len(given):
-        raise UsageError(f"two outputs have the same path, {given[0]}; name different files")
+    if len({p.resolve() for p in stated}) < len(stated):
+        raise UsageError(f"two outputs have the same path, {stated[0]}; name different files")

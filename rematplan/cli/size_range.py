@@ -48,8 +48,8 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
         UsageError: an option that can only be used with one size, or a strategy other than ``auto``.
         UnfitSizes: no plan is known that fits at some sizes; the table was shown.
     """
-    for option, given in (("--output", args.output), ("--problem-out", args.problem_out)):
-        if given:
+    for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
+        if file:
             raise UsageError(f"{option}: a file is for one size; plan one size of the range for it")
     if args.overlap not in (None, "off"):
         raise UsageError("--overlap goes with one size, not with a range")

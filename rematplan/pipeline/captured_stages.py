@@ -47,7 +47,7 @@ class _Recorder:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _FixedPlan:
     """A planner that always returns one plan, which counts earlier gradients already."""
 
     plan: StepPlan
@@ -74,7 +74,9 @@ class CapturedStage:
         ``plan``: a plan of ``problem``.
         """
         spare = backward_spare(self.problem.graph, plan.schedule)
-        return _prepared(self.stage, _Given(StepPlan(self.step, plan, spare, self.problem.gradient_bytes)))
+        return _prepared(
+            self.stage, _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes))
+        )
 
 
 def captured_stage(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rematplan.ir import UsageError, show_bytes
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
-from rematplan.pipeline.rank_plans import Part, budget_bytes, captured_part, given_rank_plan, rank_plan
+from rematplan.pipeline.rank_plans import Part, budget_bytes, captured_part, rank_plan, stated_rank_plan
 from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, SPLIT, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.in_flight import RankPlan
@@ -265,7 +265,7 @@ def planned_in_order(
     made = {
         rank: rank_plan(order, rank, parts, most, asked)
         if plans is None
-        else given_rank_plan(order, rank, parts, most, plans)
+        else stated_rank_plan(order, rank, parts, most, plans)
         for rank in wanted
     }
     return Pipeline(order, tuple(cuts), most, parts, made)

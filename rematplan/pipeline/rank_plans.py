@@ -11,7 +11,7 @@ from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
 from rematplan.pipeline.schedules import SPLIT
-from rematplan.pipeline.torch_memory import handed_on, held_by_torch
+from rematplan.pipeline.torch_memory import handed_on, stage_torch_memory
 from rematplan.planner.core.plan import plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
@@ -38,7 +38,7 @@ def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, st
         ModelError: the stage cannot be captured.
     """
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
-    template = held_by_torch(order, number, stage, device)
+    template = stage_torch_memory(order, number, stage, device)
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages)
     last = number == order.stages - 1
@@ -90,7 +90,7 @@ def rank_plan(
         raise InfeasibleBudget(f"rank {rank}", budget, error.smallest, error.known) from None
 
 
-def given_rank_plan(
+def stated_rank_plan(
     order: PipelineSchedule,
     rank: int,
     parts: Mapping[int, Part],

@@ -159,11 +159,11 @@ def _in_one_process(
     channels = pipe.order.name in CHANNELS
     cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if channels else []
     for m, (*some, its) in enumerate(zip(*parts, strict=True)):
-        given: Any = tuple(some)
+        arguments: Any = tuple(some)
         for stage, part in enumerate(cut):
             with Seeded(0, 0, m, stage):
-                given = part(*(given if isinstance(given, tuple) else (given,)))
-        loss = module.of(given if cut else module.model(*given), its)
+                arguments = part(*(arguments if isinstance(arguments, tuple) else (arguments,)))
+        loss = module.of(arguments if cut else module.model(*arguments), its)
         loss.backward()
         losses.append(loss.item())
     for p in module.parameters():

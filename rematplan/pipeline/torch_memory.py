@@ -12,7 +12,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 
-def held_by_torch(
+def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
     """Return the figures of a stage that do not depend on its plan: bytes for messages, without states and gradients.

@@ -16,7 +16,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 
 
 @dataclass(frozen=True)
-class Held:
+class OtherBytes:
     """Bytes that others hold on one device.
 
     ``always``: during the whole step. ``stepping``: in addition, during the optimizer's step.
@@ -60,7 +60,7 @@ class Reserved:
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
         return cls(tuple(items))
 
-    def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> Held:
+    def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
         """Return the bytes that the items hold on a device, in addition to a model's tensors.
 
         A storage that several items share counts once. ``model``: the model's tensors, by name.
@@ -72,8 +72,8 @@ class Reserved:
         always, stepping = 0, 0
         for item in self.items:
             if isinstance(item, Counted):
-                held = item.by_device.get(str(device), Held())
-                always, stepping = always + held.always, max(stepping, held.stepping)
+                bytes_ = item.by_device.get(str(device), OtherBytes())
+                always, stepping = always + bytes_.always, max(stepping, bytes_.stepping)
             elif isinstance(item, (str, int)):
                 always += _bytes(item)
             elif _says(item):
@@ -91,7 +91,7 @@ class Reserved:
             for t in plain_tensors(one)
             if t.device == device and (key := _storage(t)) not in ours
         }
-        return Held(always + sum(others.values()), stepping)
+        return OtherBytes(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
         """Pickle the bytes that items hold on each device, not optimizers and modules: those stay in this process."""
@@ -103,16 +103,18 @@ class Reserved:
     def devices(self) -> set[torch.device]:
         """Return the devices of the optimizers' parameters and of the modules' tensors."""
         optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        held += [t for i in self.items if isinstance(i, nn.Module) for t in (*i.parameters(), *i.buffers())]
-        return {t.device for t in held}
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        parameters += [
+            t for i in self.items if isinstance(i, nn.Module) for t in (*i.parameters(), *i.buffers())
+        ]
+        return {t.device for t in parameters}
 
 
 @dataclass(frozen=True)
 class Counted:
     """Bytes that were counted in another process, by device."""
 
-    by_device: Mapping[str, Held]
+    by_device: Mapping[str, OtherBytes]
 
 
 def _says(item: object) -> bool:

@@ -66,9 +66,9 @@ def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
 
     Gradients that wait to be added to earlier ones may use these bytes without raising the peak.
     """
-    held = resident_bytes(graph, schedule)
-    peak = max(held[schedule.index(Run(LOSS)) :])
-    return tuple(max(0, peak - now) for now in held)
+    resident = resident_bytes(graph, schedule)
+    peak = max(resident[schedule.index(Run(LOSS)) :])
+    return tuple(max(0, peak - now) for now in resident)
 
 
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
