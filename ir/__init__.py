@@ -1,6 +1,7 @@
 """The graphs that are read and planned, their JSON formats, and the errors."""
 
 from rematplan.ir.errors import (
+    CHEAP,
     InfeasibleBudget,
     LatticeTooLarge,
     ModelError,
@@ -15,6 +16,7 @@ from rematplan.ir.problem_json import load_problem, problem_from_json, problem_t
 from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 __all__ = [
+    "CHEAP",
     "InfeasibleBudget",
     "LatticeTooLarge",
     "ModelError",

@@ -54,17 +54,21 @@ class UnfitSizes(RematplanError):
 Known = Literal["least", "searched", "proven", "room"]
 """What is known about a refused budget.
 
-``least``: the reported peak is the smallest that the strategy can reach. ``searched``: it is the smallest that the
-search has met so far. ``proven``: no schedule at all fits the budget. ``room``: none does in addition to the room that
-is set aside for a loss outside of the model, which may need less.
+``least``: the strategy has no plan with a smaller peak than the smallest found. ``searched``: a longer search may find
+one. ``proven``: no schedule at all fits the budget. ``room``: none does in addition to the room that is set aside for a
+loss outside of the model, which may need less.
 """
 
 _REFUSED: dict[Known, str] = {
-    "least": "is below the smallest peak it can reach, {}",
-    "searched": "is below the smallest peak it has found, {}; in more time it may find a smaller one",
-    "proven": "is proven to be too small for any plan; the smallest peak it has found is {}",
-    "room": "is too small with the room for a loss outside of the model; the smallest peak it has found is {}",
+    "least": "is below the smallest found, {}; this strategy has no smaller plan",
+    "searched": "is below the smallest found, {}; in more time a smaller one may be found",
+    "proven": "is proven to be too small for any plan; the smallest found is {}",
+    "room": "is too small with the room for a loss outside of the model; the smallest found is {}",
 }
+
+
+CHEAP = 0.05
+"""The overhead up to which a plan counts as cheap: a refusal also names a budget for which there is a cheap plan."""
 
 
 class InfeasibleBudget(RematplanError):
@@ -73,15 +77,16 @@ class InfeasibleBudget(RematplanError):
     Attributes:
         strategy: the strategy's name.
         budget: the budget that was asked for, in bytes.
-        smallest: the smallest peak that the strategy is known to reach, in bytes.
+        smallest: the smallest found: the smallest peak of the plans that are known, in bytes.
         known: how certain ``smallest`` is; see `Known`.
-        floor: the peak that no plan can go below and the reason, as text; empty if unknown.
+        floor: the proven least: a peak that no plan can go below, with the reason, as text; empty if unknown.
         hint: what the user may have meant instead, as text; empty if unknown.
         plan: the plan whose peak is ``smallest``, if the strategy has it; else None.
+        cheap: bytes for which there is a plan with an overhead of at most `CHEAP`, the fewest found; 0 if unknown.
     """
 
     exit_status = 3
-    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan")
+    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan", "cheap")
 
     def __init__(
         self,
@@ -92,13 +97,19 @@ class InfeasibleBudget(RematplanError):
         floor: str = "",
         hint: str = "",
         plan: Any = None,
+        cheap: int = 0,
     ) -> None:
         self.strategy, self.budget, self.smallest = strategy, budget, smallest
-        self.known, self.floor, self.hint, self.plan = known, floor, hint, plan
-        reason = _REFUSED[known].format(f"{show_bytes(smallest)} ({smallest} bytes)")
+        self.known, self.floor, self.hint, self.plan, self.cheap = known, floor, hint, plan, cheap
+        reason = _REFUSED[known].format(_exactly(smallest))
         super().__init__(
-            f"{strategy}: budget {show_bytes(budget)} ({budget} bytes) {reason}"
-            + (f"; no plan can have less than {floor}" if floor else "")
+            f"{strategy}: budget {_exactly(budget)} {reason}"
+            + (
+                f"; a plan that costs at most {100 * CHEAP:.0f} % of time needs {_exactly(cheap)}"
+                if cheap
+                else ""
+            )
+            + (f"; the proven least is {floor}" if floor else "")
             + (f"; {hint}" if hint else "")
         )
 
@@ -110,6 +121,10 @@ class InfeasibleBudget(RematplanError):
     def __reduce__(self) -> Any:
         """Pickled by its attributes: by default an exception is made anew of its text alone."""
         return type(self), tuple(getattr(self, name) for name in self._FIELDS)
+
+
+def _exactly(n: int) -> str:
+    return f"{show_bytes(n)} ({n} bytes)"
 
 
 def show_bytes(n: float) -> str:

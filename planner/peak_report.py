@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.bounds.cut_bounds import PeakBound, min_peak_bound
 from rematplan.planner.core.plan import Plan, peak_op
 from rematplan.planner.core.schedule import Run, Schedule
@@ -21,6 +22,7 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     of them; activations (written by forward ops), gradients (written by backward ops), and the workspace of the op
     that runs there.
     """
+    graph = infer_phases(graph)
     at = simulate(graph, schedule).peak_at
     live = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)
     live |= {ACTIVATIONS: 0, GRADIENTS: 0, WORKSPACE: 0}
@@ -76,7 +78,8 @@ class PeakCause:
     """Why a plan's peak is as high as it is: ``inputs`` + the transients of ``at`` + ``others``, which are held
     during that op.
 
-    ``at``: None for a plan that runs nothing. ``floor``: no schedule has a peak below ``floor.bytes``.
+    ``at``: None for a plan that runs nothing. ``floor``: the proven least; no schedule has a peak below
+    ``floor.bytes``.
     """
 
     inputs: int
@@ -92,7 +95,7 @@ class PeakCause:
             "the peak is at": stands,
             "inputs": f"{show_bytes(self.inputs)} ({self.inputs} bytes)",
             "held across it": f"{show_bytes(self.others)} ({self.others} bytes)",
-            "no plan can have less than": _floor_text(self.floor, self.floor_at),
+            "proven least": _floor_text(self.floor, self.floor_at),
         }
 
     def document(self) -> dict[str, Any]:
@@ -107,7 +110,7 @@ class PeakCause:
 
 
 def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
-    """Return what makes up the plan's peak, and the proven floor below it."""
+    """Return what makes up the plan's peak, and the proven least."""
     name, floor = peak_op(plan), min_peak_bound(graph)
     at = None if name is None else transients(graph, name)
     others = plan.estimate.peak - graph.input_bytes - (at.total if at else 0)
@@ -117,7 +120,7 @@ def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
 
 
 def floor_text(graph: TrainingGraph) -> str:
-    """Return, as part of a message, the proven floor of the peak and the op that is the reason."""
+    """Return, as part of a message, the proven least peak and the op that is the reason."""
     floor = min_peak_bound(graph)
     return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
 from rematplan.plans.op_costs import priced
+from rematplan.plans.progress import LOG
 from rematplan.plans.tradeoff import trace_curves
 from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
 from rematplan.step_loading import LoadedStep, Sizes, load_step
@@ -74,8 +76,9 @@ def plan(
 
     Raises:
         UsageError: an unknown strategy or option.
-        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
     """
+    _warn_of_contradiction(graph)
     return plan_within(named_strategy(strategy, **(options or {})), graph, budget, progress)
 
 
@@ -93,5 +96,12 @@ def curves(
     Raises:
         UsageError: an unknown strategy.
     """
+    _warn_of_contradiction(graph)
     chosen = {name: named_strategy(name) for name in strategies}
     return trace_curves(graph, chosen, budgets, progress)[0]
+
+
+def _warn_of_contradiction(graph: TrainingGraph) -> None:
+    """Log a warning if the stated phases contradict the graph."""
+    if said := contradiction(graph):
+        LOG.warning(said)

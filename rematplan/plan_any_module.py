@@ -98,7 +98,7 @@ def plan_module(
         kwargs: example keyword arguments.
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
             keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
-            that is found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
+            found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
             peak of ``args``. These bytes hold for all later plans and for copies and pickles of the module, so give
             the largest batch. ``least`` and ``min`` are determined for each plan separately.
         strategy: the name of a strategy.
@@ -146,7 +146,7 @@ def plan_module(
             (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded with the
             same kinds of reservations.
         on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
-            known plan of the smallest peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
+            plan of the smallest found peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
             memory they need. By default the first plan raises and later ones use ``least``, so that a larger batch
             does not end a training run. No call repeats a search that failed.
         refine: start training with a plan that is found in about two seconds, while another process, at low priority,
@@ -167,7 +167,7 @@ def plan_module(
             computes both.
 
     Raises:
-        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
         UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap,
             module or op; statistics together with a saved plan.
         ProblemError: the saved plan belongs to another graph.

@@ -1,12 +1,15 @@
-"""Recognise a training step whose ops are not marked as forward or backward.
+"""Infer which ops of a training step are forward and which backward, where that is not stated or stated wrongly.
 
 The backward half reads the forward half's tensors in the opposite order: what was written last is read first. No
 other kind of graph does so as strictly: the rank correlation is below -0.99 for networks, and above -0.8 for random
 layered graphs in depth-first order.
+
+Phases only tell a search where to look. They do not change which schedules are valid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,25 +25,71 @@ MIRRORED = -0.95
 """The graph is a training step if the rank correlation, between the time a tensor is written and the time it is
 read next, is at most this."""
 
+WAITING = 0.95
+"""Stated phases contradict the graph if fewer tensors than this share of those that are live between the inferred
+halves are live between the stated ones."""
+
 Floats = NDArray[np.float64]
 
 
-def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem whose ops are marked as forward or backward.
+def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
+    """Return the problem with each division into halves for which block plans should be made, the most plausible
+    first.
 
-    A problem that has such marks already, or does not look like a training step, is returned unchanged.
-
-    Phases only tell the search where to look. They do not change which schedules are valid.
+    It is the problem itself unless it looks like a training step and states no phases, or phases that contradict the
+    graph: too few tensors are live between the stated halves (`WAITING`). The first problem then has the inferred
+    phases; contradicting phases are the second.
     """
-    turn = -1 if graph.has_phases else _turn(indexed(graph))
+    inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
+    if inferred is None:
+        return (graph,)
+    return (inferred, graph) if graph.has_phases else (inferred,)
+
+
+def infer_phases(graph: TrainingGraph) -> TrainingGraph:
+    """Return a problem whose ops are marked as forward or backward: the first of `phase_views`.
+
+    It is the same object if its phases are plausible, or if it does not look like a training step.
+    """
+    return phase_views(graph)[0]
+
+
+def contradiction(graph: TrainingGraph) -> str:
+    """Return a sentence that says that the stated phases contradict the graph; empty if they do not."""
+    views = phase_views(graph)
+    if len(views) == 1:
+        return ""
+    pairs = zip(views[0].ops, graph.ops, strict=True)
+    differing = sum(inferred.phase != (stated.phase or "forward") for inferred, stated in pairs)
+    return (
+        f"{graph.name}: the stated phases of {differing} of {len(graph.ops)} ops contradict the order in which the "
+        f"graph reads its tensors; plans are made with the stated phases and with those inferred from the graph"
+    )
+
+
+def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
+    """Return the problem with inferred phases; None if its own are plausible or none can be inferred."""
+    ix = indexed(graph)
+    turn = _turn(ix)
     if turn < 0:
-        return graph
+        return None
+    if graph.has_phases:
+        inferred = tuple(at <= turn for at in range(len(ix.ops)))
+        if _live_between(ix, ix.forward) >= WAITING * _live_between(ix, inferred):
+            return None
+    ops = (replace(op, phase="forward" if at <= turn else "backward") for at, op in enumerate(graph.ops))
+    return replace(graph, ops=tuple(ops))
 
-    def marked() -> TrainingGraph:
-        ops = (replace(op, phase="forward" if at <= turn else "backward") for at, op in enumerate(graph.ops))
-        return replace(graph, ops=tuple(ops))
 
-    return cached_on(graph, "with turn", marked)
+def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
+    """Return the number of tensors that the forward half writes and an op outside of it reads.
+
+    ``forward[o]``: whether op o belongs to the forward half.
+    """
+    return sum(
+        p >= 0 and forward[p] and not all(forward[r] for r in reads)
+        for p, reads in zip(ix.producer, ix.readers, strict=True)
+    )
 
 
 def _turn(ix: Indexed) -> int:

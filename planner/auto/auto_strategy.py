@@ -14,6 +14,7 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.cheap_plan import cheap_plan
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
@@ -32,6 +33,7 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.strategies.anneal import CHEAP_SHARE
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -42,6 +44,10 @@ MARKED = 0.6  # share of the time for a problem with inferred phases; the rest i
 PLAIN = 0.4  # share of the search's time for the problem without its inverses
 LEAST = 0.5
 """Share of the time for finding the smallest peak, for the budget ``min`` and for refusals."""
+PROVEN = 3.0
+"""Seconds for finding the smallest peak at most, once the budget is proven to be too small."""
+CHEAPLY = 2.0
+"""Seconds for the second plan that a refusal names at most; see `CHEAP_SHARE`."""
 EVICTION = 0.1  # share of the time for eviction, if nothing fits
 CORES = 2  # with so many, a second annealing runs after the search for the bound
 PROVING = 0.75  # share of the time for the bound, if a second annealing uses the core afterwards
@@ -75,7 +81,9 @@ class Auto(Strategy):
     with the best plan so far.
 
     A problem without phases that looks like a training step (`infer_phases`) is searched as one first, then with
-    reordering. A problem with inverses is searched without them first, unless the best known plan is a given start.
+    reordering. If stated phases contradict the graph, block plans are made with the stated phases and with inferred
+    ones; everything else uses the inferred ones. A problem with inverses is searched without them first, unless the
+    best known plan is a given start.
 
     Options: ``time_limit``: seconds, from the start of planning, block strategies included. ``seed``, ``keep_order``:
     as for `Anneal`. ``reuse``: plans are worth keeping on disk, so the owner of a `PlanStore` starts later processes
@@ -166,6 +174,9 @@ class _Session:
         self.auto, self.given, self.budget, self.progress = auto, graph, budget, progress
         self.starts = starts
         self.began = time.monotonic()
+        self.for_blocks = (
+            without_inverses(graph) if graph.inverses else graph
+        )  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph) if graph.inverses else graph
         self.known: list[Plan] = []
@@ -193,8 +204,13 @@ class _Session:
                     raise
         if self.best is None:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
-            plan = self.least()
-            raise InfeasibleBudget(self.auto.name, self.budget, plan.estimate.peak, known, plan=plan)
+            self.take((self.least(),))
+            self.take((cheap := self.cheap(),))
+            least = self.smallest
+            assert least is not None
+            raise InfeasibleBudget(
+                self.auto.name, self.budget, least.peak, known, plan=least, cheap=cheap.peak
+            )
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
 
     def take(self, plans: Sequence[Plan]) -> None:
@@ -253,14 +269,14 @@ class _Session:
         if len(self.graph.ops) > VAST and near:
             return
         if self.best is None:  # the annealer works better from any plan that fits, even a costly one
-            self.take(nested_plans(self.plain, self.budget, self.members_until, self.report))
+            self.take(nested_plans(self.for_blocks, self.budget, self.members_until, self.report))
         if self.best is None:
             self.take((self.evicted(),))
         if self.two and not self.graph.inverses and SMALL <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, FIRST * self.left, alone=True)
             if self.finished:
                 return
-        self.take(starting_plans(self.plain, self.budget, self.members_until, self.report))
+        self.take(starting_plans(self.for_blocks, self.budget, self.members_until, self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
 
@@ -313,11 +329,12 @@ class _Session:
         """
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
+        final = self.graph if self.given.has_phases else self.given  # without phases, ops may be reordered
 
         def in_turn(graph: TrainingGraph, share: float, _starts: Sequence[Plan]) -> Plan | None:
             if self.finished:
                 return None
-            last = graph is self.given
+            last = graph is final
             if (
                 not last and graph is self.graph
             ):  # with inferred phases; it is searched again without them afterwards
@@ -326,8 +343,8 @@ class _Session:
                 self.proof.finish(self.left)
             return self.best
 
-        marked = () if self.graph is self.given else (self.graph,)
-        search_without_inverses_first((*([self.plain] if plain else []), *marked, self.given), PLAIN, in_turn)
+        marked = () if self.graph is final else (self.graph,)
+        search_without_inverses_first((*([self.plain] if plain else []), *marked, final), PLAIN, in_turn)
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
         """Anneal, and add the best and the leanest plan to the known ones.
@@ -374,15 +391,20 @@ class _Session:
     def least(self) -> Plan:
         """Return the plan with the smallest peak found, for a refusal.
 
-        It is searched for as for the budget ``min``, in what is left of the time. If the budget was proven to be too
-        small before any search, that search has as much time as for ``min``.
+        It is searched for as for the budget ``min``, in what is left of the time; if the budget is proven to be too
+        small, for at most `PROVEN` seconds.
         """
-        seconds = max(self.left, LEAST * self.auto.time_limit if self.bound.best.unreachable else 0.0)
+        proven = self.bound.best.unreachable
+        seconds = min(PROVEN, LEAST * self.auto.time_limit) if proven else self.left
         effort, report = SearchBudget(seconds), partial(_looking, self.progress)
         order, seed = self.auto.keep_order, self.auto.seed
-        self.take((find_smallest_peak(self.graph, effort, self.known, report, keep_order=order, seed=seed),))
-        assert self.smallest is not None
-        return self.smallest
+        return find_smallest_peak(self.given, effort, self.known, report, keep_order=order, seed=seed)
+
+    def cheap(self) -> Plan:
+        """Return the leanest plan found that costs little, for a refusal."""
+        effort = SearchBudget(min(CHEAPLY, CHEAP_SHARE * self.auto.time_limit))
+        order, seed = self.auto.keep_order, self.auto.seed
+        return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)
 
     def report(self, text: str) -> None:
         """Report progress, with the share of the time that is spent."""

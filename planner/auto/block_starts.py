@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, pareto
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -56,7 +57,8 @@ def starting_plans(
     Plans that another plan dominates are left out.
 
     Args:
-        graph: the problem. Without phases, only the plan without recomputation is made.
+        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is made.
+            If its phases contradict the graph, plans are made for both divisions into halves (`phase_views`).
         budget: bytes.
         until: a time of the monotonic clock. No further strategy begins then, and one that reports progress is
             stopped.
@@ -64,7 +66,7 @@ def starting_plans(
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
-    for row in (*ALWAYS, *(blocks if graph.has_phases else ())):
+    for row in (*ALWAYS, *(blocks if infer_phases(graph).has_phases else ())):
         if not found or time.monotonic() <= until:
             found.extend(_first(graph, row, budget, until, report))
     return pareto(found)
@@ -79,7 +81,9 @@ def nested_plans(
     They are needed while no known plan fits. Empty if the problem has no phases or is too large for ``nested_dp``. The
     arguments are those of `starting_plans`.
     """
-    return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report) if graph.has_phases else ()
+    if not infer_phases(graph).has_phases:
+        return ()
+    return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report)
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
@@ -92,9 +96,10 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, until, lambda _: None)
     row = VAST_BLOCKS[-1] if len(graph.ops) > VAST else (LEANEST,)
-    if graph.has_phases and (not (found or nested) or time.monotonic() <= until):
+    has_phases = infer_phases(graph).has_phases
+    if has_phases and (not (found or nested) or time.monotonic() <= until):
         found += _first(graph, row, 0, until, lambda _: None)
-    if graph.has_phases and time.monotonic() <= until:  # coarser units sometimes round to a lower peak
+    if has_phases and time.monotonic() <= until:  # coarser units sometimes round to a lower peak
         every = _first(graph, (NestedDP(),), 0, until, lambda _: None)
         nested = pareto((*nested, *every))[-1:]
     return (*found, *nested)

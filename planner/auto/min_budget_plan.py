@@ -71,7 +71,8 @@ def cheapest_near_smallest_peak(
     effort = SearchBudget(time_limit)
     share = SearchBudget(LEAST * time_limit, -(-moves // 2))
     marked = infer_phases(graph)
-    least = find_smallest_peak(marked, share, starts, progress, keep_order=keep_order, seed=seed)
+    stated = graph if graph.has_phases else marked
+    least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
     budget = int((1 + slack) * least.estimate.peak)
     known = [*starts, least]
     if share.interrupted:
@@ -88,7 +89,7 @@ def cheapest_near_smallest_peak(
             left = max(0.0, time_limit - effort.spent())
             auto = Auto(seed=seed, keep_order=keep_order)
             strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
-        plan = strategy.plan(marked, budget, progress, known)
+        plan = strategy.plan(stated, budget, progress, known)
     except (InfeasibleBudget, KeyboardInterrupt):
         plan = least
     # A strategy need not return the best plan that it starts from.

@@ -20,6 +20,7 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import lower_by_eviction
@@ -71,7 +72,8 @@ def find_smallest_peak(
     problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
 
     Args:
-        graph: the problem, with phases if it is a training step.
+        graph: the problem. Phases are inferred if none are stated; if stated ones contradict the graph, there are
+            block plans for both.
         effort: what the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done and a short text.
@@ -86,6 +88,7 @@ def find_smallest_peak(
     blocks = leanest_plans(
         graph, math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total
     )
+    graph = infer_phases(graph)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, TypeVar
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.core.plan import Plan
 
 Row = TypeVar("Row")
@@ -53,8 +53,7 @@ class Strategy:
             starts: known plans of the problem, for any budgets. A strategy that does not search ignores them.
 
         Raises:
-            InfeasibleBudget: the strategy finds no schedule that fits; the error carries the smallest peak that
-                it can reach.
+            InfeasibleBudget: the strategy finds no schedule that fits; the error has the smallest peak found.
         """
         raise NotImplementedError
 
@@ -92,7 +91,10 @@ class FamilyStrategy(Strategy):
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
-            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak, plan=found[-1])
+            cheap = min(
+                (p.estimate.peak for p in self.curve(graph, ()) if p.estimate.overhead <= CHEAP), default=0
+            )
+            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak, plan=found[-1], cheap=cheap)
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:

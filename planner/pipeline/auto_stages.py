@@ -44,14 +44,10 @@ class AutoStages:
             InfeasibleBudget: no plan is found that fits.
         """
         if self.left <= 0:
-            fitting = [p for p in (*starts, no_recompute(graph)) if p.estimate.peak <= budget]
+            known = (*starts, no_recompute(graph))
+            fitting = [p for p in known if p.estimate.peak <= budget]
             if not fitting:
-                raise InfeasibleBudget(
-                    "auto",
-                    budget,
-                    min((p.estimate.peak for p in starts), default=graph.input_bytes),
-                    "searched",
-                )
+                raise InfeasibleBudget("auto", budget, min(p.estimate.peak for p in known), "searched")
             return min(fitting, key=lambda p: p.estimate.cost)
         return Auto(time_limit=min(self.time_limit, self.left), reuse=False).plan(
             graph, budget, starts=starts

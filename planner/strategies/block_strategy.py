@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir import LatticeTooLarge, TrainingGraph, UsageError
 from rematplan.planner.arrays.csr import Ints
-from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.arrays.phases import phase_views
 from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.blocks.forward_graph import ForwardGraph, forward_graph
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions, partition_of
@@ -54,7 +54,7 @@ class CandidateStrategy(FamilyStrategy):
         """Yield the candidates that no other one beats in both peak and cost, the leanest first.
 
         Raises:
-            UsageError: the problem has no backward half, neither marked nor recognisable (`infer_phases`), so
+            UsageError: the problem has no backward half, neither marked nor recognisable (`phase_views`), so
                 blocks are undefined.
         """
         front = self._front(graph, progress)
@@ -78,8 +78,8 @@ class CandidateStrategy(FamilyStrategy):
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
         """Return the undominated candidates by increasing cost. After `Enough`, those found so far; these are not
         cached."""
-        graph = infer_phases(graph)
-        if not graph.has_phases:
+        views = phase_views(graph)
+        if not views[0].has_phases:
             raise UsageError(
                 f"{self.name}: no op of problem {graph.name!r} is marked backward, and blocks are chosen "
                 f"in the forward half; try --strategy auto"
@@ -89,7 +89,7 @@ class CandidateStrategy(FamilyStrategy):
         def search() -> list[_Priced]:
             # If the halves are interleaved, no partition is lowered to the base order.
             base = Candidate(np.arange(len(graph.ops)))
-            for candidate in chain([base], self.candidates(graph, progress)):
+            for candidate in chain([base], self._of_all(views, progress)):
                 peak, cost = evaluate_runs(graph, candidate.runs)
                 front[:] = undominated(
                     [*front, _Priced(cost, peak, candidate)], lambda row: (row.cost, row.peak)
@@ -100,6 +100,14 @@ class CandidateStrategy(FamilyStrategy):
             return cached_on(graph, (self.name, self, "front"), search)
         except Enough:
             return front
+
+    def _of_all(self, views: Sequence[TrainingGraph], progress: Progress) -> Iterator[Candidate]:
+        """Yield the candidates of each view of a problem. Only the first may be refused as too large."""
+        first, *others = views
+        yield from self.candidates(first, progress)
+        for view in others:
+            with suppress(LatticeTooLarge):
+                yield from self.candidates(view, progress)
 
     def _plan(self, graph: TrainingGraph, priced: _Priced) -> Plan:
         runs, blocks = priced.candidate

@@ -11,6 +11,7 @@ from typing import ClassVar
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED
@@ -58,6 +59,7 @@ class ILP(Strategy):
         Raises:
             InfeasibleBudget: no plan was found.
         """
+        graph = infer_phases(graph)
         floor = BoundSearch(graph, budget).best.overhead
         best = _Best(graph, budget, progress, floor, floor)
         inverses = {op.name for op in graph.inverses}

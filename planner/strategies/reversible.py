@@ -19,6 +19,8 @@ from typing import ClassVar
 
 from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recoverable import Recovery, last_forward_read, recoveries
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import without_idle
 from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
@@ -43,6 +45,7 @@ class Reversible(FamilyStrategy):
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
         """Yield one plan per share of the recoverable tensors, from none to all, the earliest-written tensors
         first."""
+        graph = infer_phases(graph)
         found = recoveries(graph) if graph.has_phases else {}
         order = sorted(found, key=lambda t: graph.producer[t])
         for k in range(self.shares + 1):
@@ -75,9 +78,9 @@ class _Sequence:
 
     def runs(self) -> list[str]:
         """Return each forward op once, then each backward op with what it needs in front of it."""
-        ops = self.graph.ops
-        late = [op for op in ops if op.phase == "backward"]
-        self.done = [op.name for op in ops if op.phase != "backward"]
+        halves = list(zip(self.graph.ops, indexed(self.graph).forward, strict=True))
+        late = [op for op, forward in halves if not forward]
+        self.done = [op.name for op, forward in halves if forward]
         for op in late:
             self._bring(op.reads)
             self.done.append(op.name)

@@ -20,6 +20,7 @@ from rematplan.cli.problem_source import Source, add_costs, add_model, load
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.bound_search import lower_bound
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
@@ -135,7 +136,7 @@ def trace(
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
     amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]
-    chosen = strategies if source.graph.has_phases else _without_blocks(strategies)
+    chosen = strategies if infer_phases(source.graph).has_phases else _without_blocks(strategies)
     with out.progress(f"planning {source.graph.name}") as progress:
         curves, notes = trace_curves(source.graph, chosen, amounts, progress)
     if not curves:

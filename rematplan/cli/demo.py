@@ -84,7 +84,7 @@ def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
     (row,) = rows_at(every, [stated], base, trade_off.whole)
     limit = stated.bytes(base, lambda: row.smallest, trade_off.whole)
     if row.plan is None:
-        raise InfeasibleBudget(row.strategy, limit, row.smallest)
+        raise InfeasibleBudget(row.strategy, limit, row.smallest, "searched")
     return replace(row.plan, budget=limit)
 
 

@@ -47,8 +47,8 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         required=required,
         metavar="SIZE",
         help="memory for everything the step holds: 4GiB, 512MB, a number of bytes, 60%% (of the no-recompute peak), "
-        "'50%% of activations' (inputs and gradients whole, and half of the rest), least for the smallest peak that "
-        "the strategy can reach, or min for the cheapest plan within 1 %% of it",
+        "'50%% of activations' (inputs and gradients whole, and half of the rest), least for the smallest peak "
+        "found, or min for the cheapest plan within 1 %% of it",
     )
     parser.add_argument(
         "--strategy",

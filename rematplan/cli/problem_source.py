@@ -21,6 +21,7 @@ from rematplan.cli.arguments import (
 )
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
+from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.strategies.reversible import Reversible
@@ -142,7 +143,9 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
             raise UsageError(
                 f"--{option.replace('_', '-')} needs a MODEL; it cannot be combined with --problem"
             )
-    return Source(with_anchors(load_problem(problem), args.max_inversion_error), None)
+    graph = with_anchors(load_problem(problem), args.max_inversion_error)
+    said = contradiction(graph)
+    return Source(graph, None, (said,) if said else ())
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:

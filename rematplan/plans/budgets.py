@@ -38,15 +38,15 @@ FEW = 2**20
 """For a plain number of fewer bytes than this, the unit may have been forgotten."""
 
 LEAN: Mapping[str, float] = {"min": MIN_BUDGET.slack, "least": 0.0}
-"""Budgets that each problem determines itself: by how much their plans may exceed the smallest peak found, as a share
-of it."""
+"""Budgets that each problem determines itself: by how much their plans may exceed the smallest found, as a share of
+it."""
 
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
 )
 _FORMS = (
     "write 4GiB, 512MB, 60% (of the no-recompute peak), 50% of activations (inputs and gradients stay whole), a whole "
-    "number of bytes, min (within 1 % of the smallest peak found, as cheap as possible) or least (that peak itself)"
+    "number of bytes, min (within 1 % of the smallest found, as cheap as possible) or least (the smallest found itself)"
 )
 
 
@@ -67,7 +67,7 @@ class Budget:
 
         Args:
             base_peak: bytes; a percentage refers to it.
-            smallest: returns the smallest reachable peak in bytes. It is called only if the budget is ``min`` or
+            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or
                 ``least``.
             whole: bytes of ``base_peak`` that a share of activations does not reduce; see `whole_bytes`.
         """
@@ -86,7 +86,7 @@ class Budget:
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
         """Return the budget in bytes for a problem.
 
-        ``smallest``: returns the problem's smallest reachable peak in bytes, which ``min`` and ``least`` need.
+        ``smallest``: returns the smallest peak found for the problem in bytes, which ``min`` and ``least`` need.
         """
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 

@@ -74,7 +74,8 @@ def plan_either(
     if not found:
         last = failed[-1]  # every plan of the plain problem is one of this problem, too
         least = min(failed, key=lambda error: error.smallest)
-        raise last.changed(smallest=least.smallest, plan=least.plan)
+        cheap = min((error.cheap for error in failed if error.cheap), default=0)
+        raise last.changed(smallest=least.smallest, plan=least.plan, cheap=cheap)
     return better_of(found, budget)
 
 

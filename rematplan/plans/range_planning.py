@@ -65,8 +65,8 @@ class RangePlan:
         proven = "; it is proven that none can" if self.proven == set(unfit) else ""
         return (
             f"no plan is known within {show_bytes(proof.budget)} at {self.dimension} = {', '.join(shown[:NAMED])}"
-            f"{more} ({len(unfit)} of {len(proof.rows)} sizes){proven}; the smallest peak at any of these is "
-            f"{show_bytes(smallest)} ({smallest} bytes)"
+            f"{more} ({len(unfit)} of {len(proof.rows)} sizes){proven}; the smallest found at any of these "
+            f"is {show_bytes(smallest)} ({smallest} bytes)"
         )
 
 

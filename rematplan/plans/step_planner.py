@@ -173,7 +173,7 @@ class StepPlanner:
         if how == LEAST:
             plan, what = (
                 leanest_plan(graph, [error.plan] if error.plan else []),
-                "the known plan of the smallest peak",
+                "the plan of the smallest found peak",
             )
         if plan.peak > error.budget:
             warn(
@@ -291,7 +291,8 @@ class StepPlanner:
             return adding._within(left)._adding(step) or self._within(left)._alone(step)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
-            refusal = InfeasibleBudget(error.strategy, budget, smallest, error.known)
+            cheap = error.cheap and error.cheap + gradients
+            refusal = InfeasibleBudget(error.strategy, budget, smallest, error.known, cheap=cheap)
             if self.options.on_infeasible == RAISE:
                 raise refusal from None
             warn(
@@ -332,7 +333,7 @@ class StepPlanner:
         """Return the plan of a step. Its inverses are those that the step has.
 
         Raises:
-            InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak that it can reach.
+            InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
             ProblemError: the saved plan belongs to another graph.
         """
         return self._planned(step, self.problem(step))
@@ -375,7 +376,7 @@ class StepPlanner:
                         part, graph, amount, progress, store=self.store, starts=starts, hurried=self._hurried
                     )
                 except InfeasibleBudget as error:
-                    if error.known == "proven" or part is chosen:
+                    if part is chosen or (error.known == "proven" and self._hurried):
                         raise
         raise AssertionError("the last part is the whole search")
 

@@ -242,12 +242,12 @@ class _Picture:
         if least.estimate.peak < base:
             share = 100 * least.estimate.peak / base
             lines += [
-                f"smallest peak found: {show_bytes(least.estimate.peak)}",
+                f"smallest found: {show_bytes(least.estimate.peak)}",
                 f"  ({share:.0f} %), overhead {100 * least.estimate.overhead:.1f} %,",
                 f"  by {least.strategy}",
             ]
         if self.left > 0:
-            lines += ["no schedule can hold less than", f"  {self.left:.4g} {self.unit}"]
+            lines += [f"proven least: {self.left:.4g} {self.unit}"]
         return "\n".join(lines)
 
 

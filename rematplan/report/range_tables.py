@@ -41,8 +41,9 @@ def range_table(name: str, plan: RangePlan) -> Table:
             cells = (show_bytes(e.peak), share, f"{100 * e.overhead:.2f} %", str(e.reruns))
             table.add_row(str(row.size), *cells, known)
         else:
-            least = "none can fit" if row.size in plan.proven else f"≥ {show_bytes(e.peak)}"
-            table.add_row(str(row.size), least, "–", "–", "–", known, style="dim")
+            proven = row.size in plan.proven
+            told = "proven that none fits" if proven else f"smallest found {show_bytes(e.peak)}"
+            table.add_row(str(row.size), told, "–", "–", "–", known, style="dim")
     return table
 
 

@@ -134,16 +134,18 @@ def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
         here = list(group)
         if not any(row.plan for row in here):
             least = min(row.smallest for row in here)
-            table.add_row(budget, "none reaches it", f"≥ {show_bytes(least)}", "–", "–", "–", style="dim")
+            table.add_row(budget, "none reaches it", _smallest(least), "–", "–", "–", style="dim")
         else:
             for i, row in enumerate(here):
-                cells = (
-                    _cells(row.plan, base) if row.plan else (f"≥ {show_bytes(row.smallest)}", "–", "–", "–")
-                )
+                cells = _cells(row.plan, base) if row.plan else (_smallest(row.smallest), "–", "–", "–")
                 style = "bold" if row.best else None if row.plan else "dim"
                 table.add_row("" if i else budget, row.strategy, *cells, style=style)
         table.add_section()
     return table
+
+
+def _smallest(peak: int) -> str:
+    return f"smallest found {show_bytes(peak)}"
 
 
 def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:

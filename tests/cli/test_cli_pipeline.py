@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_fit_is_named(call) -> None:
     )
     assert done.status == 3
     assert "rank 0: budget 100.00 KiB" in done.err
-    least = int(done.err.split("smallest peak")[1].split("(")[1].split(" ")[0])
+    least = int(done.err.split("smallest found")[1].split("(")[1].split(" ")[0])
     again = call(
         "pipeline", *FOUR, "--depth", 1, "--stages", 2, "--budget", least, "--cuts", "norm", "--json"
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rematplan.ir import show_bytes
+from rematplan import api
+from rematplan.ir import load_problem, show_bytes
 from rematplan.planner.core.strategy import FamilyStrategy
 from rematplan.planner.registry import STRATEGIES
 
@@ -38,10 +39,27 @@ def test_the_budget_min_states_what_bounds_the_peak(call, problem) -> None:
     parts = ("reads", "writes", "workspace")
     assert cause["inputs"] + cause["others"] + sum(cause["at"][p] for p in parts) == said["peak"]
     assert cause["floor"] <= said["peak"]
-    assert "no plan can have less than" in call(*least).out
+    assert "proven least" in call(*least).out
     refusal = call("plan", "--problem", problem, "--budget", str(cause["floor"] - 1), "--time-limit", "1")
     assert refusal.status == 3
-    assert f"no plan can have less than {show_bytes(cause['floor'])}" in refusal.err
+    assert f"the proven least is {show_bytes(cause['floor'])}" in refusal.err
+
+
+def test_phases_that_contradict_the_graph_are_noted(call, problem, tmp_path, caplog) -> None:
+    data = json.loads(problem.read_text())
+    for at, op in enumerate(data["ops"]):
+        op["phase"] = "forward" if at < 4 else "backward"
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(data))
+    asked = ("--budget", "least", "--strategy", "chen_sqrt")
+    right, found = (call("plan", "--problem", path, *asked, "--json").data for path in (problem, wrong))
+    assert right["notes"] == []
+    (note,) = found["notes"]
+    assert "contradict the order in which the graph reads its tensors" in note
+    assert found["peak"] <= 1.01 * right["peak"]
+    assert note in " ".join(call("plan", "--problem", wrong, *asked).out.split())
+    api.plan(load_problem(wrong), found["peak"], "chen_sqrt")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [note]
 
 
 def test_an_onnx_file_gives_a_plan_and_a_problem_file(call, checker, onnx_file, tmp_path) -> None:
@@ -102,7 +120,7 @@ def test_a_budget_below_the_smallest_peak_is_refused(call, refused, problem) -> 
     for strategy in STRATEGIES:
         low = call("plan", "--problem", problem, "--budget", "1MB", "--strategy", strategy)
         refused(low, 3)
-        smallest = int(re.search(r"smallest peak it [^(]*\((\d+) bytes\)", low.err)[1])
+        smallest = int(re.search(r"smallest found[^(]*\((\d+) bytes\)", low.err)[1])
         family = issubclass(
             STRATEGIES[strategy], FamilyStrategy
         )  # the others may find more or less in another search

@@ -105,7 +105,7 @@ def test_the_rank_that_does_not_fit_is_named_with_its_least_budget() -> None:
     chain = chained()
     for cuts in (None, (2,)):
         with pytest.raises(
-            InfeasibleBudget, match=r"rank [01]: budget .* is below the smallest peak"
+            InfeasibleBudget, match=r"rank [01]: budget .* is below the smallest found"
         ) as refused:
             search(chain, "1f1b", 20_000).run(cuts)
         assert refused.value.exit_status == 3

@@ -167,7 +167,7 @@ def test_the_smallest_peak_keeps_the_order_that_must_be_kept():
 
 def test_a_search_that_finds_no_plan_reports_the_smallest_peak_it_found():
     graph = network(10)
-    with pytest.raises(InfeasibleBudget, match="smallest peak"):
+    with pytest.raises(InfeasibleBudget, match="smallest found"):
         Anneal(moves=5000).plan(graph, graph.input_bytes + 1)
 
 

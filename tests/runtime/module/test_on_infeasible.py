@@ -50,7 +50,7 @@ def test_a_later_call_takes_the_leanest_plan_and_says_what_it_needs() -> None:
     step(planned, 256)
     budget = planned.plan.budget
     planned.zero_grad()
-    with pytest.warns(UserWarning, match="known plan of the smallest peak") as said:
+    with pytest.warns(UserWarning, match="plan of the smallest found peak") as said:
         step(planned, 8192)
     needed = planned.plan.peak
     assert needed > budget
@@ -71,7 +71,7 @@ def test_a_later_call_takes_the_leanest_plan_and_says_what_it_needs() -> None:
 
 def test_the_leanest_is_as_lean_as_a_strategy_reaches() -> None:
     planned = planned_for(256)
-    with pytest.warns(UserWarning, match="smallest peak"):
+    with pytest.warns(UserWarning, match="smallest found"):
         planned.prepare(rows(8192))
     least = planned_for(8192, budget="least").plan
     assert planned.plan.peak == least.peak
@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_done_at_the_first_plan_too() -> None:
     for how in (None, "raise"):
         with pytest.raises(InfeasibleBudget):
             planned_for(256, budget=1000, on_infeasible=how)
-    with pytest.warns(UserWarning, match="the smallest peak"):
+    with pytest.warns(UserWarning, match="the smallest found"):
         lean = planned_for(256, budget=1000, on_infeasible="least").plan
     with pytest.warns(UserWarning, match="a plan that recomputes nothing"):
         eager = planned_for(256, budget=1000, on_infeasible="eager").plan
@@ -140,7 +140,7 @@ def test_gradients_of_earlier_steps_raise_where_that_is_asked_for() -> None:
 
 def test_accumulation_goes_on_too() -> None:
     planned, plain = planned_for(256, accumulate=True), network()
-    with pytest.warns(UserWarning, match="smallest peak"):
+    with pytest.warns(UserWarning, match="smallest found"):
         step(planned, 8192)
     step(planned, 8192)
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
     captured = capture(network(), (rows(512),), "network")
     planner = StepPlanner(PlanOptions(budget=1000, costs="roofline", on_infeasible="least"))
     graph = planner.problem(captured)
-    with pytest.warns(UserWarning, match="smallest peak"):
+    with pytest.warns(UserWarning, match="smallest found"):
         plan = planner.instead(captured, InfeasibleBudget("ilp", 1000, 2000, "searched"), first=True)
     assert plan.peak < 0.6 * no_recompute(graph).estimate.peak
     assert plan.peak <= ApproxDP(objective="memory").curve(graph, ())[-1].estimate.peak
@@ -163,7 +163,7 @@ def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
 def test_a_call_that_can_fit_no_plan_waits_for_no_search() -> None:
     patient = planned_for(64, budget="100%", strategy="auto", time_limit=300.0, options={"reuse": False})
     began = time.monotonic()
-    with pytest.warns(UserWarning, match="proven to be too small .* known plan of the smallest peak"):
+    with pytest.warns(UserWarning, match="proven to be too small .* plan of the smallest found peak"):
         patient.prepare(rows(65536))
     took = time.monotonic() - began
     assert took < 30  # a tenth of the limit, however busy the machine: it takes about two seconds

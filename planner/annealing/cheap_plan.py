@@ -1,0 +1,67 @@
+"""The second plan that a refusal names: of those that cost little, the one with the smallest peak found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rematplan.ir import CHEAP, TrainingGraph
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+
+STEPS = 6
+"""The number of budgets that are tried."""
+RESOLUTION = 0.01
+"""The search ends when the budget is known to this share of it."""
+
+
+def cheap_plan(
+    graph: TrainingGraph,
+    known: Sequence[Plan],
+    effort: SearchBudget,
+    *,
+    seed: int = 0,
+    keep_order: bool = False,
+) -> Plan:
+    """Return the plan with the smallest peak found whose overhead is at most `CHEAP`.
+
+    Budgets between the smallest known peak and that of the best such plan are bisected; each is annealed for an equal
+    part of the effort, until a plan costs little enough. Ctrl-C ends the search with the best plan so far.
+
+    Args:
+        graph: the problem.
+        known: plans of the problem, which keep its order if ``keep_order`` is set.
+        effort: what the search may spend.
+        seed: the seed of the random choices.
+        keep_order: whether the first runs of all ops keep the base order.
+    """
+    base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
+    least = min((*known, base), key=_peak)
+    best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=_peak)
+    low, moves = least.estimate.peak, effort.moves // STEPS
+    for _ in range(STEPS):
+        high = best.estimate.peak
+        if high - low <= RESOLUTION * high:
+            break
+        middle = (low + high) // 2
+        search = Search(graph, middle, seed, keep_order, enough=lambda overhead: overhead <= CHEAP)
+        starts = [runs_of(plan.schedule) for plan in (best, least)]
+        try:
+            found = search.run(
+                starts, SearchBudget(effort.seconds / STEPS, max(1, moves) if effort.moves else 0)
+            )
+        except KeyboardInterrupt:
+            return best
+        if found is not None and found.estimate.overhead <= CHEAP:
+            best = found
+        else:
+            low = middle
+        if search.interrupted:
+            break
+    return best
+
+
+def _peak(plan: Plan) -> tuple[int, float]:
+    return plan.estimate.peak, plan.estimate.cost

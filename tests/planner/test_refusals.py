@@ -1,0 +1,58 @@
+"""A refusal names two budgets that can be planned, the second of them cheaply, and is quick if it is proven."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+
+import pytest
+
+from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
+from rematplan.planner.annealing.cheap_plan import cheap_plan
+from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.auto.auto_strategy import CHEAPLY, PROVEN, Auto
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.nested_dp import NestedDP
+from rematplan.planner.strategies.store_all import StoreAll, no_recompute
+
+BUSY = 4.0  # seconds that everything else may take on a machine with other work
+
+
+def refusal(strategy: Strategy, graph: TrainingGraph, budget: int) -> InfeasibleBudget:
+    with pytest.raises(InfeasibleBudget) as caught:
+        strategy.plan(graph, budget)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "strategy", [Auto(time_limit=2.0, reuse=False), Anneal(moves=60_000), ChenSqrt(), NestedDP(), StoreAll()]
+)
+def test_the_named_budgets_can_be_planned(problems: ModuleType, strategy: Strategy) -> None:
+    graph = problems.residual((2, 2))
+    error = refusal(strategy, graph, min_peak_bound(graph).bytes - 1)
+    assert error.plan.peak == error.smallest <= error.cheap <= no_recompute(graph).peak
+    assert strategy.plan(graph, error.cheap).estimate.overhead <= CHEAP
+    assert f"({error.cheap} bytes)" in str(error)
+
+
+def test_the_cheap_plan_is_the_leanest_of_those_known_or_leaner(problems: ModuleType) -> None:
+    graph = problems.residual((3, 4, 6, 3))
+    known = NestedDP().curve(graph, ())
+    cheap = [p for p in known if p.estimate.overhead <= CHEAP]
+    found = cheap_plan(graph, known, SearchBudget(1.0, 60_000))
+    assert found.estimate.overhead <= CHEAP
+    assert found.peak <= min(p.peak for p in cheap)
+    assert found.peak < 0.8 * no_recompute(graph).peak
+
+
+def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType) -> None:
+    graph = problems.unet(4)
+    compile_kernels()
+    began = time.monotonic()
+    error = refusal(Auto(time_limit=600, reuse=False), graph, min_peak_bound(graph).bytes - 1)
+    assert error.known == "proven"
+    assert time.monotonic() - began < PROVEN + CHEAPLY + BUSY
