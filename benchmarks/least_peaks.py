@@ -1,0 +1,70 @@
+"""Search for the least peak of the zoo's networks, and compare it with the peak that no plan can go below.
+
+usage: python benchmarks/least_peaks.py [NAME|FILE ...] [--seconds 15] [--device-model a100]
+
+NAME is a network of the zoo (`rematplan models`), at its default sizes, on a device model's costs; FILE is a problem
+file. Without either, all networks are searched. Each line states the ops, the peak without recomputation, the smallest
+found, the proven least, their ratio, and the seconds of the search, which ends early if it gains nothing more.
+The budgets `least` and `min`, and refusals of other budgets, use the same search.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rematplan.api import load_step, problem
+from rematplan.ir import TrainingGraph, load_problem, show_bytes
+from rematplan.models import ZOO
+from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.strategies.store_all import no_recompute
+
+COLUMNS = ("problem", "ops", "no recompute", "smallest found", "proven least", "ratio", "seconds")
+WIDTHS = (24, 6, 12, 14, 12, 7, 8)
+
+
+def problems(names: list[str], device_model: str) -> Iterator[TrainingGraph]:
+    """Yield the planning problem of each network or file."""
+    for name in names:
+        if name in ZOO:
+            yield problem(load_step(name, weightless=True), "roofline", device_model)
+        else:
+            yield load_problem(Path(name))
+
+
+def line(*cells: object) -> str:
+    """Return the cells of a line, the first of them left-aligned."""
+    first, *others = map(str, cells)
+    return " ".join(
+        [f"{first:<{WIDTHS[0]}}", *(f"{c:>{w}}" for c, w in zip(others, WIDTHS[1:], strict=True))]
+    )
+
+
+def searched(graph: TrainingGraph, seconds: float) -> str:
+    """Return the line of a problem, after a search of at most so many seconds."""
+    effort = SearchBudget(seconds)
+    found = find_smallest_peak(graph, effort).peak
+    spent, proven = effort.spent(), min_peak_bound(graph).bytes
+    sizes = (show_bytes(n) for n in (no_recompute(graph).peak, found, proven))
+    return line(graph.name[: WIDTHS[0]], len(graph.ops), *sizes, f"{found / proven:.3f}", f"{spent:.1f}")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(ZOO), metavar="NAME|FILE")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each search, at most")
+    parser.add_argument("--device-model", default="a100", metavar="NAME")
+    options = parser.parse_args()
+    compile_kernels()  # before any clock starts
+    print(line(*COLUMNS), flush=True)
+    for graph in problems(options.names, options.device_model):
+        print(searched(graph, options.seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
