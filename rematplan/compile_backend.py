@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.open_graph import OpenGraph, Shapes, fill, give_sizes, parameter_shapes
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     CompileContext,
     CustomPartitionerFn,
@@ -30,6 +33,7 @@ from rematplan.runtime.graph.compat import (
 )
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.constraints import Name
+from rematplan.runtime.symbols.expressions import NotSymbolic
 
 COMPILERS = ("eager", "inductor")
 
@@ -44,62 +48,93 @@ took 1.23 of its budget with it, and 1.02 without.
 class PlanningBackend:
     """A backend of `torch.compile` that plans each graph it compiles. `backend` makes it.
 
-    ``plans``: all plans made so far. ``compiled``: the numbers of the compilations of each frame of TorchDynamo (a
-    function that it compiles), by the frame's number. Each compilation is for another size or mode.
+    ``plans``: all plans for which a graph was compiled. ``compiled``: the numbers of the compilations of each frame of
+    TorchDynamo (a function that it compiles), by the frame's number. Each compilation is for another size or mode, or
+    for symbolic sizes. ``reasons``: why graphs with symbolic sizes were compiled for fixed ones, if they were.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
         self.planner, self.compiler = planner, compiler
         self.plans: list[Plan] = []
         self.compiled: dict[int, set[int]] = {}
+        self.reasons: dict[str, None] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph of forward ops and return the compiled function. Its backward, if any, follows a plan.
 
-        Symbolic sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
+        A graph with symbolic sizes is compiled for all of them (`OpenGraph`). Where the graph depends on some size,
+        its sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
         """
-        _fix_sizes(inputs)
         self._say_limit()
+        if any(isinstance(given, torch.SymInt) for given in inputs):
+            try:
+                return OpenGraph(self, module, inputs)
+            except NotSymbolic as error:
+                self.reasons[str(error)] = None
+        _fix_sizes(inputs)
+        return self.compile(module, inputs, partial(self.partition, parameters=parameter_shapes(inputs)))
+
+    def compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Compile a graph of forward ops whose joint graph ``partition`` splits into forward and backward."""
         compiled: Any
         if self.compiler == "eager":
             # Random draws are kept even if nothing reads them: later draws depend on the generator's state.
             with inductor_config.patch(fallback_random=True):
-                compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition)(module, inputs)
+                compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(module, inputs)
         else:
             # A cached result would skip the partitioner, and with it the plan.
             with (
-                inductor_config.patch(custom_partitioner_fn=_Partitioner(self)),
+                inductor_config.patch(custom_partitioner_fn=_Partitioner(partition)),
                 functorch_config.patch(enable_autograd_cache=False),
             ):
                 compiled = compile_fx(module, list(inputs), config_patches=KEEPING_THE_PLAN)
         return cast(Callable[..., Any], compiled)
 
     def partition(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+        self,
+        joint: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        parameters: Shapes = (),
+        **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan a joint graph, and return the graphs of its forward and its backward.
 
-        The arguments are those of `torch._functorch.partitioners.default_partition`.
+        The arguments are those of `torch._functorch.partitioners.default_partition`, and the parameters' shapes.
 
         Raises:
             InfeasibleBudget: no plan fits, and the options say that this is raised.
         """
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
-        # A percentage is of the peak of each graph: graphs after a break, or of other models, have different peaks.
-        planner = replace(self.planner, scope=step.name)
+        planner = replace(self.planner, scope=self.scope(step, parameters))
         with unset_fake_temporarily(), disable_current_modes():
             try:
                 plan = planner.planned(step)
             except InfeasibleBudget as error:
-                plan = planner.instead(step, error, first=len(self._frame()) <= 1)
+                plan = planner.instead(step, error, first=self.is_first())
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
         results: Any = joint.graph.find_nodes(op="output")[0].args[0]
-        sizes = _give_sizes(graphs.forward, joint)
-        _fill(graphs.forward, results[:num_fwd_outputs], sizes)
-        _fill(graphs.backward, results[num_fwd_outputs:], {})
+        fill(graphs.forward, results[:num_fwd_outputs], give_sizes(graphs.forward, joint))
+        fill(graphs.backward, results[num_fwd_outputs:], {})
         return graphs.forward, graphs.backward
+
+    def scope(self, step: CapturedStep, parameters: Shapes) -> str:
+        """Return the name under which the bytes of a percentage are kept.
+
+        Graphs after a break, and those of other models, have other peaks, hence other bytes. Graphs with the same ops
+        and parameters that are compiled of one function differ in the sizes of their batch, and share the bytes.
+        """
+        present = CompileContext.current_compile_id()
+        return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
+
+    def is_first(self) -> bool:
+        """Return whether the present frame is compiled for the first time."""
+        return len(self._frame()) <= 1
 
     def _frame(self) -> set[int]:
         """Return the numbers of the compilations of the present frame, including this one; empty outside of
@@ -134,46 +169,14 @@ def _fix_sizes(inputs: Sequence[Any]) -> None:
                 fixed_size(size)
 
 
-def _give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward, and return them by name.
-
-    The forward has these sizes as numbers and does not read the inputs, but it is called with the joint graph's
-    inputs.
-    """
-    own = iter(module.graph.nodes)
-    here, given = next(own), {}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta["val"], torch.SymInt):
-            with module.graph.inserting_before(here):
-                given[node.name] = module.graph.placeholder(node.name)
-            given[node.name].meta["val"] = node.meta["val"]
-        elif here.op == "placeholder":
-            here = next(own)
-    return given
-
-
-def _fill(module: fx.GraphModule, results: Sequence[Any], sizes: Mapping[str, fx.Node]) -> None:
-    """Put sizes and constants among the results of a joint graph into a graph's outputs, at their positions."""
-    output = module.graph.find_nodes(op="output")[0]
-    given = iter(output.args[0])
-
-    def filled(result: Any) -> Any:
-        if not isinstance(result, fx.Node):
-            return result
-        return sizes[result.name] if result.name in sizes else next(given)
-
-    output.args = ((*map(filled, results), *given),)
-    module.recompile()
-
-
 class _Partitioner(CustomPartitionerFn):
-    def __init__(self, backend: PlanningBackend) -> None:
-        self.backend = backend
+    def __init__(self, partition: Callable[..., Any]) -> None:
+        self.partition = partition
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **more: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self.backend.partition(gm, joint_inputs, **more)
+        return cast(tuple[fx.GraphModule, fx.GraphModule], self.partition(gm, joint_inputs, **more))
 
     def uuid(self) -> Any | None:
         return "rematplan"  # Inductor's cache knows the planned graphs by their content
@@ -197,18 +200,22 @@ def backend(
 
     The arguments are those of `plan_module`, except ``compiler``. By default, ``on_infeasible`` raises for the first
     plan of each compiled function. The budget holds for each compiled graph, so it holds for the whole model if there
-    is no graph break. A percentage is of the peak of that graph at that size.
+    is no graph break. A percentage is of the peak of that graph at the sizes that it was first compiled for; these
+    bytes hold at all others.
 
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses
     and reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
     convolutions, which would take memory beyond the plan.)
 
-    A plan is for fixed sizes: each new size is compiled again, whatever ``dynamic`` says, and its search starts from
-    the plans of earlier sizes. TorchDynamo compiles a function for ``torch._dynamo.config.recompile_limit`` (8) sizes
-    and modes, and runs further ones without a plan; a warning says when the last one is compiled.
+    With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo hands over
+    graphs with symbolic sizes. Such a graph is compiled for all sizes; the bytes of a plan are computed for each new
+    size, and the graph is compiled again only for another plan: where no compiled one fits, or a known one is better
+    by more than a point of overhead. `PlanningBackend.reasons` says why a graph was compiled for fixed sizes, if it
+    was. TorchDynamo compiles a function for ``torch._dynamo.config.recompile_limit`` (8) fixed sizes and modes, and
+    runs further ones without a plan; a warning says when the last one is compiled.
 
-    Errors are raised while compiling: `InfeasibleBudget` and `ModelError` reach the caller as the cause of PyTorch's
-    own error.
+    While compiling, `InfeasibleBudget` and `ModelError` reach the caller as the cause of PyTorch's own error. At sizes
+    that need no compilation they are raised themselves.
 
     Raises:
         UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.

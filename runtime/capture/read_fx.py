@@ -77,16 +77,19 @@ def finished(step: CapturedStep) -> CapturedStep:
     return without_dead_calls(with_phases(step))
 
 
-def read_flat_joint_graph(module: fx.GraphModule, early: int, name: str) -> CapturedStep:
+def read_flat_joint_graph(
+    module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
+) -> CapturedStep:
     """Return the step of a joint graph without modules, as a partitioner gets it.
 
     All inputs count as a batch. All outputs (the first ``early`` results) and gradients (the rest) are named
-    by position.
+    by position. ``table``: as for `read_joint_graph`.
 
     Raises:
         ModelError: a shape depends on values of tensors, or an op changes its arguments.
     """
-    return without_dead_calls(with_phases(_on_one_device(_Reader(module, _Flat(module, early)).read(name))))
+    read = _Reader(module, _Flat(module, early), table).read(name)
+    return without_dead_calls(with_phases(_on_one_device(read)))
 
 
 def _on_one_device(step: CapturedStep) -> CapturedStep:
@@ -203,7 +206,8 @@ class _Reader:
         if "val" not in node.meta:  # a token that orders ops with side effects
             return
         if isinstance(node.meta["val"], torch.SymInt):
-            self.sizes[node.name] = fixed_size(node.meta["val"])
+            if self.table is None:
+                self.sizes[node.name] = fixed_size(node.meta["val"])
             return
         if not isinstance(node.meta["val"], torch.Tensor):
             raise ModelError(f"the input {node.name} is not a tensor")
@@ -322,7 +326,7 @@ class _Reader:
         descriptions = node.meta.get("desc") or [None] * len(results)
         for at, (result, description) in enumerate(zip(results, descriptions, strict=True)):
             found = self.describe.output(at, description)
-            if isinstance(result, fx.Node) and result.name not in self.sizes and found:
+            if isinstance(result, fx.Node) and not isinstance(result.meta.get("val"), SIZES) and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
             raise ModelError("no output of the model depends on a trainable parameter")

@@ -203,7 +203,7 @@ class CapturedStep:
     def storage_bytes(self) -> dict[str, int]:
         """The bytes of each storage, by its name, as the allocator of its device counts them."""
         return {
-            v.storage: allocated(v.fake.untyped_storage().nbytes(), v.fake.device)
+            v.storage: allocated(int(v.fake.untyped_storage().nbytes()), v.fake.device)
             for v in self.values.values()
         }
 

@@ -76,6 +76,19 @@ class ExpressionTable:
         return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
 
 
+def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., bool]:
+    """Return a function of the values of ``symbols`` that says whether all assumptions about them are true.
+
+    Raises:
+        NotSymbolic: an assumption depends on arithmetic that may round.
+    """
+    for one in assumed:
+        check_whole(one)
+    body = " and ".join(f"bool({PRINTER.doprint(one)})" for one in assumed) or "True"
+    source = f"lambda {', '.join(symbols)}: {body}"
+    return eval(compile(source, "<condition of sizes>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
+
+
 def check_whole(expression: Any) -> None:
     """Refuse an expression that may round.
 

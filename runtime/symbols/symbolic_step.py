@@ -77,36 +77,36 @@ class OpenStep:
         Raises:
             NotSymbolic: a size may round, or a tensor is lazily conjugated or negated.
         """
-        memories: dict[int, tuple[int, Size]] = {}
-        values = {}
-        for value in step.values.values():
-            fake, storage = value.fake, value.fake.untyped_storage()
-            if fake.is_conj() or fake.is_neg():
-                raise NotSymbolic("it has lazily conjugated or negated tensors")
-            memory = memories.setdefault(storage._cdata, (len(memories), table.add(storage.nbytes())))
-            values[value.name] = OpenValue(
-                value.storage,
-                value.call,
-                memory[0],
-                fake.dtype,
-                fake.device,
-                tuple(map(table.add, fake.shape)),
-                tuple(map(table.add, fake.stride())),
-                table.add(fake.storage_offset()),
-            )
+        values, memories = _opened(step, table)
         return OpenStep(
             step.name,
             step.inputs,
             step.outputs,
             step.calls,
             values,
-            tuple(size for _, size in memories.values()),
+            memories,
             step.constants,
             symbols.guard(),
             table.compiled(),
             tuple(symbols.places.values()),
             symbols.fixed,
         )
+
+    @staticmethod
+    def of_graph(step: CapturedStep, table: ExpressionTable) -> OpenStep:
+        """Return the open step of a joint graph whose sizes another compiler guards.
+
+        Args:
+            step: the step as it was read.
+            table: the expressions that the step's calls contain; its symbols are that compiler's.
+
+        Raises:
+            NotSymbolic: see `of`.
+        """
+        values, memories = _opened(step, table)
+        always, none = SizeGuard("True"), ()
+        parts = (step.inputs, step.outputs, step.calls, values, memories, step.constants)
+        return OpenStep(step.name, *parts, always, table.compiled(), none, none)
 
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the values of all expressions for a batch for which the guard holds.
@@ -133,10 +133,26 @@ class OpenStep:
                 call refers to positions in storages.
         """
         base = self._bases(batch)
-        nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
-        for memory, tensor in base.items():
-            nbytes[memory] = tensor.untyped_storage().nbytes()
+        nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
         offsets = {memory: int(tensor.storage_offset()) for memory, tensor in base.items()}
+        return self._plain(sizes, nbytes, offsets)
+
+    def at_sizes(self, sizes: Sequence[int], nbytes: Mapping[str, int]) -> CapturedStep:
+        """Return the plain step for sizes of its inputs.
+
+        Args:
+            sizes: the values of all expressions.
+            nbytes: bytes of the storages of inputs, by their targets, where they may be larger than the inputs.
+        """
+        held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
+        return self._plain(sizes, held, {})
+
+    def _plain(
+        self, sizes: Sequence[int], held: Mapping[int, int], offsets: Mapping[int, int]
+    ) -> CapturedStep:
+        nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
+        for memory, found in held.items():
+            nbytes[memory] = max(nbytes[memory], found)
         fakes = _Fakes(nbytes, offsets)
         values = {
             name: Value(name, value.storage, value.call, fakes.of(value, sizes))
@@ -189,6 +205,28 @@ class OpenStep:
                 for name, v in self.values.items()
             },
         )
+
+
+def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenValue], tuple[Size, ...]]:
+    """Return the values of a step with open sizes, and the bytes of their memories."""
+    memories: dict[int, tuple[int, Size]] = {}
+    values = {}
+    for value in step.values.values():
+        fake, storage = value.fake, value.fake.untyped_storage()
+        if fake.is_conj() or fake.is_neg():
+            raise NotSymbolic("it has lazily conjugated or negated tensors")
+        memory = memories.setdefault(storage._cdata, (len(memories), table.add(storage.nbytes())))
+        values[value.name] = OpenValue(
+            value.storage,
+            value.call,
+            memory[0],
+            fake.dtype,
+            fake.device,
+            tuple(map(table.add, fake.shape)),
+            tuple(map(table.add, fake.stride())),
+            table.add(fake.storage_offset()),
+        )
+    return values, tuple(size for _, size in memories.values())
 
 
 def _free(name: str, taken: Iterable[str]) -> str:

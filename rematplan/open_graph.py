@@ -1,0 +1,362 @@
+"""A graph of TorchDynamo with symbolic sizes, compiled once for each plan that its sizes need, not for each size.
+
+Sizes reach a compiled graph as integers. At sizes that it meets for the first time, bytes and costs of all ops are
+computed from the graph's expressions, and the cheapest known plan within the budget is used. A plan that was not used
+before compiles the graph again, with the same symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from rematplan.ir import InfeasibleBudget, ModelError
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Schedule
+from rematplan.plans.plan_at_sizes import plan_at_sizes
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.capture.read_fx import read_flat_joint_graph
+from rematplan.runtime.execute.fx_graphs import PlanGraphs, plan_graphs
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import (
+    FakeTensorMode,
+    TracingContext,
+    detect_fake_mode,
+    disable_current_modes,
+    tracing,
+    unset_fake_temporarily,
+)
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, condition
+from rematplan.runtime.symbols.open_step import OpenStep
+
+SIZES = 1024
+"""The number of combinations of sizes whose plans are remembered."""
+
+Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The values of a graph's symbols, and the bytes of the storages of its inputs with symbolic sizes."""
+Shapes: TypeAlias = tuple[torch.Size, ...]
+Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+Partition: TypeAlias = Callable[..., Halves]
+
+
+class Compiler(Protocol):
+    """What compiles a graph: `PlanningBackend`."""
+
+    plans: list[Plan]
+    planner: StepPlanner
+
+    def compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
+    ) -> Callable[..., Any]:
+        """Return a compiled graph of forward ops. ``partition`` splits its joint graph."""
+
+    def scope(self, step: CapturedStep, parameters: Shapes) -> str:
+        """Return the name under which the bytes of a percentage are kept."""
+
+    def is_first(self) -> bool:
+        """Return whether the present frame is compiled for the first time."""
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A graph compiled for one plan. ``holds``: whether it is valid for values of the symbols."""
+
+    schedule: Schedule
+    run: Callable[..., Any]
+    holds: Callable[..., bool]
+
+
+class OpenGraph:
+    """A compiled graph for all sizes for which TorchDynamo calls it.
+
+    Args:
+        compiler: compiles the graph for a plan.
+        module: the graph of forward ops, as TorchDynamo gives it.
+        inputs: its inputs: tensors, and symbolic sizes.
+
+    Raises:
+        NotSymbolic: some size must be fixed.
+        InfeasibleBudget: no plan fits the present sizes, and the options say that this is raised.
+    """
+
+    def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.compiler, self.module = compiler, _copied(module)
+        nodes = module.graph.find_nodes(op="placeholder")
+        self.inputs = [_traced(node, given) for node, given in zip(nodes, inputs, strict=True)]
+        self.symbols = {
+            str(size.node.expr): at
+            for at, size in enumerate(inputs)
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+        }
+        self.open = [at for at, given in enumerate(self.inputs) if _is_open(given)]
+        self.lock = RLock()
+        self.step: OpenStep | None = None
+        self.versions: list[_Version] = []
+        self.of_sizes: dict[Sizes, _Version] = {}
+        mode = detect_fake_mode(self.inputs)
+        assert mode is not None
+        self.mode: FakeTensorMode = mode
+        self.plan: Plan | None = None
+        self.guarded: int | None = None
+        """The number of assumptions about sizes that TorchDynamo guards."""
+        values = tuple(int(inputs[at].node.hint) for at in self.symbols.values())
+        sizes = values, tuple(_storage_bytes(inputs[at]) for at in self.open)
+
+        parameters = parameter_shapes(inputs)
+
+        def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
+            reading = _Reading(joint, num_fwd_outputs, tuple(self.symbols), f"graph {len(compiler.plans)}")
+            self.step = reading.opened()
+            self.planner = replace(compiler.planner, scope=compiler.scope(reading.step, parameters))
+            with unset_fake_temporarily(), disable_current_modes():
+                self.plan = self._first_plan(self._step_at(sizes))
+            return reading.halves(self.plan.schedule)
+
+        self.first = compiler.compile(module, inputs, split)
+        if self.plan is not None:
+            self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the graph by the plan for the sizes of its inputs."""
+        if self.step is None:  # without a backward there is no plan
+            return self.first(*given)
+        sizes = (
+            tuple(given[at] for at in self.symbols.values()),
+            tuple(_storage_bytes(given[at]) for at in self.open),
+        )
+        version = self.of_sizes.get(sizes)
+        if version is None:
+            with self.lock:
+                version = self.of_sizes.get(sizes) or self._remember(sizes, self._version(sizes))
+        return version.run(*given)
+
+    def _first_plan(self, step: CapturedStep) -> Plan:
+        try:
+            return self.planner.planned(step)
+        except InfeasibleBudget as error:
+            return self.planner.instead(step, error, first=self.compiler.is_first())
+
+    def _step_at(self, sizes: Sizes) -> CapturedStep:
+        assert self.step is not None
+        values, storages = sizes
+        nbytes = dict(zip(map(str, self.open), storages, strict=True))
+        return self.step.at_sizes(self.step.expressions(*values), nbytes)
+
+    def _version(self, sizes: Sizes) -> _Version:
+        """Return the version for sizes that are met for the first time."""
+        known = [version for version in self.versions if version.holds(*sizes[0])]
+        plan = plan_at_sizes(self.planner, self._step_at(sizes), [version.schedule for version in known])
+        for version in known:
+            if version.schedule == plan.schedule:
+                return version
+        version = self._compiled_again(plan)
+        if not version.holds(*sizes[0]):
+            raise ModelError(
+                f"{plan.problem}: compiled for another plan, the graph is not valid for the sizes "
+                f"{', '.join(map(str, sizes[0]))}; compile it for each size with torch.compile(dynamic=False)"
+            )
+        return version
+
+    def _compiled_again(self, plan: Plan) -> _Version:
+        """Compile the graph for another plan. What is assumed of sizes in addition becomes the version's condition,
+        since TorchDynamo's guards are already made."""
+        shapes = self.mode.shape_env
+        assert shapes is not None
+
+        def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
+            reading = _Reading(joint, num_fwd_outputs, tuple(self.symbols), plan.problem)
+            return reading.halves(plan.schedule)
+
+        frozen, shapes.frozen = shapes.frozen, False
+        if self.guarded is None:
+            self.guarded = len(shapes.guards)
+        try:
+            with tracing(TracingContext(self.mode)):
+                run = self.compiler.compile(_copied(self.module), self.inputs, split)
+        finally:
+            shapes.frozen = frozen
+        assumed = [guard.expr for guard in shapes.guards[self.guarded :]]
+        return self._added(plan, run, condition(assumed, tuple(self.symbols)))
+
+    def _added(self, plan: Plan, run: Callable[..., Any], holds: Callable[..., bool]) -> _Version:
+        self.compiler.plans.append(plan)
+        self.versions.append(_Version(plan.schedule, run, holds))
+        return self.versions[-1]
+
+    def _remember(self, sizes: Sizes, version: _Version) -> _Version:
+        self.of_sizes[sizes] = version
+        if len(self.of_sizes) > SIZES:
+            del self.of_sizes[next(iter(self.of_sizes))]
+        return version
+
+
+class _Reading:
+    """A joint graph with symbolic sizes, and what is read of it.
+
+    Args:
+        joint: the graph.
+        outputs: the number of its results that the forward returns.
+        symbols: the names of the sizes.
+        name: its name.
+    """
+
+    def __init__(self, joint: fx.GraphModule, outputs: int, symbols: Sequence[str], name: str) -> None:
+        self.joint, self.outputs = joint, outputs
+        self.table = ExpressionTable(tuple(symbols))
+        self.step = read_flat_joint_graph(joint, outputs, name, self.table)
+
+    def opened(self) -> OpenStep:
+        """Return the step for all sizes.
+
+        Raises:
+            NotSymbolic: some size must be fixed.
+        """
+        return OpenStep.of_graph(self.step, self.table)
+
+    def halves(self, schedule: Schedule) -> Halves:
+        """Return the graphs of forward and backward that follow a schedule.
+
+        The backward's first inputs are the symbolic sizes, which the forward returns last.
+        """
+        graphs = plan_graphs(self.step, schedule)
+        results: Any = self.joint.graph.find_nodes(op="output")[0].args[0]
+        forward = _SizeNodes(self.joint, self.table, graphs.forward, give_sizes(graphs.forward, self.joint))
+        sizes = {node.name: forward.node(node) for node in results if _is_size(node)}
+        forward.fill()
+        backward = _SizeNodes(self.joint, self.table, graphs.backward, _sizes_first(graphs, self.joint))
+        gradients = {node.name: backward.node(node) for node in results if _is_size(node)}
+        backward.fill()
+        fill(graphs.forward, results[: self.outputs], sizes, tuple(forward.given.values()))
+        fill(graphs.backward, results[self.outputs :], gradients)
+        return graphs.forward, graphs.backward
+
+
+class _SizeNodes:
+    """The nodes of one half that compute its sizes.
+
+    ``given``: the half's inputs that are sizes, by the name of the joint graph's input.
+    """
+
+    def __init__(
+        self, joint: fx.GraphModule, table: ExpressionTable, module: fx.GraphModule, given: dict[str, fx.Node]
+    ) -> None:
+        self.table, self.module, self.given = table, module, given
+        self.made: dict[str, fx.Node] = dict(given)
+        sizes = [node for node in joint.graph.nodes if _is_size(node)]
+        self.of = {node.meta["val"].node.expr: node for node in reversed(sizes)}
+        self.first = next(node for node in module.graph.nodes if node.op != "placeholder")
+
+    def node(self, of: fx.Node) -> fx.Node:
+        """Return the node for a size of the joint graph.
+
+        Raises:
+            NotSymbolic: it is computed from something other than sizes.
+        """
+        of = self.of.get(of.meta["val"].node.expr, of)
+        found = self.made.get(of.name)
+        if found is None:
+            if of.op != "call_function" or not all(map(_is_size, of.all_input_nodes)):
+                raise NotSymbolic("it reads a size of a tensor that is none of its inputs")
+            args = map_aggregate(of.args, lambda a: self.node(a) if isinstance(a, fx.Node) else a)
+            with self.module.graph.inserting_before(self.first):
+                found = self.module.graph.call_function(of.target, args)  # type: ignore[arg-type]
+            found.meta["val"] = of.meta["val"]
+            self.made[of.name] = found
+        return found
+
+    def fill(self) -> None:
+        """Put nodes in place of open sizes into the arguments of all calls."""
+        by_place = {at: expression for expression, at in self.table.expressions.items()}
+
+        def filled(a: Any) -> Any:
+            return self.node(self.of[by_place[a.at]]) if isinstance(a, OpenSize) else a
+
+        for node in list(self.module.graph.nodes):
+            node.args = map_aggregate(node.args, filled)
+            node.kwargs = map_aggregate(node.kwargs, filled)
+
+
+def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
+    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward, and return them by name.
+
+    The forward is called with the joint graph's inputs.
+    """
+    own = iter(module.graph.nodes)
+    here, given = next(own), {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], torch.SymInt):
+            with module.graph.inserting_before(here):
+                given[node.name] = module.graph.placeholder(node.name)
+            given[node.name].meta["val"] = node.meta["val"]
+        elif here.op == "placeholder":
+            here = next(own)
+    return given
+
+
+def fill(
+    module: fx.GraphModule,
+    results: Sequence[Any],
+    sizes: Mapping[str, fx.Node],
+    more: Sequence[fx.Node] = (),
+) -> None:
+    """Put sizes and constants among the results of a joint graph into a graph's outputs, at their positions.
+
+    ``more``: further outputs, which become the last ones.
+    """
+    output = module.graph.find_nodes(op="output")[0]
+    given = iter(output.args[0])
+
+    def filled(result: Any) -> Any:
+        if not isinstance(result, fx.Node):
+            return result
+        return sizes[result.name] if result.name in sizes else next(given)
+
+    output.args = ((*map(filled, results), *given, *more),)
+    module.recompile()
+
+
+def _sizes_first(graphs: PlanGraphs, joint: fx.GraphModule) -> dict[str, fx.Node]:
+    graph, given = graphs.backward.graph, {}
+    first = next(iter(graph.nodes))
+    for node in filter(_is_size, joint.graph.find_nodes(op="placeholder")):
+        with graph.inserting_before(first):
+            given[node.name] = graph.placeholder(node.name)
+        given[node.name].meta["val"] = node.meta["val"]
+    return given
+
+
+def parameter_shapes(inputs: Sequence[Any]) -> Shapes:
+    """Return the shapes of the parameters among a graph's inputs."""
+    return tuple(given.shape for given in inputs if isinstance(given, torch.nn.Parameter))
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph with the same constants. A compiler may change the original."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)  # refers to the inputs
+    return fx.GraphModule(module, graph)
+
+
+def _traced(node: fx.Node, given: Any) -> Any:
+    """Return an input as TorchDynamo traced it: a tensor without data, or a size."""
+    return node.meta["example_value"] if isinstance(given, torch.Tensor) else given
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _is_open(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in given.shape)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,58 @@
+"""The plan of a compiled graph at further sizes: one that is compiled already, if it is about as good as any known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rematplan.ir import InfeasibleBudget, ProblemError
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Schedule
+from rematplan.planner.core.simulator import simulate
+from rematplan.plans.at_once import plan_at_once
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.graph.captured_step import CapturedStep
+
+WORTH = 0.01
+"""By how much less overhead, as a share of the step's time, makes it worth compiling another plan."""
+COMPILED = 8
+"""The number of compiled plans from which on another one is compiled only where none of them fits."""
+
+
+def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
+    """Return the plan of a step: the cheapest compiled one within the budget, or a better one.
+
+    Only where no known plan fits, whatever the sizes it was found for, it is searched.
+
+    Args:
+        planner: plans the step, and knows the plans for other sizes.
+        step: the step at the present sizes.
+        compiled: the schedules for which its graph is compiled.
+
+    Raises:
+        InfeasibleBudget: no plan fits, and the options say that this is raised.
+    """
+    graph = planner.problem(step)
+    budget = planner.limit(graph)
+    if not budget.is_lean:
+        amount, fitting = budget.bytes(0, lambda: 0), list[Plan]()
+        for schedule in compiled:
+            try:
+                estimate = simulate(graph, schedule)
+            except ProblemError:  # it repeats an op that may run only once at these sizes
+                continue
+            if estimate.peak <= amount:
+                fitting.append(Plan(graph.name, "compiled", schedule, estimate, budget=amount))
+        best = min(fitting, key=lambda plan: (plan.estimate.cost, plan.peak), default=None)
+        if best is not None and len(compiled) >= COMPILED:
+            return best
+        better = plan_at_once(graph, amount, planner.store)
+        if best is not None and (
+            better is None or best.estimate.overhead <= better.estimate.overhead + WORTH
+        ):
+            return best
+        if better is not None:
+            return better
+    try:
+        return planner.planned(step)
+    except InfeasibleBudget as error:
+        return planner.instead(step, error, first=False)
