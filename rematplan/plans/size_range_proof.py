@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -21,7 +24,11 @@ from rematplan.runtime.module.shape_options import Axis, ShapeOptions
 SMALLEST = 2
 """The smallest size that is proven."""
 MOST_STEPS = 32
-"""The number of sizes whose steps are made for a proof. Where more are needed, nothing is proven."""
+"""The number of sizes of one dimension whose steps are made for a proof. Where more are needed, nothing is proven."""
+MOST_LINES = 12
+"""The number of combinations of sizes of all dimensions but one up to which each combination is proven."""
+
+Sizes: TypeAlias = dict[Axis, int]
 
 
 class _TooMany(Exception):
@@ -36,11 +43,13 @@ def prove_ranges(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
-    """Return what fits at each size of each range of a planned module's arguments.
+    """Return what fits at each combination of sizes in the ranges of a planned module's arguments.
 
-    While one dimension varies, the others have their largest sizes. Sizes below 2 have graphs of their own and are not
-    among these. Nothing is proven with a saved plan, inverses that round, accumulation, several micro-batches in flight
-    or the budget ``min``: there the plan of a size depends on more than its problem.
+    The dimension with most sizes varies, for each combination of sizes of the others. If there are more than
+    `MOST_LINES` such combinations, each dimension varies while the others have their largest sizes, and a warning says
+    so. Sizes below 2 have graphs of their own and are not among these. Nothing is proven with a saved plan, inverses
+    that round, accumulation, several micro-batches in flight or the budget ``min``: there the plan of a size depends on
+    more than its problem.
 
     Raises:
         UnfitSizes: no plan is known that fits at some size, unless the options state another reaction.
@@ -50,29 +59,62 @@ def prove_ranges(
         return ()
     if options.stated_budget().is_lean:
         return ()
-    for axis in shapes.axes:
+    for axis, fixed in _lines(shapes.axes):
         made = set[int]()
 
-        def step_at(size: int, axis: Axis = axis, made: set[int] = made) -> CapturedStep:
+        def step_at(
+            size: int, axis: Axis = axis, fixed: Sizes = fixed, made: set[int] = made
+        ) -> CapturedStep:
             made.add(size)
             if len(made) > MOST_STEPS:
                 raise _TooMany
-            return step_of(planned, *shapes.call_of_sizes(model, args, kwargs, {axis: size}))
+            return step_of(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))
 
-        dim, low, high = axis
-        sizes = range(max(low, SMALLEST), high + 1)
+        name, sizes = f"the size of {_named(axis, fixed)}", _sizes(axis)
         try:
-            found += [prove_step(planner, f"the size of dimension {dim}", sizes, step_at)] if sizes else []
+            found.append(prove_step(planner, name, sizes, step_at))
         except _TooMany:
             warn(
-                f"shape_ranges: whether a plan fits at every size of dimension {dim} from {sizes[0]} to {high} is not "
-                f"proven, because each size would need a step of its own; plans are made for the largest size first"
+                f"shape_ranges: whether a plan fits at every size of {_named(axis, fixed)} from {sizes[0]} to "
+                f"{sizes[-1]} is not proven, because each size would need a step of its own; plans are made for the "
+                f"largest size first"
             )
+            break  # the same holds for other sizes of the other dimensions
     for refusal in filter(None, (one.refusal for one in found)):
         if options.on_infeasible in (None, RAISE):
             raise UnfitSizes(refusal)
         warn(refusal)
     return tuple(found)
+
+
+def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
+    """Return the dimensions along which sizes are proven, each with sizes of the other dimensions, the largest
+    first."""
+    axes = [axis for axis in axes if _sizes(axis)]
+    if not axes:
+        return []
+    longest = max(axes, key=lambda axis: len(_sizes(axis)))
+    others = [axis for axis in axes if axis is not longest]
+    count = math.prod(len(_sizes(axis)) for axis in others)
+    if count <= MOST_LINES:
+        points = itertools.product(*(reversed(_sizes(axis)) for axis in others))
+        return [(longest, dict(zip(others, point, strict=True))) for point in points]
+    warn(
+        f"shape_ranges: of {count * len(_sizes(longest))} combinations of sizes, only those with at most one size "
+        f"below its largest are proven. For a proof of all, state ranges that leave at most {MOST_LINES} combinations "
+        f"apart from {_named(longest)} (of {count}), or the same range for dimensions that vary together"
+    )
+    return [(axis, {}) for axis in axes]
+
+
+def _sizes(axis: Axis) -> range:
+    _, low, high = axis
+    return range(max(low, SMALLEST), high + 1)
+
+
+def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
+    others = " and ".join(f"size {size} of dimension {dim}" for (dim, _, _), size in fixed.items())
+    return f"dimension {axis[0]}{others and f' with {others}'}"
 
 
 def prove_step(

@@ -159,3 +159,50 @@ def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pyt
 def test_what_is_not_proven_is_not_tried(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     monkeypatch.setattr(size_range_proof, "prove_step", None)
     module(**more)
+
+
+class Two(Layers):
+    """The same for two inputs of different lengths."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Their losses."""
+        return super().forward(x) + super().forward(y)
+
+
+def product(monkeypatch: pytest.MonkeyPatch, model: nn.Module, ranges: Any, *shapes: Any) -> list[Any]:
+    """The proofs of a module with these ranges."""
+    proofs, prove = [], proving.prove_step
+
+    def noted(planner: StepPlanner, name: str, *args: Any) -> Any:
+        proofs.append((name, prove(planner, name, *args)))
+        return proofs[-1][1]
+
+    monkeypatch.setattr(proving, "prove_step", noted)
+    given = {"budget": "70% of activations", "costs": "roofline", "loss_memory": 0, "refine": False}
+    inputs = tuple(torch.zeros(*shape, 8) for shape in shapes)
+    rematplan.plan_module(model, inputs, shape_ranges=ranges, time_limit=1.0, **given)
+    return proofs
+
+
+def test_each_combination_of_two_sizes_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = {"x": {0: (1, 4), 1: (2, 16)}}
+    proofs = product(monkeypatch, Layers(), ranges, (4, 16))
+    assert [name for name, _ in proofs] == [
+        f"the size of dimension 1 with size {rows} of dimension 0" for rows in (4, 3, 2)
+    ]
+    assert all(proof.proof.holds and len(proof.proof.rows) == 15 for _, proof in proofs)
+    assert len({proof.proof.budget for _, proof in proofs}) == 1
+
+
+def test_sizes_of_two_inputs_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = {"x": {1: (8, 12)}, "y": {1: (2, 16)}}
+    proofs = product(monkeypatch, Two(), ranges, (2, 12), (2, 16))
+    assert [len(proof.proof.rows) for _, proof in proofs] == [15] * 5
+
+
+def test_too_many_combinations_are_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "MOST_LINES", 4)
+    ranges = {"x": {1: (8, 12)}, "y": {1: (2, 16)}}
+    with pytest.warns(UserWarning, match="75 combinations of sizes, only.* at most 4 .*of 5"):
+        proofs = product(monkeypatch, Two(), ranges, (2, 12), (2, 16))
+    assert [len(proof.proof.rows) for _, proof in proofs] == [5, 15]
