@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from rematplan.ir import InfeasibleBudget, UsageError
-from rematplan.open_graph import OpenGraph, Shapes, fill, give_sizes, parameter_shapes
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
@@ -34,6 +33,7 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.symbols.expressions import NotSymbolic
+from rematplan.symbolic_graph import Shapes, SymbolicGraph, fill, give_sizes, parameter_shapes
 
 COMPILERS = ("eager", "inductor")
 
@@ -62,13 +62,13 @@ class PlanningBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph of forward ops and return the compiled function. Its backward, if any, follows a plan.
 
-        A graph with symbolic sizes is compiled for all of them (`OpenGraph`). Where the graph depends on some size,
+        A graph with symbolic sizes is compiled for all of them (`SymbolicGraph`). Where the graph depends on some size,
         its sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
             try:
-                return OpenGraph(self, module, inputs)
+                return SymbolicGraph(self, module, inputs)
             except NotSymbolic as error:
                 self.reasons[str(error)] = None
         _fix_sizes(inputs)

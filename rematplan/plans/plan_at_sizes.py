@@ -8,7 +8,7 @@ from rematplan.ir import InfeasibleBudget, ProblemError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.core.simulator import simulate
-from rematplan.plans.at_once import plan_at_once
+from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 

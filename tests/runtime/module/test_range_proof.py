@@ -171,13 +171,13 @@ class Two(Layers):
 
 def product(monkeypatch: pytest.MonkeyPatch, model: nn.Module, ranges: Any, *shapes: Any) -> list[Any]:
     """The proofs of a module with these ranges."""
-    proofs, prove = [], proving.prove_step
+    proofs, prove = [], size_range_proof.prove_step
 
     def noted(planner: StepPlanner, name: str, *args: Any) -> Any:
         proofs.append((name, prove(planner, name, *args)))
         return proofs[-1][1]
 
-    monkeypatch.setattr(proving, "prove_step", noted)
+    monkeypatch.setattr(size_range_proof, "prove_step", noted)
     given = {"budget": "70% of activations", "costs": "roofline", "loss_memory": 0, "refine": False}
     inputs = tuple(torch.zeros(*shape, 8) for shape in shapes)
     rematplan.plan_module(model, inputs, shape_ranges=ranges, time_limit=1.0, **given)
@@ -201,7 +201,7 @@ def test_sizes_of_two_inputs_are_combined(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_too_many_combinations_are_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "MOST_LINES", 4)
+    monkeypatch.setattr(size_range_proof, "MOST_LINES", 4)
     ranges = {"x": {1: (8, 12)}, "y": {1: (2, 16)}}
     with pytest.warns(UserWarning, match="75 combinations of sizes, only.* at most 4 .*of 5"):
         proofs = product(monkeypatch, Two(), ranges, (2, 12), (2, 16))

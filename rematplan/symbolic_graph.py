@@ -33,7 +33,7 @@ from rematplan.runtime.graph.compat import (
     unset_fake_temporarily,
 )
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, condition
-from rematplan.runtime.symbols.open_step import OpenStep
+from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 SIZES = 1024
 """The number of combinations of sizes whose plans are remembered."""
@@ -72,7 +72,7 @@ class _Version:
     holds: Callable[..., bool]
 
 
-class OpenGraph:
+class SymbolicGraph:
     """A compiled graph for all sizes for which TorchDynamo calls it.
 
     Args:

@@ -15,8 +15,8 @@ from torch._inductor import config
 from torch.nn import functional
 
 import rematplan
-from rematplan.open_graph import OpenGraph
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.symbolic_graph import SymbolicGraph
 
 CPU = torch.device("cpu")
 QUICK = {"strategy": "approx_dp", "loss_memory": "4x", "costs": "roofline"}
@@ -95,16 +95,16 @@ def check_peak(ours: Any, x: Tensor, budget: int) -> None:
         parameter.grad = None
 
 
-def open_graphs(monkeypatch: pytest.MonkeyPatch) -> list[OpenGraph]:
+def symbolic_graphs(monkeypatch: pytest.MonkeyPatch) -> list[SymbolicGraph]:
     """The graphs that are made from now on."""
-    found: list[OpenGraph] = []
-    make = OpenGraph.__init__
+    found: list[SymbolicGraph] = []
+    make = SymbolicGraph.__init__
 
-    def noted(self: OpenGraph, *args: Any) -> None:
+    def noted(self: SymbolicGraph, *args: Any) -> None:
         make(self, *args)
         found.append(self)
 
-    monkeypatch.setattr(OpenGraph, "__init__", noted)
+    monkeypatch.setattr(SymbolicGraph, "__init__", noted)
     return found
 
 
@@ -115,7 +115,7 @@ SIZES = ((8, 64), (4, 48), (7, 33), (16, 16), (2, 64), (3, 2), (8, 64))
 def test_sizes_need_no_further_compilation(
     dynamic: bool | None, graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = open_graphs(monkeypatch)
+    made = symbolic_graphs(monkeypatch)
     ours, backend, plain = compiled(Attention(), dynamic)
     budget = 0
     for sizes in SIZES:
@@ -132,7 +132,7 @@ def test_sizes_need_no_further_compilation(
 
 
 def test_a_larger_size_gets_the_plan_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = open_graphs(monkeypatch)
+    made = symbolic_graphs(monkeypatch)
     ours, backend, plain = compiled(Attention(), budget="450KiB", costs="profile")
     for t in (10, 40, 48, 30):
         check_bits(ours, plain, x := sequences(4, t))
@@ -143,12 +143,12 @@ def test_a_larger_size_gets_the_plan_that_it_needs(monkeypatch: pytest.MonkeyPat
 
 
 def test_known_sizes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = open_graphs(monkeypatch)
+    made = symbolic_graphs(monkeypatch)
     ours, _, _ = compiled(Attention(), budget="100%")
     for t in (12, 8, 12, 8, 10):
         step(ours, sequences(4, t))
     assert len(made[0].of_sizes) == 3
-    monkeypatch.setattr(OpenGraph, "_version", None)
+    monkeypatch.setattr(SymbolicGraph, "_version", None)
     step(ours, sequences(4, 8))
 
 
@@ -280,7 +280,7 @@ def test_one_argument_may_be_a_size() -> None:
 
 
 def test_inductor_compiles_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = open_graphs(monkeypatch)
+    made = symbolic_graphs(monkeypatch)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Softmax(-1)) for _ in range(3)))
     with config.patch({"cpp.vec_isa_ok": False}):
         ours, backend, plain = compiled(model, compiler="inductor", budget="90%")
