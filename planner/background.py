@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.ir.problem_json import problem_to_json
+from rematplan.planner.caches.plan_store import recipe_names
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.search_job import names_of, plan_of
+from rematplan.planner.search_job import plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
 """A callback for a search, called in another thread with each better plan (or None) and whether the search has
@@ -72,7 +73,7 @@ class BackgroundSearch:
             starts: known plans of the problem.
             heard: called with the results. In its last call the search has ended, whatever happened.
         """
-        number = {name: k for k, name in enumerate(names_of(problem))}
+        number = {name: k for k, name in enumerate(recipe_names(problem))}
         with self._lock:
             process = self._begun()
             if process is None or process.stdin is None:

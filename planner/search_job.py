@@ -11,7 +11,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.problem_json import problem_from_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.caches.plan_store import PlanStore, recipe_names
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import LIMIT, strategy
@@ -25,18 +25,13 @@ The first is short, so that a better plan is used soon.
 Answer = dict[str, Any]
 
 
-def names_of(problem: TrainingGraph) -> list[str]:
-    """Return the names of ops and inverses, whose positions messages contain."""
-    return [op.name for op in (*problem.ops, *problem.inverses)]
-
-
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
     """Return the plan in an answer; it is simulated again.
 
     Raises:
         ProblemError, ValueError, LookupError: the answer has no valid plan.
     """
-    names = names_of(problem)
+    names = recipe_names(problem)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
     bound = answer["lower_bound"]
     return replace(
@@ -50,7 +45,7 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
     """Return the fields of an answer that describe a plan."""
-    number = {name: k for k, name in enumerate(names_of(problem))}
+    number = {name: k for k, name in enumerate(recipe_names(problem))}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
         "strategy": plan.strategy,
@@ -76,7 +71,7 @@ class SearchJob:
         self.strategy = strategy(request["strategy"], **request["options"])
         self.limit = float(getattr(self.strategy, LIMIT))
         self.gap = float(getattr(self.strategy, "gap", 0.0))
-        names = names_of(self.problem)
+        names = recipe_names(self.problem)
         self.starts = [
             plan_from_runs(self.problem, [names[k] for k in runs], "start") for runs in request["starts"]
         ]

@@ -14,11 +14,6 @@ from rematplan.ir import LatticeTooLarge
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 
 
-def is_lower_set(view: ForwardGraph, mask: int) -> bool:
-    """Whether ``mask`` contains everything that must come before its nodes."""
-    return all(view.before[v] & ~mask == 0 for v in bits(mask))
-
-
 def boundary(view: ForwardGraph, mask: int) -> int:
     """Return ∂(L): the nodes of L that a node outside of L reads, as a mask."""
     edge = 0

@@ -205,7 +205,7 @@ class PlanStore:
         content = _read(file, problem)
         found = tuple(dict.fromkeys((plan, *content.plans)))
         front = pareto(found)
-        number = {name: k for k, name in enumerate(_names(problem))}
+        number = {name: k for k, name in enumerate(recipe_names(problem))}
         rows = [[p.strategy, [number[name] for name in runs_of(p.schedule)]] for p in found if p in front]
         rows = rows[:PLANS_KEPT]
         while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
@@ -233,7 +233,8 @@ def _costs(problem: TrainingGraph) -> tuple[float, ...]:
     return tuple(op.cost for op in (*problem.ops, *problem.inverses))
 
 
-def _names(problem: TrainingGraph) -> list[str]:
+def recipe_names(problem: TrainingGraph) -> list[str]:
+    """Return the names of ops and inverses, by whose positions plans are stored and sent."""
     return [op.name for op in (*problem.ops, *problem.inverses)]
 
 
@@ -250,7 +251,7 @@ def _read(file: Path, problem: TrainingGraph) -> _Content:
     content = read_cached(file)
     if content is None:
         return _Content()
-    names = _names(problem)
+    names = recipe_names(problem)
     try:
         rows, searches = content.get("plans", ()), content.get("searches", ())  # type: ignore[attr-defined]
         return _Content(

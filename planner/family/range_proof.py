@@ -6,7 +6,6 @@ kernels need more workspace, and which op is at the peak changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -49,20 +48,6 @@ class RangeProof(Generic[Size]):
     def holds(self) -> bool:
         """Whether some member fits at every size."""
         return not self.unfit
-
-
-def prove_range(
-    family: PlanFamily, amounts_at: Callable[[Size], Amounts], sizes: Iterable[Size], budget: int
-) -> RangeProof[Size]:
-    """Return, for every size of a range, which member of a family fits a budget.
-
-    Args:
-        family: the members.
-        amounts_at: returns the bytes, workspaces and costs at a size; all of the family's structure.
-        sizes: what ``amounts_at`` takes, one for each combination of dimensions.
-        budget: bytes.
-    """
-    return RangeProof(budget, tuple(range_row(family, amounts_at(size), size, budget) for size in sizes))
 
 
 def range_row(family: PlanFamily, amounts: Amounts, size: Size, budget: int) -> RangeRow[Size]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from rematplan.ir import UsageError
 from rematplan.models import ZOO, build, example_inputs
@@ -23,6 +23,7 @@ from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
 from rematplan.runtime.pipeline.random_seeds import Seeded
 from rematplan.runtime.pipeline.stage_modules import stage_modules
@@ -109,7 +110,7 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
     names = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
     expected = _expected_error(pipe, stages)
     wanted = _in_one_process(plain, inputs, target, pipe)
-    ours, theirs = _tensors(module.model), _tensors(plain.model)
+    ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     errors = _gradient_errors(ours, theirs, names)
     different = sorted(n for n in names if not torch.equal(ours[n], theirs[n]) or errors[n] > expected)
     if losses and list(report.losses) != wanted:
@@ -170,10 +171,6 @@ def _in_one_process(
         if p.grad is not None:
             p.grad.div_(microbatches)
     return losses
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _gradient_errors(

@@ -26,12 +26,10 @@ SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default,
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``. ``selected``: whether the
-    part is a single row that was selected by its index, so that it lacks that dimension."""
+    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``."""
 
     start: int
     size: int
-    selected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _cat(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 def _stack(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
     if len(call.args) > 1 and call.args[1] != 0:
         return []
-    return [(ref.value, Region(at, 1, True)) for at, ref in enumerate(call.args[0])]
+    return [(ref.value, Region(at, 1)) for at, ref in enumerate(call.args[0])]
 
 
 def _slice(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
@@ -130,7 +128,7 @@ def _slice(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 
 def _select(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
     ref, _, dim, index = call.args
-    return [(ref.value, Region(index, 1, True))] if dim == 0 else []
+    return [(ref.value, Region(index, 1))] if dim == 0 else []
 
 
 REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] = {

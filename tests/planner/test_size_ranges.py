@@ -23,7 +23,7 @@ from rematplan.planner.family.interpolated_workspaces import (
     workspaces_of,
 )
 from rematplan.planner.family.plan_family import PlanFamily
-from rematplan.planner.family.range_proof import prove_range
+from rematplan.planner.family.range_proof import RangeProof, range_row
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -68,7 +68,8 @@ def test_a_proof_is_what_the_simulator_says_at_each_size(problems, seed, share):
     at, family = sized(graph, rng), family_of(graph)
     sizes = range(1, 9)
     budget = int(share * no_recompute(at(8)).estimate.peak)
-    proof = prove_range(family, lambda size: amounts_of(at(size)), sizes, budget)
+    rows = (range_row(family, amounts_of(at(size)), size, budget) for size in sizes)
+    proof = RangeProof(budget, tuple(rows))
     assert [row.size for row in proof.rows] == list(sizes)
     for row in proof.rows:
         here = at(row.size)
@@ -88,7 +89,8 @@ def test_a_size_in_the_midst_that_does_not_fit_is_named(problems):
     heavy = replace(graph, ops=(replace(graph.ops[0], workspace=10**9), *graph.ops[1:]))
     family = family_of(graph)
     budget = no_recompute(graph).estimate.peak
-    proof = prove_range(family, lambda n: amounts_of(heavy if n == 5 else graph), range(1, 9), budget)
+    amounts = {n: amounts_of(heavy if n == 5 else graph) for n in range(1, 9)}
+    proof = RangeProof(budget, tuple(range_row(family, amounts[n], n, budget) for n in amounts))
     assert proof.unfit == (5,)
     assert not proof.holds
     assert proof.rows[4].estimate.peak > 10**9

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,14 @@ def gradients(model: nn.Module) -> int:
     return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
-def peaks_of_accumulation(model: nn.Module, steps: int = 3) -> list[int]:
+def peaks_of_accumulation(
+    model: nn.Module, steps: int = 3, batches: Callable[[int], tuple[Tensor, Tensor]] = batch
+) -> list[int]:
     """The peaks of steps that add their gradients up, from none on."""
     model.zero_grad(set_to_none=True)
     peaks = []
     for k in range(steps):
-        x, labels = batch(k)
+        x, labels = batches(k)
         held = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
         above, _ = peak_above_entry(
             lambda x=x, labels=labels: functional.cross_entropy(model(x), labels).backward(), CPU
@@ -145,20 +148,6 @@ def few(seed: int = 0) -> tuple[Tensor, Tensor]:
     return x[:FEW], labels[:FEW]
 
 
-def beside_alone(planned: nn.Module, steps: int) -> list[int]:
-    """The peaks of steps with few rows that add their gradients up."""
-    planned.zero_grad(set_to_none=True)
-    peaks = []
-    for k in range(steps):
-        x, labels = few(k)
-        held = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
-        above, _ = peak_above_entry(
-            lambda x=x, labels=labels: functional.cross_entropy(planned(x), labels).backward(), CPU
-        )
-        peaks.append(held + above)
-    return peaks
-
-
 def narrow(share: float, **options: object) -> tuple[nn.Module, int]:
     """A planned network whose budget lets it hold the old gradients or the new, not both; and the budget."""
     model, (x, _) = network(), few()
@@ -174,10 +163,10 @@ def test_new_gradients_go_into_earlier_ones_as_they_leave(share: float) -> None:
     plain = network()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        peaks = beside_alone(planned, 4)
+        peaks = peaks_of_accumulation(planned, 4, few)
     assert max(peaks) <= budget
     assert len(planned.plans) == 2
-    beside_alone(plain, 4)
+    peaks_of_accumulation(plain, 4, few)
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
     both = planned.plan.peak + gradients(planned) + sum(p.nbytes for p in planned.parameters())
@@ -190,7 +179,7 @@ def test_gradients_that_some_lack_or_that_go_early_fit_the_same_plan() -> None:
     x, labels = few()
     peaks = []
     for model in (planned, plain):
-        beside_alone(model, 2)
+        peaks_of_accumulation(model, 2, few)
         for kind in ("some", "early"):
             for at, p in enumerate(model.parameters()):
                 p.grad = None if kind == "some" and at % 3 else p.grad
@@ -211,7 +200,7 @@ def test_gradients_that_some_lack_or_that_go_early_fit_the_same_plan() -> None:
 
 def test_a_plan_with_earlier_gradients_says_so_and_fits_no_other_step(tmp_path: Path) -> None:
     planned, _ = narrow(0.7)
-    beside_alone(planned, 2)
+    peaks_of_accumulation(planned, 2, few)
     assert "with earlier gradients" in str(planned.plan)
     assert "beside" not in str(planned.plans[0])
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
@@ -223,7 +212,7 @@ def test_gradients_that_are_given_and_not_added_are_the_same() -> None:
     planned, plain = narrow(0.7)[0], network()
     found = []
     for model in (planned, plain):
-        beside_alone(model, 2)
+        peaks_of_accumulation(model, 2, few)
         x, labels = few(5)
         found.append(
             torch.autograd.grad(functional.cross_entropy(model(x), labels), list(model.parameters()))
@@ -262,14 +251,14 @@ def test_accumulation_that_is_stated_makes_one_plan(share: float) -> None:
     planned, plain = accumulating(budget, dynamic=False), network()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        peaks = beside_alone(planned, 4)
+        peaks = peaks_of_accumulation(planned, 4, few)
         planned.prepare(few()[0])
-        peaks += beside_alone(planned, 3)
+        peaks += peaks_of_accumulation(planned, 3, few)
     assert max(peaks) <= budget
     assert len(planned.plans) == 1
     assert planned.plan.budget == budget
     assert gradients(planned) + sum(p.nbytes for p in planned.parameters()) < planned.plan.peak
-    beside_alone(plain, 3)
+    peaks_of_accumulation(plain, 3, few)
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
 
@@ -277,11 +266,11 @@ def test_accumulation_that_is_stated_makes_one_plan(share: float) -> None:
 def test_a_percentage_is_of_a_peak_with_earlier_gradients() -> None:
     planned = accumulating("100%")
     alone = rematplan.plan_module(network(), (few()[0],), budget="100%", strategy="store_all")
-    eager = max(beside_alone(network(), 3))
+    eager = max(peaks_of_accumulation(network(), 3, few))
     assert planned.plan.estimate.reruns == 0
     assert alone.plan.peak < planned.plan.peak
     assert eager <= planned.plan.peak
-    assert max(beside_alone(planned, 3)) <= planned.plan.peak
+    assert max(peaks_of_accumulation(planned, 3, few)) <= planned.plan.peak
 
 
 def test_gradients_of_parameters_that_a_step_does_not_use_are_counted() -> None:
@@ -311,5 +300,5 @@ def test_a_saved_plan_that_counts_them_is_for_accumulation(tmp_path: Path) -> No
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
     loaded = rematplan.plan_module(network(), (few()[0],), plan=tmp_path / "plan.json", accumulate=True)
     assert loaded.plan.schedule == planned.plan.schedule
-    assert max(beside_alone(loaded, 3)) <= planned.plan.budget
+    assert max(peaks_of_accumulation(loaded, 3, few)) <= planned.plan.budget
     assert len(loaded.plans) == 1
