@@ -14,10 +14,20 @@ from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.evaluation import Evaluation, Stack, stack
 from rematplan.planner.family.schedule_by_position import Member, member_of, schedule_of, step_table
 
-MEMBERS = 36
-"""The number of members of a family."""
-SIZES_MET = 6
-"""The number of problems at whose sizes members are compared: the largest that was met, and the latest."""
+
+@dataclass(frozen=True)
+class FamilyLimits:
+    """The limits of a family."""
+
+    members: int = 36
+    """The number of members. The Pareto front of all plans found for one length had 18 to 34, for GPT-12, BERT-6,
+    Llama-8 and U-Net at two or three budgets."""
+    sizes_met: int = 6
+    """The number of problems at whose sizes members are compared: the largest that was met, and the latest. Chosen
+    without a measurement: each costs an evaluation of all members when a plan is added."""
+
+
+LIMITS = FamilyLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +47,8 @@ class PlanFamily:
     """Plans of one structure.
 
     The first member runs every op once. Any other is kept while it is on the Pareto front of peak and cost at some
-    size met. If there are more than `MEMBERS`, the member with the smallest gain (`_gains`) is dropped. May be used
-    from several threads: each change replaces the whole state.
+    size met. If there are more than `LIMITS.members`, the member with the smallest gain (`_gains`) is dropped. May
+    be used from several threads: each change replaces the whole state.
 
     Args:
         graph: any problem of the structure.
@@ -83,7 +93,7 @@ class PlanFamily:
         if known and len(met) == len(state.met) and all(map(Amounts.equals, met, state.met)):
             return
         state = self._made(members if known else (*members, member), met)
-        while len(state.members) > MEMBERS:
+        while len(state.members) > LIMITS.members:
             gains = _gains(state.evaluations, state.met)
             gains[0] = np.inf
             worst = int(np.argmin(gains))  # of equals the oldest
@@ -189,11 +199,11 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
     """Return the amounts met so far and new ones: the largest and the latest are kept."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
-    if len(met) <= SIZES_MET:
+    if len(met) <= LIMITS.sizes_met:
         return met
     largest = max(met, key=lambda known: known.total)
     rest = [known for known in met if known is not largest]
-    return (largest, *rest[1 - SIZES_MET :])
+    return (largest, *rest[1 - LIMITS.sizes_met :])
 
 
 def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:

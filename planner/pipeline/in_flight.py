@@ -33,20 +33,30 @@ from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
-GRID = 5
-"""The number of values of κ to try first."""
-REFINED = 12
-"""The number of intervals between them to halve."""
 CLOSED = 1e-6
 """A lower bound counts as lower than a plan if the difference is more than this, in microseconds."""
-HALVINGS = 30
-"""The number of bisection steps that find the largest feasible share."""
-EVERY = 1000
-"""Up to this many combinations of one candidate per stage, all are tried."""
-LOWERED = 12
-"""The largest number of budgets to try when searching for a rank's smallest."""
-LEAST = (0.0, 0.5, 1.0)
-"""In the search for a rank's smallest budget: weights of the smallest peak against the smallest K."""
+
+
+@dataclass(frozen=True)
+class RankSearchLimits:
+    """The constants of the search for a rank's plans. κ is the number of bytes that a stage may keep between forward
+    and backward. They were chosen by trial without a record of single measurements."""
+
+    grid: int = 5
+    """The number of values of κ to try first."""
+    refined: int = 12
+    """The number of intervals between them to halve."""
+    halvings: int = 30
+    """The number of bisection steps that find the largest feasible share."""
+    combinations: int = 1000
+    """Up to this many combinations of one candidate per stage, all are tried."""
+    lowered: int = 12
+    """The largest number of budgets to try when searching for a rank's smallest."""
+    peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """In the search for a rank's smallest budget: weights of the smallest peak against the smallest κ."""
+
+
+LIMITS = RankSearchLimits()
 
 
 class StagePlanner(Protocol):
@@ -152,18 +162,18 @@ class RankSearch:
         for at, stage in enumerate(self.stages):
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
-            for share in LEAST:
+            for share in LIMITS.peak_weights:
                 graph = stage.with_room(max(op.workspace, int(share * span)))
                 self._take(at, self.planner.least(graph, self._starts(at, graph)))
         high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
         low = self.budget  # no plans are found for it
-        for k in range(LOWERED):
+        for k in range(LIMITS.lowered):
             # The last tries are for one byte less, so that the reported budget is the smallest that succeeds.
-            ask = high - 1 if k >= LOWERED // 2 else (low + high) // 2
+            ask = high - 1 if k >= LIMITS.lowered // 2 else (low + high) // 2
             found = None if ask <= low else self._at(ask)
             if found is not None:
                 high = found
-            elif k < LOWERED // 2:
+            elif k < LIMITS.lowered // 2:
                 low = max(low, ask)
             else:
                 break
@@ -183,13 +193,13 @@ class RankSearch:
     def _search(self) -> None:
         """Try the grid. Then halve the interval with the least lower bound, until no bound is below the best plan."""
         most = self._most_share()
-        shares = sorted({*(most * k / (GRID - 1) for k in range(GRID)), 1.0})
+        shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         for share in reversed(shares):
             self._try(share)
             if self._late and self._best() is not None:
                 break
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
-        for _ in range(REFINED):
+        for _ in range(LIMITS.refined):
             best = self._best()
             most_extra = math.inf if best is None else _extra(best)
             open_ = {
@@ -219,7 +229,7 @@ class RankSearch:
         low, high = 0.0, 1.0
         if self._roomy(high):
             return high
-        for _ in range(HALVINGS):
+        for _ in range(LIMITS.halvings):
             middle = (low + high) / 2
             low, high = (middle, high) if self._roomy(middle) else (low, middle)
         return low
@@ -262,7 +272,7 @@ class RankSearch:
 
         If there are too many to try all, it is one that no change of a single stage improves.
         """
-        if math.prod(map(len, self.found)) <= EVERY:
+        if math.prod(map(len, self.found)) <= LIMITS.combinations:
             return min(product(*self.found), key=key)
         chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
         better = True

@@ -22,10 +22,22 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
 
-TINY = 10  # recipes up to which every order is searched
-START = 0.3  # share of the time for annealing, which finds the order and the first incumbent
-SLICE = 0.15  # share of the time for the first slice; later ones are longer
-LARGEST = 1500  # ops beyond which no solver gets anywhere with the program: the start is returned
+
+@dataclass(frozen=True)
+class IlpLimits:
+    """The constants of the search, chosen by trial without a record of single measurements."""
+
+    every_order: int = 10
+    """The number of recipes up to which every order is searched."""
+    start: float = 0.3
+    """The share of the time for annealing, which finds the order and the first incumbent."""
+    slice: float = 0.15
+    """The share of the time for the first slice of the solver; later ones are longer."""
+    most_ops: int = 1500
+    """The number of ops beyond which no solver gets anywhere with the program: the start is returned."""
+
+
+LIMITS = IlpLimits()
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class ILP(Strategy):
 
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         recipes = len(graph.ops) + len(graph.inverses)
-        if recipes <= TINY and not graph.ordered:
+        if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
             from rematplan.planner.ilp.step_program import solve_steps
 
@@ -97,7 +109,7 @@ class ILP(Strategy):
             best.goal = search.best.overhead
             if plain is graph:  # with inverses there may be cheaper plans than any of these
                 best.bound = best.goal
-            until = began + START * self.time_limit
+            until = began + LIMITS.start * self.time_limit
             start = (
                 cut_start(plain, search.order, search.loss_cut, budget, until) if plain.has_phases else None
             )
@@ -106,7 +118,7 @@ class ILP(Strategy):
         if best.closed or search.best.unreachable:
             return
         self._anneal(plain, budget, best)
-        if best.plan is not None and len(plain.ops) <= LARGEST and plain.base_cost:
+        if best.plan is not None and len(plain.ops) <= LIMITS.most_ops and plain.base_cost:
             program = StageProgram(plain, budget, runs_of(best.plan.schedule), self.upstream)
             with Solver() as solver:
                 self._solve(program, solver, began, best)
@@ -114,7 +126,7 @@ class ILP(Strategy):
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """Find a start that fits, and with it an order of first runs."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
-        found = search.run(best.starts(), SearchBudget(START * self.time_limit))
+        found = search.run(best.starts(), SearchBudget(LIMITS.start * self.time_limit))
         if found is not None:
             best.offer(runs_of(found.schedule))
         best.smallest = min(best.smallest, search.least.estimate.peak)
@@ -122,7 +134,7 @@ class ILP(Strategy):
     def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
         """Solve in time slices, and add rows where the simulator finds a schedule that exceeds the budget."""
         hint = program.hint()
-        seconds = SLICE * self.time_limit
+        seconds = LIMITS.slice * self.time_limit
         while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
             best.report(1 - left / self.time_limit)
             answer = solver.solve(program.rows, min(seconds, left), integer=True, gap=1.0, hint=hint)

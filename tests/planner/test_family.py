@@ -197,7 +197,7 @@ def test_names_sizes_and_costs_are_no_part_of_the_structure(problems):
 
 
 def test_a_family_is_bounded_and_keeps_both_ends_of_each_front(problems, monkeypatch):
-    monkeypatch.setattr(module, "MEMBERS", 9)
+    monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, members=9))
     graph = problems.residual((2, 2))
     rng = Random(3)
     sizes = [graph, *(of_other_sizes(graph, rng, 10**6) for _ in range(2))]
@@ -223,7 +223,7 @@ def test_sizes_met_are_bounded_and_the_largest_stays(problems):
         one = replace(graph, tensors=tuple(replace(t, bytes=t.bytes + k) for t in graph.tensors))
         family.add(one, no_recompute(one))
     assert len(family) == 1
-    assert len(family.met) == module.SIZES_MET
+    assert len(family.met) == module.LIMITS.sizes_met
     assert max(met.total for met in family.met) == amounts_of(large).total
     assert family.met[-1].equals(amounts_of(one))
 

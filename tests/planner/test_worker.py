@@ -12,9 +12,9 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.caches.plan_store import PlanStore, recipe_names
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.search_job import SHARES, names_of, plan_of
+from rematplan.planner.search_job import SHARES, plan_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.worker import serve
@@ -38,7 +38,7 @@ def polished_briefly(graph, budget, starts, **options):
 
 
 def request(graph, budget, starts, number=1):
-    position = {name: k for k, name in enumerate(names_of(graph))}
+    position = {name: k for k, name in enumerate(recipe_names(graph))}
     return {
         "id": number,
         "problem": problem_to_json(graph),
