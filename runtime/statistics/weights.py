@@ -19,7 +19,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
-from rematplan.runtime.statistics.trace_gradients import NoRow, Placement, Region, Term, mapped, terms
+from rematplan.runtime.statistics.trace_gradients import SAME, NoRow, Placement, Region, Term, mapped, terms
 
 aten = torch.ops.aten
 
@@ -90,10 +90,11 @@ class Weights:
             except NoRow as error:
                 left[name] = output.value
                 self.skipped[name] = str(error)
-                for value in self._effective(error.at):
+                for value in self._effective(output.value, error.at):
                     effective[value].append(name)
+        parameters = {o.target.removeprefix("model.") for o in step.outputs if o.kind == "gradient"}
         for value, parts in effective.items():
-            name = _effective_name(parts, {w.name for w in found})
+            name = _effective_name(parts, {w.name for w in found} | parameters)
             found.append(self._weight(name, value, tuple(parts)))
             for part in parts:
                 self.skipped[part] = f"it is part of the effective weight {name}, which has statistics"
@@ -193,9 +194,17 @@ class Weights:
         lead = (0, 1) if common > 1 else (0,)
         return Weight(name, blocks, whole, (*lead, *(o + shift for o in order)), rows // common, None, parts)
 
-    def _effective(self, at: str) -> Iterator[str]:
-        """Yield the gradients of effective weights from which the gradient ``at`` is computed."""
+    def _effective(self, gradient: str, at: str) -> Iterator[str]:
+        """Yield the gradients of effective weights from which a parameter's gradient is computed.
+
+        ``at``: the value in whose computation they are searched. The summands of ``gradient`` are uses of the parameter
+        itself.
+        """
+        uses = set(self._summands(gradient))
         seen, open_ = {at}, [at]
+        if at not in uses and self._is_weight(at):
+            yield at
+            return
         while open_:
             call = self.step.call.get(self.step.values[open_.pop()].call or "")
             for ref in refs((call.args, call.kwargs)) if call else ():
@@ -203,11 +212,30 @@ class Weights:
                 if ref.value in seen or maker not in self.step.after_loss:
                     continue
                 seen.add(ref.value)
-                try:
-                    self._weight("", ref.value)
-                    yield ref.value
-                except NoRow:
+                if not self._is_weight(ref.value):
                     open_.append(ref.value)
+                elif ref.value not in uses:
+                    yield ref.value
+
+    def _summands(self, gradient: str) -> Iterator[str]:
+        """Yield a gradient, and what is added to get it, through ops that keep all numbers."""
+        open_ = [gradient]
+        while open_:
+            yield (value := open_.pop())
+            call = self.step.call.get(self.step.values[value].call or "")
+            if call is None or call.name not in self.step.after_loss:
+                continue
+            size = self.step.values[value].fake.numel()
+            if call.is_view or call.target in SAME or call.target is aten.add.Tensor:
+                of = {ref.value for ref in refs((call.args, call.kwargs))}
+                open_ += [one for one in of if self.step.values[one].fake.numel() == size]
+
+    def _is_weight(self, gradient: str) -> bool:
+        try:
+            self._weight("", gradient)
+        except NoRow:
+            return False
+        return True
 
     def _with_biases(self, found: list[Weight], left: dict[str, str]) -> Iterator[Weight]:
         keys: dict[str, list[tuple[Region | None, BiasKey]]] = {}

@@ -226,6 +226,34 @@ def test_a_parametrised_weight_has_the_statistics_of_the_effective_one(parametri
     assert all("effective weight 0.weight" in why for why in found.skipped.values())
 
 
+def test_a_weight_used_plainly_and_transposed_is_named_with_its_reason() -> None:
+    model = Written(
+        lambda m, x: functional.linear(functional.linear(x, m.w).tanh() @ m.w, m.b), (E, D), (2, D)
+    )
+    found = statistics(model, X.clone())
+    assert set(found.factors) == {"b"}
+    assert found.skipped == {"w": "its uses see it as different matrices"}
+
+
+def test_weights_that_are_joined_have_the_statistics_of_the_whole() -> None:
+    model = Written(lambda m, x: functional.linear(x, torch.cat([m.w, m.b])), (2, D), (4, D))
+    found = statistics(model, X.clone())
+    assert set(found.factors) == {"w+b"}
+    assert error(found.factors["w+b"].a, gram(X)) < 1e-13
+    s = X @ torch.cat([model.w, model.b]).detach().T
+    assert error(found.factors["w+b"].g, gram(gradient(s))) < 1e-13
+
+
+def test_an_effective_weight_never_has_the_name_of_a_parameter() -> None:
+    def standardised(m: Any, x: Tensor) -> Tensor:
+        return functional.linear(x, (m.w - m.w.mean(1, keepdim=True)) / m.w.std(1, keepdim=True))
+
+    found = statistics(Written(standardised, (E, D)), X.clone())
+    assert set(found.factors) == {"w'"}
+    assert error(found.factors["w'"].a, gram(X)) < 1e-13
+    assert "effective weight w'" in found.skipped["w"]
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
