@@ -93,12 +93,12 @@ class Factors:
 class Statistics:
     """The statistics of one training step, summed over its micro-batches.
 
-    ``factors``: by the weight's name; empty if the step takes no statistics. A weight that is computed from parameters
-    has the name of the parametrised attribute, or its parameters' names joined by ``+``; with an apostrophe if a
-    parameter has that name. ``skipped``: by the parameter's
-    name, the reason why it has no factors. Biases that are included in a weight's factors are in neither.
-    ``step``: the number of the training step, from 0. The tensors are not counted in any later step's budget,
-    so keep them only as long as needed.
+    ``factors``: by the weight's name; empty if the step takes no statistics. A weight that is computed from
+    parameters has the name of the parametrised attribute, or its parameters' names joined by ``+``; with an
+    apostrophe if a parameter has that name. ``skipped``: by the parameter's name, the reason why it has no
+    factors. Biases that are included in a weight's factors are in neither. ``step``: the number of the
+    training step, from 0. The tensors are not counted in any later step's budget, so keep them only as long
+    as needed.
     """
 
     factors: Mapping[str, Factors]
