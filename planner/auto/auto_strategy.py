@@ -44,8 +44,9 @@ MARKED = 0.6  # share of the time for a problem with inferred phases; the rest i
 PLAIN = 0.4  # share of the search's time for the problem without its inverses
 LEAST = 0.5
 """Share of the time for finding the smallest peak, for the budget ``min`` and for refusals."""
-PROVEN = 3.0
-"""Seconds for finding the smallest peak at most, once the budget is proven to be too small."""
+ROUND, GAIN = 2.0, 0.01
+"""Once a budget is proven to be too small, the smallest peak is searched for in rounds. The first takes so many
+seconds, each further one twice as long, until a round lowers the peak by less than this share."""
 CHEAPLY = 2.0
 """Seconds for the second plan that a refusal names at most; see `CHEAP_SHARE`."""
 EVICTION = 0.1  # share of the time for eviction, if nothing fits
@@ -204,7 +205,7 @@ class _Session:
                     raise
         if self.best is None:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
-            self.take((self.least(),))
+            self.lower()
             self.take((cheap := self.cheap(),))
             least = self.smallest
             assert least is not None
@@ -388,17 +389,30 @@ class _Session:
             return nullcontext()
         return SecondSearch(other, self.proof, until, starts)
 
-    def least(self) -> Plan:
-        """Return the plan with the smallest peak found, for a refusal.
+    def lower(self) -> None:
+        """Search for the plan with the smallest peak, for a refusal, as for the budget ``min``.
 
-        It is searched for as for the budget ``min``, in what is left of the time; if the budget is proven to be too
-        small, for at most `PROVEN` seconds.
+        The search takes what is left of the time. If the budget is proven to be too small, it takes a few seconds, or
+        longer as long as much is gained, but no longer than for ``min``.
         """
-        proven = self.bound.best.unreachable
-        seconds = min(PROVEN, LEAST * self.auto.time_limit) if proven else self.left
+        if not self.bound.best.unreachable:
+            self.lower_for(self.left)
+            return
+        until, seconds, before = time.monotonic() + LEAST * self.auto.time_limit, ROUND, math.inf
+        while (left := until - time.monotonic()) > 0:
+            interrupted = self.lower_for(min(seconds, left))
+            assert self.smallest is not None
+            if interrupted or self.smallest.peak > (1 - GAIN) * before:
+                return
+            before, seconds = self.smallest.peak, 2 * seconds
+
+    def lower_for(self, seconds: float) -> bool:
+        """Search for the plan with the smallest peak for so many seconds. Return whether Ctrl-C ended the search."""
         effort, report = SearchBudget(seconds), partial(_looking, self.progress)
         order, seed = self.auto.keep_order, self.auto.seed
-        return find_smallest_peak(self.given, effort, self.known, report, keep_order=order, seed=seed)
+        found = find_smallest_peak(self.given, effort, self.known, report, keep_order=order, seed=seed)
+        self.take((found,))
+        return effort.interrupted
 
     def cheap(self) -> Plan:
         """Return the leanest plan found that costs little, for a refusal."""

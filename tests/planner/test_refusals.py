@@ -10,7 +10,7 @@ import pytest
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.cheap_plan import cheap_plan
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto.auto_strategy import CHEAPLY, PROVEN, Auto
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.strategy import Strategy
@@ -19,7 +19,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
 
-BUSY = 4.0  # seconds that everything else may take on a machine with other work
+QUICK = 30.0  # seconds on a machine with much other work; it takes about five
 
 
 def refusal(strategy: Strategy, graph: TrainingGraph, budget: int) -> InfeasibleBudget:
@@ -55,4 +55,4 @@ def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType)
     began = time.monotonic()
     error = refusal(Auto(time_limit=600, reuse=False), graph, min_peak_bound(graph).bytes - 1)
     assert error.known == "proven"
-    assert time.monotonic() - began < PROVEN + CHEAPLY + BUSY
+    assert time.monotonic() - began < QUICK
