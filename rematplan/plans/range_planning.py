@@ -19,18 +19,29 @@ from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
 from rematplan.plans.size_ranges import ProblemRange, show_sizes
 
-CURVE = 5
-"""The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
-CURVE_SHARE, FIT_SHARE = 0.4, 0.3
-"""Shares of the time for the curve at the largest size, and for sizes at which nothing fits yet."""
-SEARCHES = 6
-"""Searches at sizes at which nothing fits yet, at most."""
 NAMED = 5
 """The number of unfit ranges that a refusal names."""
-STARTS = 12
-"""Plans of other sizes from which a size is polished."""
-POLISH = 0.1
-"""CPU seconds of each of the four anneals of a size."""
+
+
+@dataclass(frozen=True)
+class RangeSearchOptions:
+    """The constants of the search over a range of sizes. Shares are of the time for the sizes of one structure."""
+
+    budgets: int = 5
+    """The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
+    curve_share: float = 0.4
+    """The share for these plans. What fits at the largest size mostly fits below."""
+    fit_share: float = 0.3
+    """The share for sizes at which nothing fits yet."""
+    searches: int = 6
+    """The largest number of searches at such sizes; each halves them."""
+    starts: int = 12
+    """The number of plans of other sizes from which a size is polished; see `AdaptOptions`, which has as many."""
+    polish_seconds: float = 0.1
+    """CPU seconds of each of the four anneals of a size; see the measurement at `AdaptOptions`."""
+
+
+OPTIONS = RangeSearchOptions()
 
 
 @dataclass(frozen=True)
@@ -152,19 +163,19 @@ class _RangeSearch:
         ):
             return
         self._say(possible[0])
-        self._curve(possible[0], CURVE_SHARE * seconds)
-        self._fit(possible, (CURVE_SHARE + FIT_SHARE) * seconds - (time.monotonic() - began))
+        self._curve(possible[0], OPTIONS.curve_share * seconds)
+        self._fit(possible, (OPTIONS.curve_share + OPTIONS.fit_share) * seconds - (time.monotonic() - began))
         self._polish(possible, began + seconds)
 
     def _curve(self, size: int, seconds: float) -> None:
         graph, base = self.problems.problem(size), self.row(size).base_peak
-        steps = [self.budget + (base - self.budget) * k // CURVE for k in range(CURVE)]
+        steps = [self.budget + (base - self.budget) * k // OPTIONS.budgets for k in range(OPTIONS.budgets)]
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], seconds: float) -> None:
         """Search at sizes at which nothing fits: at the one in the middle, so that each search halves them."""
         until, low = time.monotonic() + seconds, 0
-        for _ in range(SEARCHES):
+        for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]
             left = until - time.monotonic()
             if not unfit or left <= 0:
@@ -189,9 +200,14 @@ class _RangeSearch:
             if self.row(size).fits and self.row(size).estimate.overhead > 0:
                 graph = self.problems.problem(size)
                 self._say(size)
-                starts = self.families[self.structure[size]].starts(graph, self.budget, STARTS)
+                starts = self.families[self.structure[size]].starts(graph, self.budget, OPTIONS.starts)
                 self._take(
-                    size, list(polished(graph, self.budget, starts, seconds=POLISH, seed=self.auto.seed))
+                    size,
+                    list(
+                        polished(
+                            graph, self.budget, starts, seconds=OPTIONS.polish_seconds, seed=self.auto.seed
+                        )
+                    ),
                 )
 
     def _take(self, size: int, plans: Sequence[Plan]) -> None:
