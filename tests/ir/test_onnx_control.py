@@ -52,7 +52,7 @@ def body(nodes, inputs, outputs, weights=()):
 STEP = [info("i", [], INT), info("go", [], FLAG), info("h", [4, 3])]
 
 
-def turns(*nodes, weights=(), outputs="go_on h2"):
+def loop_model(*nodes, weights=(), outputs="go_on h2"):
     return body(
         [node("Identity", "go", "go_on"), *nodes],
         STEP,
@@ -86,7 +86,7 @@ def test_conditions_on_the_inputs_shape(tmp_path):
 
 def test_a_loop_repeats_its_body_with_the_same_weights(tmp_path):
     w = numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")
-    step = turns(node("MatMul", "h w", "h2"), weights=[w], outputs="go_on h2 h2")
+    step = loop_model(node("MatMul", "h w", "h2"), weights=[w], outputs="go_on h2 h2")
     loop = helper.make_node("Loop", ["n", "", "x"], ["y", "seen"], name="loop", body=step)
     graph = load(tmp_path, [loop], [constant("n", 3)], outputs=("y", "seen"))
     assert ops(graph).count("MatMul") == 3
@@ -119,7 +119,7 @@ def test_nested_loops_read_what_is_around_them(tmp_path):
         [info("j", [], INT), info("go2", [], FLAG), info("k")],
         ["on2", "k2"],
     )
-    step = turns(
+    step = loop_model(
         node("Relu", "h", "outer"), helper.make_node("Loop", ["m", "", "h"], ["h2"], name="in", body=inner)
     )
     loop = helper.make_node("Loop", ["n", "", "x"], ["y"], name="out", body=step)
@@ -149,19 +149,19 @@ def test_a_scan_is_as_long_as_its_input(tmp_path, attributes):
         ),
         (
             lambda: helper.make_node(
-                "Loop", ["count", "", "x"], ["y"], name="loop", body=turns(node("Relu", "h", "h2"))
+                "Loop", ["count", "", "x"], ["y"], name="loop", body=loop_model(node("Relu", "h", "h2"))
             ),
             "node 'loop': its trip count ('count') depends on data; Loop cannot be planned",
         ),
         (
             lambda: helper.make_node(
-                "Loop", ["", "", "x"], ["y"], name="loop", body=turns(node("Relu", "h", "h2"))
+                "Loop", ["", "", "x"], ["y"], name="loop", body=loop_model(node("Relu", "h", "h2"))
             ),
             "node 'loop': the Loop runs more than 10000 times",
         ),
         (
             lambda: helper.make_node(
-                "Loop", ["many", "", "x"], ["y"], name="loop", body=turns(node("Relu", "h", "h2"))
+                "Loop", ["many", "", "x"], ["y"], name="loop", body=loop_model(node("Relu", "h", "h2"))
             ),
             "node 'loop': the Loop runs more than 10000 times",
         ),
@@ -171,13 +171,13 @@ def test_a_scan_is_as_long_as_its_input(tmp_path, attributes):
                 ["zero", "", "x"],
                 ["q", "y"],
                 name="loop",
-                body=turns(node("Relu", "h", "h2"), outputs="go_on h2 h2"),
+                body=loop_model(node("Relu", "h", "h2"), outputs="go_on h2 h2"),
             ),
             "node 'loop': the Loop never runs, so 'y' has no shape",
         ),
         (
             lambda: helper.make_node(
-                "Loop", ["two", "", "x"], ["y"], name="loop", body=turns(node("Add", "h ghost", "h2"))
+                "Loop", ["two", "", "x"], ["y"], name="loop", body=loop_model(node("Add", "h ghost", "h2"))
             ),
             "reads 'ghost', which nothing writes",
         ),
@@ -198,7 +198,7 @@ def test_loops_in_loops_do_not_explode(tmp_path, monkeypatch):
         [info("j", [], INT), info("go2", [], FLAG), info("k")],
         ["on2", "k2"],
     )
-    step = turns(helper.make_node("Loop", ["n", "", "h"], ["h2"], name="in", body=inner))
+    step = loop_model(helper.make_node("Loop", ["n", "", "h"], ["h2"], name="in", body=inner))
     loop = helper.make_node("Loop", ["n", "", "x"], ["y"], name="out", body=step)
     with pytest.raises(ModelError, match="its unrolled loops have more than 20000 nodes"):
         load(tmp_path, [loop], [constant("n", 900)])

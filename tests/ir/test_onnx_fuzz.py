@@ -175,16 +175,16 @@ def test_damaged_files_load_or_are_refused_in_one_line(tmp_path, monkeypatch, na
         tmp_path / "m.onnx",
     )
     loaded = refused = 0
-    for turn in range(rounds):
+    for round_ in range(rounds):
         model = onnx.ModelProto.FromString(made)
         try:
             data = damage(model, rng)
         except (ValueError, TypeError, UnicodeError):  # a value that protobuf itself does not take
             continue
         path.write_bytes(data)
-        forms = Forms(("as-is", "train", "frozen")[turn % 3], ("as-is", "on", "off")[turn % 3])
+        forms = Forms(("as-is", "train", "frozen")[round_ % 3], ("as-is", "on", "off")[round_ % 3])
         with within(LIMIT):
-            said = outcome(path, forms, {"batch": 2} if turn % 2 else None)
+            said = outcome(path, forms, {"batch": 2} if round_ % 2 else None)
         assert "\n" not in said
         loaded, refused = loaded + (not said), refused + bool(said)
     assert loaded > 0

@@ -280,7 +280,7 @@ def test_external_data_are_read_when_asked_for(tmp_path):
         load_onnx(path)
 
 
-def test_a_model_behind_a_link_finds_its_data_beside_the_file(tmp_path):
+def test_a_model_behind_a_link_finds_its_data_next_to_the_file(tmp_path):
     store, links = tmp_path / "store", tmp_path / "links"
     store.mkdir(), links.mkdir()
     path = write(

@@ -17,7 +17,7 @@ def replayed(schedule, times, latency=0.0, bandwidth=float("inf"), overhead=0.0,
             queue = sent.setdefault((half[a.kind], a.stage), [])
             nth[r, i] = len(queue)
             queue.append(a.microbatch)
-    rank, under_way = {a.stage: r for r, row in enumerate(schedule.actions) for a in row}, set()
+    rank, pending = {a.stage: r for r, row in enumerate(schedule.actions) for a in row}, set()
 
     def reader(kind, stage):
         to = stage + {"F": 1, "B": -1, "W": 10**9}[kind]
@@ -27,9 +27,9 @@ def replayed(schedule, times, latency=0.0, bandwidth=float("inf"), overhead=0.0,
     def event(what, r, i):
         if i < 0:
             return 0.0
-        if (what, r, i) in under_way or i >= len(schedule.actions[r]):
+        if (what, r, i) in pending or i >= len(schedule.actions[r]):
             raise Waits(schedule.actions[r][i])
-        under_way.add((what, r, i))
+        pending.add((what, r, i))
         a = schedule.actions[r][i]
         kind, stage, m, t = half[a.kind], a.stage, a.microbatch, times[a.stage]
         if what == "start":
@@ -63,7 +63,7 @@ def replayed(schedule, times, latency=0.0, bandwidth=float("inf"), overhead=0.0,
             ]
             value = max([event("free", r, i), *(event("arrives", r, j) - latency for j in same[-1:])])
             value += (t.sends if kind == "F" else t.returns) / bandwidth + latency
-        under_way.discard((what, r, i))
+        pending.discard((what, r, i))
         return value
 
     return {

@@ -73,10 +73,12 @@ def optimum(stage: StageProblem, k: int, budget: int) -> float:
     for t in stage.graph.tensors:
         keeps |= {kept + t.bytes for kept in keeps}
     base, own = stage.graph.base_cost, stage.bytes((*stage.per_microbatch, *stage.tangents))
-    beside = budget - stage.gradient_bytes - stage.bytes(stage.states)
+    unreserved = budget - stage.gradient_bytes - stage.bytes(stage.states)
     costs = []
     for kept in sorted({*keeps} & set(range(all_kept(stage).kept_bytes + 1))):
-        room = beside - own - (k - 1) * (kept + stage.bytes(stage.per_microbatch)) + stage.graph.input_bytes
+        room = (
+            unreserved - own - (k - 1) * (kept + stage.bytes(stage.per_microbatch)) + stage.graph.input_bytes
+        )
         if room > 0:
             costs.append(cheapest(stage.bounded(room, kept + stage.bytes(stage.per_microbatch)), room))
     return min(costs, default=math.inf) - base

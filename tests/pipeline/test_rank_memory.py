@@ -19,13 +19,13 @@ BYTES = st.integers(0, 99)
 def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
     """A rank of one or two stages with micro-batches in any order."""
     stages = draw(st.integers(1, 2))
-    ways = {
+    orders = {
         (s, m): draw(st.sampled_from(["FB", "FIW"]))
         for s in range(stages)
         for m in range(draw(st.integers(1, 4)))
     }
     actions = []
-    left = {key: list(way) for key, way in ways.items()}
+    left = {key: list(order) for key, order in orders.items()}
     while left:
         key = draw(st.sampled_from(sorted(left)))
         actions.append(Action(left[key].pop(0), *key))  # type: ignore[arg-type]

@@ -267,11 +267,11 @@ def test_two_cuts_can_raise_the_bound_though_neither_does_alone(problems):
 
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
     graph = chain(12)
-    order, turn = precedence(graph), 12
+    order, cut = precedence(graph), 12
     for budget in (6, 8, 10):
-        exact = one_cut(graph, order, turn, budget)
+        exact = one_cut(graph, order, cut, budget)
         assert exact > 0
-        assert flow_bound(graph, order, turn, budget) == pytest.approx(exact, abs=1e-6)
+        assert flow_bound(graph, order, cut, budget) == pytest.approx(exact, abs=1e-6)
 
 
 @LAWS

@@ -54,9 +54,9 @@ def test_the_sequence_is_valid_costs_what_the_program_says_and_fits_at_the_cuts(
     estimate = simulate(graph, with_frees(graph, runs))
     value = program.rows.constant + sum(c * x for c, x in zip(program.rows.cost, values, strict=True))
     assert estimate.cost == pytest.approx(value * 1e-6 * graph.base_cost, rel=1e-6)
-    held = bytes_at_first_run(graph, runs)
+    resident = bytes_at_first_run(graph, runs)
     room = program.room + graph.input_bytes
-    assert all(held[graph.ops[cut].name] <= room for cut in program.cuts)
+    assert all(resident[graph.ops[cut].name] <= room for cut in program.cuts)
 
 
 def test_the_op_runs_if_inverses_would_compute_a_tensor_from_itself():

@@ -71,13 +71,13 @@ def test_ops_with_empty_names_and_ops_that_write_nothing_run(strategy):
 def test_larger_plans_pass_the_independent_checker(problems, checker, share):
     graph = problems.residual((1, 1))
     budget = int(share * peak_of_base(graph))
-    told = []
-    plan = ILP(time_limit=1.5).plan(graph, budget, lambda fraction, text: told.append((fraction, text)))
+    found = []
+    plan = ILP(time_limit=1.5).plan(graph, budget, lambda fraction, text: found.append((fraction, text)))
     replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= plan.budget == budget
     assert 0 <= plan.lower_bound <= plan.estimate.overhead
-    assert plan.status == "optimal" or "bound" in told[-1][1]
-    assert all(before <= after for (before, _), (after, _) in pairwise(told))
+    assert plan.status == "optimal" or "bound" in found[-1][1]
+    assert all(before <= after for (before, _), (after, _) in pairwise(found))
 
 
 def test_the_stage_program_finds_a_better_schedule_than_the_known_one(problems):

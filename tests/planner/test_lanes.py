@@ -63,8 +63,8 @@ class Machine:
         assert plan.lanes is not None
         self.graph, self.runs, self.lanes = graph, runs_of(plan.schedule), plan.lanes
         self.fixed = set(graph.inputs)
-        beside = set(plan.lanes.recovery)
-        self.lane_of = [int(at in beside) for at in range(len(self.runs))]
+        recovered = set(plan.lanes.recovery)
+        self.lane_of = [int(at in recovered) for at in range(len(self.runs))]
         after = range(plan.lanes.fork, len(self.runs))
         self.order = [[at for at in after if self.lane_of[at] == lane] for lane in (0, 1)]
         self.awaited: dict[int, list[int]] = {}
@@ -183,8 +183,8 @@ def test_two_lanes_take_no_longer_than_one(problems, seed):
     cost = plan.estimate.cost
     assert spans[0] == pytest.approx(cost)
     assert sorted(spans, reverse=True) == pytest.approx(spans)
-    beside = sum(graph.op[runs_of(laned.schedule)[at]].cost for at in laned.lanes.recovery)
-    assert cost - spans[-1] <= min(beside, cost - beside) + 1e-9
+    recovered = sum(graph.op[runs_of(laned.schedule)[at]].cost for at in laned.lanes.recovery)
+    assert cost - spans[-1] <= min(recovered, cost - recovered) + 1e-9
     slow = on_two_lanes(graph, plan, budget, Sharing(1.0, handover=2.0, start=7.0))
     assert spans[-1] + 7 <= slow.lanes.makespan + 1e-9 <= spans[-1] + 7 + 2 * len(laned.lanes.waits) + 2e-9
 

@@ -272,8 +272,8 @@ def test_room_is_left_for_a_loss_on_outputs_whose_gradients_came() -> None:
         loop()
     loop()
     assert aside() > before
-    held = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
-    assert held + peak_above_entry(loop, CPU)[0] <= planned.plan.peak
+    resident = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
+    assert resident + peak_above_entry(loop, CPU)[0] <= planned.plan.peak
 
 
 def language_model(
@@ -290,7 +290,7 @@ def language_model(
 
 def whole_peak(model: nn.Module, given: dict[str, Tensor]) -> int:
     """Of a step in whose loop the outputs stay to its end."""
-    held = given["labels"].nbytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    resident = given["labels"].nbytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
     def loop() -> None:
         torch.manual_seed(3)
@@ -299,7 +299,7 @@ def whole_peak(model: nn.Module, given: dict[str, Tensor]) -> int:
 
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        peak = held + peak_above_entry(loop, CPU)[0]
+        peak = resident + peak_above_entry(loop, CPU)[0]
     return peak
 
 

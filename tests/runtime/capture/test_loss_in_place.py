@@ -90,5 +90,5 @@ def test_a_step_holds_one_tensor_of_the_scores_size_fewer() -> None:
         peaks.append(peak)
     scores = 4 * ROWS * CLASSES
     assert 0.9 * scores <= peaks[1] - peaks[0]
-    held = x.nbytes + sum(p.nbytes for p in planned.parameters())
-    assert peaks[0] + held <= planned.plan.peak
+    resident = x.nbytes + sum(p.nbytes for p in planned.parameters())
+    assert peaks[0] + resident <= planned.plan.peak

@@ -95,5 +95,5 @@ def test_the_copy_of_a_gradient_with_other_strides_is_charged(order: tuple[int, 
     assert torch.equal(ours.weight.grad, plain.weight.grad)
     assert ours.weight.grad.stride() == plain.weight.grad.stride() == ours.weight.stride()
     ours.zero_grad()
-    held = x.nbytes + tangent.nbytes + ours.weight.nbytes
-    assert held + peak_above_entry(step, torch.device("cpu"))[0] <= ours.plan.estimate.peak
+    resident = x.nbytes + tangent.nbytes + ours.weight.nbytes
+    assert resident + peak_above_entry(step, torch.device("cpu"))[0] <= ours.plan.estimate.peak

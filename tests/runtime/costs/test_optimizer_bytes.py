@@ -63,14 +63,14 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
 def check(make: Callable[[list[nn.Parameter]], optim.Optimizer], params: list[nn.Parameter]) -> None:
     """Two steps of an optimizer hold what is said of it before them; its state is then found to be there."""
     optimizer = make(params)
-    told = optimizer_memory(optimizer, CPU)
+    memory = optimizer_memory(optimizer, CPU)
     before = state_bytes(optimizer)
-    assert sum(t.nbytes for t in told.tensors) == before
+    assert sum(t.nbytes for t in memory.tensors) == before
     for _ in range(2):
         had = state_bytes(optimizer)
         above, _ = peak_above_entry(optimizer.step, CPU)
-        assert above - (state_bytes(optimizer) - had) <= told.transient
-    assert before + told.to_come == state_bytes(optimizer)
+        assert above - (state_bytes(optimizer) - had) <= memory.transient
+    assert before + memory.to_come == state_bytes(optimizer)
     later = optimizer_memory(optimizer, CPU)
     assert sum(t.nbytes for t in later.tensors) == state_bytes(optimizer)
     assert later.to_come == 0
@@ -107,10 +107,10 @@ def test_what_is_said_is_not_much_more_than_is_held() -> None:
         (optim.Adadelta, {"foreach": True}),
     ):
         optimizer = kind(parameters(shapes=((200, 200),) * 8), **options)
-        told = optimizer_memory(optimizer, CPU).transient
+        transient = optimizer_memory(optimizer, CPU).transient
         optimizer.step()
         above, _ = peak_above_entry(optimizer.step, CPU)
-        assert above >= 0.98 * told
+        assert above >= 0.98 * transient
 
 
 def test_eight_bit_state_has_a_byte_an_element_and_a_scale_a_block() -> None:
@@ -155,9 +155,9 @@ def test_the_memory_of_an_overridden_step_is_unknown_until_its_state_exists() ->
     with pytest.raises(UsageError, match=r"the bytes of a Overriding are not known .* state its bytes"):
         optimizer_memory(unknown, CPU)
     above, _ = peak_above_entry(unknown.step, CPU)
-    told = optimizer_memory(unknown, CPU)
-    assert sum(t.nbytes for t in told.tensors) == state_bytes(unknown)
-    assert above - state_bytes(unknown) <= told.transient
+    memory = optimizer_memory(unknown, CPU)
+    assert sum(t.nbytes for t in memory.tensors) == state_bytes(unknown)
+    assert above - state_bytes(unknown) <= memory.transient
 
 
 @pytest.mark.parametrize("kind", [optim.LBFGS])

@@ -107,9 +107,9 @@ def test_the_peak_is_the_plan_s() -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(x).backward(tangent)
     model.zero_grad()
-    held = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
     peak, _ = peak_above_entry(lambda: compiled(x).backward(tangent), torch.device("cpu"))
-    assert held + peak <= backend.plans[0].budget * 1.02  # the compiled code's own small objects
+    assert resident + peak <= backend.plans[0].budget * 1.02  # the compiled code's own small objects
 
 
 class Sized(Net):
@@ -163,9 +163,9 @@ def test_inductor_holds_what_the_plan_says_of_convolutions() -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(x).backward(tangent)
     model.zero_grad(set_to_none=True)
-    held = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes + tangent.nbytes
     peak, _ = peak_above_entry(lambda: compiled(x).backward(tangent), torch.device("cpu"))
-    assert held + peak <= backend.plans[0].budget * 1.02
+    assert resident + peak <= backend.plans[0].budget * 1.02
     assert backend.plans[0].estimate.reruns > 0
 
 
@@ -195,9 +195,9 @@ def test_where_the_compiler_would_drop_plans_a_warning_names_the_setting() -> No
             few = several_sizes(range(1, 3), budget="1GiB")
         assert not [one for one in said if "recompile_limit" in str(one.message)]
         torch._dynamo.reset()
-        with pytest.warns(UserWarning, match="rematplan: .*WITHOUT A PLAN") as told:
+        with pytest.warns(UserWarning, match="rematplan: .*WITHOUT A PLAN") as warned:
             many = several_sizes(range(1, 6), budget="1GiB")
-    (limit,) = [str(one.message) for one in told if "WITHOUT A PLAN" in str(one.message)]
+    (limit,) = [str(one.message) for one in warned if "WITHOUT A PLAN" in str(one.message)]
     assert "torch._dynamo.config.recompile_limit, 3" in limit
     assert (len(few.plans), len(many.plans)) == (2, 3)  # the compiler has dropped two
 
@@ -229,8 +229,8 @@ def test_a_larger_size_that_fits_no_plan_goes_on_with_the_leanest() -> None:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 loss_of(called(x)).backward()
-            told = [str(w.message) for w in said if "plan of the smallest found peak" in str(w.message)]
-            assert len(told) == (n == 6400 and called is compiled)
+            messages = [str(w.message) for w in said if "plan of the smallest found peak" in str(w.message)]
+            assert len(messages) == (n == 6400 and called is compiled)
         for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, eager.grad)
     assert backend.plans[0].peak <= first < backend.plans[1].peak

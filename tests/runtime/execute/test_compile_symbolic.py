@@ -81,7 +81,7 @@ def check_bits(ours: Any, plain: nn.Module, x: Tensor) -> None:
 def check_peak(ours: Any, x: Tensor, budget: int) -> None:
     """Compare the peak of a step with the budget."""
     x.requires_grad_()
-    held = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers())) + x.nbytes
+    resident = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers())) + x.nbytes
 
     def run() -> None:
         out = ours(x)
@@ -90,7 +90,7 @@ def check_peak(ours: Any, x: Tensor, budget: int) -> None:
     before = {name: buffer.clone() for name, buffer in ours.named_buffers()}
     peak, _ = peak_above_entry(run, CPU)
     ours.load_state_dict({**ours.state_dict(), **before})
-    assert held + peak <= budget + 4096, (held + peak) / budget  # small objects of the compiled code
+    assert resident + peak <= budget + 4096, (resident + peak) / budget  # small objects of the compiled code
     for parameter in ours.parameters():
         parameter.grad = None
 

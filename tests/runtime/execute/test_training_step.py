@@ -130,12 +130,12 @@ Loaded = tuple[nn.Module, tuple[Tensor, ...], CapturedStep, TrainingGraph]
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-BESIDE = ("rng_states", "library_workspaces", "tangent")
+NOT_HELD_BEFORE = ("rng_states", "library_workspaces", "tangent")
 """What is charged as held all along, and is not there yet, or is no tensor."""
 
 
 def held_before(graph: TrainingGraph) -> int:
-    return sum(size for kind, size in graph.fixed_split.items() if kind not in BESIDE)
+    return sum(size for kind, size in graph.fixed_split.items() if kind not in NOT_HELD_BEFORE)
 
 
 @pytest.fixture(scope="module", params=[f"{name}-{device}" for device in DEVICES for name in CASES])

@@ -145,7 +145,9 @@ def test_dropout_is_replayed_and_batch_norm_updated_once(cache: Path) -> None:
 
 def test_the_promised_peak_holds(cache: Path) -> None:
     module, batch, step, graph, plan = made(5, cache)
-    held = graph.input_bytes - graph.fixed_split.get("rng_states", 0) - graph.fixed_split.get("tangent", 0)
+    resident = (
+        graph.input_bytes - graph.fixed_split.get("rng_states", 0) - graph.fixed_split.get("tangent", 0)
+    )
     peaks = []
     for more in (0, 2**13, 2**15, 2**40):
         laned = on_two_lanes(graph, plan, plan.estimate.peak + more)
@@ -158,7 +160,7 @@ def test_the_promised_peak_holds(cache: Path) -> None:
                 module.zero_grad()
                 above, _ = peak_above_entry(lambda planned=planned: planned(*batch), CPU)
             peaks.append(above)
-            assert held + above <= laned.lanes.peak
+            assert resident + above <= laned.lanes.peak
     assert len(set(peaks)) > 2
 
 
@@ -208,8 +210,8 @@ def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Pa
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
     for at in range(laned.lanes.fork, len(runs)):
-        turn = runs[: at + 1].count(runs[at])
-        run = compile_step(breaking(step, runs[at], turn), laned.schedule, laned.lanes)
+        occurrence = runs[: at + 1].count(runs[at])
+        run = compile_step(breaking(step, runs[at], occurrence), laned.schedule, laned.lanes)
         with pytest.raises(Broken, match=runs[at]):
             results(run, module, step, batch)
         assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
@@ -415,5 +417,5 @@ def test_a_planned_module_on_two_lanes_keeps_its_budget() -> None:
 
     run()
     model.zero_grad()
-    held = sum(t.nbytes for t in (*model.parameters(), x))
-    assert held + peak_above_entry(run, CPU)[0] <= planned.plan.lanes.peak
+    resident = sum(t.nbytes for t in (*model.parameters(), x))
+    assert resident + peak_above_entry(run, CPU)[0] <= planned.plan.lanes.peak

@@ -69,10 +69,10 @@ def test_bits_and_peak(name: str, device: str) -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
     assert all(map(torch.equal, planned.buffers(), plain.buffers()))
     planned.zero_grad(set_to_none=True)
-    held = sum(t.nbytes for t in (*planned.parameters(), *planned.buffers(), *inputs, tangent))
+    resident = sum(t.nbytes for t in (*planned.parameters(), *planned.buffers(), *inputs, tangent))
     release_libraries(tangent.device)  # so that what they take again counts
     peak, _ = peak_above_entry(lambda: planned(*inputs).backward(tangent), tangent.device)
-    assert held + peak <= planned.plan.budget
+    assert resident + peak <= planned.plan.budget
 
 
 class Drawing(nn.Module):

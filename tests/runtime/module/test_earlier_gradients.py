@@ -43,11 +43,11 @@ def peaks_of_accumulation(
     peaks = []
     for k in range(steps):
         x, labels = batches(k)
-        held = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
+        resident = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
         above, _ = peak_above_entry(
             lambda x=x, labels=labels: functional.cross_entropy(model(x), labels).backward(), CPU
         )
-        peaks.append(held + above)
+        peaks.append(resident + above)
     return peaks
 
 
@@ -104,8 +104,8 @@ def test_gradients_that_go_before_the_backward_are_counted_while_they_are_there(
         loss.backward()
 
     for _ in range(3):
-        held = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
-        assert held + peak_above_entry(step, CPU)[0] <= budget
+        resident = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
+        assert resident + peak_above_entry(step, CPU)[0] <= budget
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -190,8 +190,8 @@ def test_gradients_that_some_lack_or_that_go_early_fit_the_same_plan() -> None:
                     model.zero_grad()
                 loss.backward()
 
-            held = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
-            peaks.append(held + peak_above_entry(step, CPU)[0])
+            resident = x.nbytes + sum(p.nbytes for p in model.parameters()) + gradients(model)
+            peaks.append(resident + peak_above_entry(step, CPU)[0])
     assert max(peaks[:2]) <= budget
     assert len(planned.plans) == 2
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
@@ -230,9 +230,9 @@ def test_gradients_of_inputs_count_too() -> None:
     budget = refused.value.smallest + x.nbytes + 20_000
     planned = rematplan.plan_module(model, (x,), budget=budget, strategy="approx_dp")
     for _ in range(3):
-        held = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
-        held += 0 if x.grad is None else x.grad.nbytes
-        assert held + peak_above_entry(lambda: planned(x).sum().backward(), CPU)[0] <= budget
+        resident = x.nbytes + sum(p.nbytes for p in planned.parameters()) + gradients(planned)
+        resident += 0 if x.grad is None else x.grad.nbytes
+        assert resident + peak_above_entry(lambda: planned(x).sum().backward(), CPU)[0] <= budget
     assert len(planned.plans) == 2
 
 
@@ -289,9 +289,9 @@ def test_gradients_of_parameters_that_a_step_does_not_use_are_counted() -> None:
     planned.prepare(x, 1)
     for k in range(4):
         used = [*planned.body.parameters(), *planned.heads[k % 2].parameters()]
-        held = sum(p.nbytes for p in used) + gradients(planned) + x.nbytes
+        resident = sum(p.nbytes for p in used) + gradients(planned) + x.nbytes
         above, _ = peak_above_entry(lambda k=k: planned(x, k % 2).backward(), CPU)
-        assert held + above <= planned.plan.budget
+        assert resident + above <= planned.plan.budget
     assert len(planned.plans) == 2  # one a head
 
 

@@ -217,9 +217,9 @@ def test_a_backward_learns_what_it_may_write_over_in_each_layout() -> None:
     for _ in range(2):
         planned(x).mean().backward()  # contiguous, where the output has its channels last
     assert len(compiled.variants) == 2
-    (way,) = (w for w in compiled.variants if w.strides)
-    assert way.strides == (planned(x).contiguous().stride(),)
-    assert "aten_threshold_backward_grad_input" in compiled.variants[way][0].function.__code__.co_names
+    (variant,) = (w for w in compiled.variants if w.strides)
+    assert variant.strides == (planned(x).contiguous().stride(),)
+    assert "aten_threshold_backward_grad_input" in compiled.variants[variant][0].function.__code__.co_names
 
 
 class Divided(nn.Module):

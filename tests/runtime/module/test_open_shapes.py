@@ -233,7 +233,7 @@ def test_parts_of_larger_tensors_are_served_and_shared_memory_is_not() -> None:
     assert "share" in rematplan.planning(planned).stats().reasons[0]
 
 
-def test_what_a_forward_gives_besides_tensors_is_of_the_present_sizes() -> None:
+def test_what_a_forward_returns_in_addition_to_tensors_is_of_the_present_sizes() -> None:
     def forward(model: Any, x: Tensor) -> Any:
         return {"y": (x * model.w).sum(1), "length": x.shape[1], "shape": x.shape, "double": 2 * x.shape[0]}
 

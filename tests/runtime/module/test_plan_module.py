@@ -207,12 +207,12 @@ def test_the_promise_in_bytes() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
     x = torch.randn(4096, 64)
     planned = rematplan.plan_module(model, (x,), budget="75%", strategy="approx_dp")
-    held = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes
     peak, _ = peak_above_entry(lambda: planned(x).backward(torch.ones(4096, 64)), torch.device("cpu"))
-    assert held + peak <= planned.plan.budget
+    assert resident + peak <= planned.plan.budget
     model.zero_grad()
     eager, _ = peak_above_entry(lambda: model(x).backward(torch.ones(4096, 64)), torch.device("cpu"))
-    assert held + peak < 0.8 * (held + eager)
+    assert resident + peak < 0.8 * (resident + eager)
 
 
 def test_planning_leaves_the_model_and_the_generator_alone() -> None:

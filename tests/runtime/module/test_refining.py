@@ -192,7 +192,7 @@ def test_after_an_exchange_a_plan_is_checked_again_for_earlier_gradients(
     model = rematplan.plan_module(Network(), (x,), budget="100%", costs="roofline", loss_memory=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     budget = model.plan.budget
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
 
     def accumulated() -> int:
         model(x).backward()
@@ -200,7 +200,7 @@ def test_after_an_exchange_a_plan_is_checked_again_for_earlier_gradients(
         peak, _ = peak_above_entry(lambda: model(x).backward(), torch.device("cpu"))
         optimizer.step()
         optimizer.zero_grad()
-        return held + gradients + peak
+        return resident + gradients + peak
 
     assert accumulated() <= budget
     better = elsewhere.find()

@@ -65,8 +65,8 @@ def peaks(model: nn.Module, optimizer: optim.Optimizer, rows: int, backwards: in
 
     found = []
     for _ in range(3):
-        held = x.nbytes + sum(p.nbytes for p in model.parameters()) + state(optimizer)
-        found.append(held + peak_above_entry(iteration, CPU)[0])
+        resident = x.nbytes + sum(p.nbytes for p in model.parameters()) + state(optimizer)
+        found.append(resident + peak_above_entry(iteration, CPU)[0])
     return found
 
 

@@ -53,9 +53,9 @@ def test_a_backward_is_within_the_budget_for_any_strides_of_its_gradients(
     x = torch.randn(4, 3, SIZE, SIZE).to(memory_format=form)
     plain = copy.deepcopy(model)
     planned = least(model, x)
-    for name, lay in LAYOUTS.items():
+    for name, layout in LAYOUTS.items():
         planned.zero_grad(set_to_none=True)
-        tangent = lay(planned(x).detach())
+        tangent = layout(planned(x).detach())
         filled = torch.randn(tangent.shape) if name != "expanded" else torch.ones(())
         tangent = filled.expand(tangent.shape) if name == "expanded" else tangent.copy_(filled)
         held = [x, tangent, *planned.parameters(), *planned.buffers()]

@@ -68,9 +68,9 @@ MODELS = {"small": (small_outputs, images, SMALL), "large": (large_outputs, word
 
 def measured(planned: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> int:
     """The peak of a whole step, the loss in it; what the loss is compared with is made within and counts."""
-    held = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
+    resident = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
     planned.zero_grad(set_to_none=True)
-    return held + peak_above_entry(lambda: loss(planned(x)).backward(), CPU)[0]
+    return resident + peak_above_entry(lambda: loss(planned(x)).backward(), CPU)[0]
 
 
 def smallest(model: nn.Module, x: Tensor, **options: object) -> int:
@@ -210,8 +210,8 @@ def test_room_for_a_loss_may_be_stated() -> None:
     assert smallest(model, x, loss_memory="2MiB") > smallest(model, x, loss_memory=2**20) > without
     planned = rematplan.plan_module(model, (x,), budget=without, loss_memory="0", strategy="approx_dp")
     ready = torch.ones(*x.shape, CLASSES)
-    held = ready.nbytes + x.nbytes + sum(p.nbytes for p in planned.parameters())
-    assert held + peak_above_entry(lambda: planned(x).backward(ready), CPU)[0] <= without
+    resident = ready.nbytes + x.nbytes + sum(p.nbytes for p in planned.parameters())
+    assert resident + peak_above_entry(lambda: planned(x).backward(ready), CPU)[0] <= without
 
 
 @pytest.mark.parametrize("stated", ["much", "50%", "min", "3y", -1])

@@ -111,8 +111,8 @@ def everything_twice(step: CapturedStep) -> Schedule:
     run once only; and frees what it made the first time."""
     graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
     once = {*graph.never_rerun, *ops_that_run_once(step)}
-    turn = [op.name for op in graph.ops].index(LOSS)
-    early, late = graph.ops[:turn], graph.ops[turn:]
+    boundary = [op.name for op in graph.ops].index(LOSS)
+    early, late = graph.ops[:boundary], graph.ops[boundary:]
     kept = {t for op in early if op.name in once for t in op.writes} | set(graph.outputs)
     again = [op for op in early if op.name not in once]
     schedule: list[Run | Free] = [Run(op.name) for op in (*early, late[0])]

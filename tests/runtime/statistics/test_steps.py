@@ -203,11 +203,11 @@ def test_the_measured_peak_is_within_the_budget(name: str, approx: str, fisher: 
     budget = least(model, x, **options)
     for amount in (budget, int(1.3 * budget)):
         own, planning = planned(copy.deepcopy(model), x, budget=amount, every=2, **options)
-        held = sum(p.nbytes for p in own.parameters()) + x.nbytes
+        resident = sum(p.nbytes for p in own.parameters()) + x.nbytes
         for counted in (True, False, True):
             above, _ = peak_above_entry(lambda own=own: loss_of(own(x)).backward(), CPU)
             assert bool(planning.statistics().factors) is counted
-            assert held + above <= amount
+            assert resident + above <= amount
             assert planning.plan.peak <= amount
             own.zero_grad()
 
@@ -238,11 +238,11 @@ def test_earlier_micro_batches_are_within_the_budget(room: float) -> None:
             there = sum(p.grad.nbytes for p in own.parameters() if p.grad is not None)
             factors = planning.statistics().factors
             tensors = [t for name in factors for pair in factors.packed(name) for t in pair]  # type: ignore[attr-defined]
-            held = there + sum({id(t): t.nbytes for t in tensors}.values())
-            held += sum(p.nbytes for p in own.parameters()) + x.nbytes
+            resident = there + sum({id(t): t.nbytes for t in tensors}.values())
+            resident += sum(p.nbytes for p in own.parameters()) + x.nbytes
             assert bool(tensors) is bool(micro)
             above, _ = peak_above_entry(lambda: step(own, x), CPU)
-            assert held + above <= budget
+            assert resident + above <= budget
 
 
 def test_triangles_are_packed() -> None:
