@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     )
     from rematplan.compile_backend import backend
     from rematplan.optim.kfac import KFAC
-    from rematplan.pipeline.plan_pipeline import Pipeline, plan_pipeline
+    from rematplan.pipeline.plan_pipeline import plan_pipeline
+    from rematplan.pipeline.runnable_pipeline import Pipeline
     from rematplan.plan_any_module import finish_weights, plan_module, planning
     from rematplan.planner.core.plan import Plan, save_plan
     from rematplan.runtime.statistics.options import Kronecker
@@ -86,7 +87,7 @@ _HOMES = {
         "rematplan.api",
     ),
     "backend": "rematplan.compile_backend",
-    "Pipeline": "rematplan.pipeline.plan_pipeline",
+    "Pipeline": "rematplan.pipeline.runnable_pipeline",
     "plan_module": "rematplan.plan_any_module",
     "plan_pipeline": "rematplan.pipeline.plan_pipeline",
     "finish_weights": "rematplan.plan_any_module",

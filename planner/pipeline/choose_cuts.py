@@ -127,7 +127,14 @@ class PipelineSearch:
         """
         if cuts is not None:
             self.chain.check_cuts(cuts)
-            return self._pipeline(cuts)
+        return self._pipeline(self.best_cuts() if cuts is None else cuts)
+
+    def best_cuts(self) -> Cuts:
+        """Return the cuts with the least makespan that are found; if no rank's plans fit, the most promising ones.
+
+        Raises:
+            UsageError: there are too few places to cut at.
+        """
         began, tried = time.monotonic(), dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
             self.progress(len(tried) / ROUNDS, "planning the stages")
@@ -136,7 +143,7 @@ class PipelineSearch:
             if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
                 break
             tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
-        return self._pipeline(min(tried or (self._balanced(),), key=self._makespan))
+        return min(tried or (self._balanced(),), key=self._makespan)
 
     @cached_property
     def floor(self) -> float:

@@ -31,7 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=30.0,
         metavar="S",
-        help="about how many seconds each rank may take to plan its stages; default 30",
+        help="about how many seconds a rank may take if it plans its stages anew, since they differ from those in the "
+        "file; default 30",
     )
 
 
@@ -58,6 +59,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:
         out.show(measured_ranks_table(plan, reports))
+        out.show(
+            *(f"rank {rank} was planned anew: {one.anew}" for rank, one in enumerate(reports) if one.anew)
+        )
         if plan.model.get("costs") == ROOFLINE:
             out.show(
                 "the roofline model has no workspaces, so peaks may be higher than promised; plan with --costs profile"
@@ -84,6 +88,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
                         "different": list(one.different),
                         "expected": one.expected,
                         "error": one.error,
+                        "anew": one.anew,
                     }
                     for one in reports
                 ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -48,12 +49,19 @@ class _Recorder:
 
 @dataclass(frozen=True)
 class _FixedPlan:
-    """A planner that always returns one plan, which counts earlier gradients already."""
+    """A planner that always returns one plan, which counts earlier gradients already.
+
+    Raises:
+        ModelError: the step has other calls than the one that was planned.
+    """
 
     plan: StepPlan
+    calls: tuple[object, ...]
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        del step, first
+        del first
+        if _targets(step) != self.calls:
+            raise ModelError(f"{step.name} runs other ops than those that it was planned for; plan it again")
         return self.plan
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
@@ -62,21 +70,26 @@ class _FixedPlan:
 
 @dataclass(frozen=True)
 class CapturedStage:
-    """A stage with its captured step and its planning problem."""
+    """A stage with its captured step and its planning problem.
+
+    ``calls``: the targets of the calls that were captured.
+    """
 
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
+    calls: tuple[object, ...]
 
-    def planned(self, plan: Plan) -> nn.Module:
+    def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
         """Return a module that runs the stage as ``plan`` says. It shares the parameters and buffers of the stage.
 
-        ``plan``: a plan of ``problem``.
+        ``plan``: a plan of ``problem``. ``prepared``: whether it is compiled now, and not in its first forward, as
+        a module must be whose class changes before that.
         """
         spare = backward_spare(self.problem.graph, plan.schedule)
-        return _prepared(
-            self.stage, _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes))
-        )
+        given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
+        module = _planned(self.stage, given)
+        return _prepared(self.stage, module) if prepared else module
 
 
 def captured_stage(
@@ -95,7 +108,8 @@ def captured_stage(
     Raises:
         ModelError: the stage cannot be captured.
     """
-    step = planner.opened(captured_step(stage))
+    captured = captured_step(stage)
+    step = planner.opened(captured)
     if split:
         step = with_separate_weights(step)
     costs = planner.options.costs
@@ -109,7 +123,7 @@ def captured_stage(
     template = replace(template, left=template.left + loss.kept)
     tangents = ("tangent",) if last else ()
     problem = stage_problem(step, graph, tangents=tangents, between=loss.peak - handed, template=template)
-    return CapturedStage(stage, step, problem)
+    return CapturedStage(stage, step, problem, _targets(captured))
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
@@ -119,14 +133,21 @@ def captured_step(stage: StageModule) -> CapturedStep:
         ModelError: the stage cannot be captured.
     """
     try:
-        _prepared(stage, _Recorder())
+        _prepared(stage, _planned(stage, _Recorder()))
     except _Recorded as recorded:
         return recorded.step
     raise AssertionError("a module was planned without a planner")
 
 
-def _prepared(stage: StageModule, planner: Any) -> nn.Module:
-    planned = planned_module(stage.module, planner, ShapeOptions(dynamic=False))
+def _targets(step: CapturedStep) -> tuple[object, ...]:
+    return tuple(call.target for call in step.calls)
+
+
+def _planned(stage: StageModule, planner: Any) -> nn.Module:
+    return planned_module(stage.module, planner, ShapeOptions(dynamic=False))
+
+
+def _prepared(stage: StageModule, planned: nn.Module) -> nn.Module:
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map(lambda one: _empty(one, device), (stage.args, dict(stage.kwargs)))
     return Planning(planned).prepare(*args, **kwargs)  # type: ignore[no-any-return]

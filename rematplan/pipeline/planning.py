@@ -11,10 +11,11 @@ from typing import Any
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, STAGES_A_RANK, VIRTUAL, schedule_named
 from rematplan.pipeline.step_chain import NamedChain, named_chain
-from rematplan.planner.core.strategy import Progress
+from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
-from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.choose_cuts import RECOVERING, PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.in_flight import StagePlanner
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
@@ -85,9 +86,7 @@ def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress
         if best is not None and search.least_makespan >= best.timeline.makespan:
             break
         left = max(0.0, until - time.monotonic()) / (1 if best else len(searches) - number)
-        search.planner = AutoStages(
-            min(LONGEST, left / (QUESTIONS * search.schedule.ranks)), time.monotonic() + left
-        )
+        search.planner = _planner(left, search.schedule.ranks)
         search.seconds = left
         try:
             found = search.run(cuts)
@@ -108,26 +107,67 @@ def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[P
     for name in names:
         if asked.schedule == AUTO and name == "dataflow" and not chain.chain.graph.inverses:
             continue  # nothing could be recovered
-        own = _narrow(chain, asked.stages) if name == "dataflow" else chain
         try:
-            schedule = _schedule(name, own, asked)
-            ample = _terms(own, asked, AMPLE)
-            search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
-            amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
+            schedule = _schedule(name, _narrow(chain, name, asked.stages), asked)
+            found = _search(chain, schedule, asked, progress)
         except UsageError as error:
             errors.append(error)
             continue
         some = True
-        yield PipelineSearch(own.chain, schedule, _terms(own, asked, amount), AutoStages(), progress)
+        yield found
     if not some:
         raise errors[0]
 
 
-def _narrow(chain: NamedChain, stages: int) -> NamedChain:
-    """Return the chain with cuts only where few bytes cross, if there are enough such places.
+def _search(
+    chain: NamedChain, schedule: PipelineSchedule, asked: Asked, progress: Progress = silent
+) -> PipelineSearch:
+    """Return the search for cuts and plans with a schedule, within the budget that is asked for.
+
+    Raises:
+        UsageError: too few places to cut at.
+    """
+    own = _narrow(chain, schedule.name, schedule.stages)
+    ample = _terms(own, asked, AMPLE)
+    search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
+    amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
+    return PipelineSearch(own.chain, schedule, _terms(own, asked, amount), AutoStages(), progress)
+
+
+def best_cuts(
+    chain: NamedChain, schedule: PipelineSchedule, asked: Asked, planner: StagePlanner | None
+) -> tuple[str, ...]:
+    """Return the modules with which the second and each later stage begin, for the least makespan of a schedule.
+
+    If no cuts are found with which all ranks fit, it returns those that come nearest.
+
+    Args:
+        chain: the blocks of the step of one micro-batch.
+        schedule: the order of the ranks' actions.
+        asked: the user's options; its schedule and its cuts are ignored.
+        planner: plans single stages; None for `auto`.
+
+    Raises:
+        UsageError: too few places to cut at.
+    """
+    search = _search(chain, schedule, asked)
+    search.planner = planner or _planner(asked.seconds, schedule.ranks)
+    search.seconds = asked.seconds
+    return tuple(chain.names[cut] for cut in search.best_cuts())
+
+
+def _planner(seconds: float, ranks: int) -> AutoStages:
+    """Return the planner of stages that searches for ``seconds`` in all."""
+    return AutoStages(min(LONGEST, seconds / (QUESTIONS * ranks)), time.monotonic() + seconds)
+
+
+def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
+    """Return the chain, for ``dataflow`` with cuts only where few bytes cross, if there are enough such places.
 
     A cut within a branch of a coupling sends a tensor that no inverse recovers.
     """
+    if schedule not in RECOVERING:
+        return chain
     narrow = replace(chain, chain=replace(chain.chain, narrow=True))
     return narrow if len(narrow.chain.allowed()) >= stages - 1 else chain
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
 from rematplan.pipeline.schedules import SPLIT
-from rematplan.pipeline.torch_memory import handed_on, stage_torch_memory
-from rematplan.planner.core.plan import plan_from_json
+from rematplan.pipeline.torch_memory import handed_on, shard_bytes, stage_torch_memory
+from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
@@ -29,16 +30,19 @@ Part = CapturedStage | DataflowPart
 """A stage with its planning problem."""
 
 
-def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule) -> Part:
+def captured_part(
+    order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule, shards: int = 1
+) -> Part:
     """Capture a stage of a pipeline with the schedule ``order``, and return it with its planning problem.
 
-    ``number``: the stage's number.
+    ``number``: the stage's number. ``shards``: the number of processes over which its parameters are sharded.
 
     Raises:
         ModelError: the stage cannot be captured.
     """
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     template = stage_torch_memory(order, number, stage, device)
+    template = replace(template, states=template.states + shard_bytes(stage, shards, device))
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages)
     last = number == order.stages - 1
@@ -46,16 +50,20 @@ def captured_part(order: PipelineSchedule, planner: StepPlanner, number: int, st
     return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, handed=handed)
 
 
-def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
-    """Return a pipeline's budget in bytes. A percentage refers to the largest peak of a rank without recomputation.
+def check_budget(stated: Budget) -> None:
+    """Check that a budget is in bytes or a percentage.
 
     Raises:
-        UsageError: the budget is neither bytes nor a percentage.
+        UsageError: it is not.
     """
+    if stated.kind not in ("bytes", "share"):
+        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
+
+
+def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
+    """Return a pipeline's budget in bytes. A percentage refers to the largest peak of a rank without recomputation."""
     if stated.kind == "bytes":
         return int(stated.amount)
-    if stated.kind != "share":
-        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
     problems = {number: part.problem for number, part in parts.items()}
     all_kept = {number: one.measured(no_recompute(one.graph)) for number, one in problems.items()}
     peaks = (
@@ -106,9 +114,22 @@ def stated_rank_plan(
         ProblemError: a plan belongs to another stage.
     """
     mine = order.stage_of_rank[rank]
-    own = tuple(plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine)
-    figures = tuple(parts[s].problem.measured(plan) for s, plan in zip(mine, own, strict=True))
+    own = [plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine]
+    return measured_rank_plan(order, rank, parts, budget, own)
+
+
+def measured_rank_plan(
+    order: PipelineSchedule, rank: int, parts: Mapping[int, Part], budget: int, own: Sequence[Plan]
+) -> RankPlan:
+    """Return given plans of a rank's stages with their figures. ``own``: the plans, by rising stage number.
+
+    Raises:
+        InfeasibleBudget: the rank's peak with these plans exceeds the budget.
+    """
+    figures = tuple(
+        parts[s].problem.measured(plan) for s, plan in zip(order.stage_of_rank[rank], own, strict=True)
+    )
     peak = rank_peak(order.actions[rank], figures)
     if peak > budget:
         raise InfeasibleBudget(f"rank {rank}", budget, peak)
-    return RankPlan(figures, own, peak, sum(one.extra for one in figures), 0.0)
+    return RankPlan(figures, tuple(own), peak, sum(one.extra for one in figures), 0.0)

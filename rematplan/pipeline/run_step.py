@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from rematplan.ir import UsageError
+from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.pipeline.plan_pipeline import Pipeline, planned_in_order
+from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.file_plans import file_plans
+from rematplan.pipeline.plan_pipeline import captured_pipeline
+from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plan
+from rematplan.pipeline.runnable_pipeline import Pipeline
+from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.plans.budgets import parse_budget
@@ -29,6 +34,8 @@ from rematplan.runtime.pipeline.random_seeds import Seeded
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 SEED = 0
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
+"""What torch says, in a RuntimeError, if the connection to another process is lost."""
 LEAST_NORM = 1e-2
 """The error of a gradient is relative to its norm, but at least to this share of the norm of all gradients."""
 
@@ -41,7 +48,8 @@ class RankReport:
     ``extra``: microseconds of recomputation per micro-batch. ``losses``: the losses, on the rank of the last stage;
     empty on others. ``compared``: the number of tensors that were compared with a single process. ``different``: the
     names of those that are not bit-equal to a single process; of a dataflow's gradients, those whose relative error is
-    more than ``expected``. ``error``: the largest relative error of a gradient.
+    more than ``expected``. ``error``: the largest relative error of a gradient. ``anew``: why the rank's stages were
+    planned anew; empty if they follow the file's plans.
     """
 
     promised: int
@@ -52,36 +60,63 @@ class RankReport:
     different: tuple[str, ...] = ()
     expected: float = 0.0
     error: float = 0.0
+    anew: str = ""
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Join the other processes that torchrun started, run one step, and return the reports of all ranks.
 
-    Cuts, schedule and budget are those of ``plan``. Each rank captures its stages and plans them within the budget.
+    The arguments and the errors are those of `reports_of_step`.
+    """
+    name = _network(plan)
+    distributed.init_process_group("gloo")
+    try:
+        return reports_of_step(plan, name, int(os.environ["RANK"]), verify=verify, time_limit=time_limit)
+    finally:
+        distributed.destroy_process_group()
+
+
+def reports_of_step(
+    plan: PlannedPipeline, name: str, rank: int, *, verify: bool, time_limit: float
+) -> list[RankReport]:
+    """Run one step as one rank of the default process group, and return the reports of all ranks.
+
+    Cuts, schedule, budget and plans are those of ``plan``. Each rank captures its stages. If they are not those that
+    the plans are of, it plans them anew within the budget.
 
     Args:
         plan: the pipeline.
+        name: the model's name in the zoo.
+        rank: this process's rank.
         verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank.
+        time_limit: seconds of search for each rank that plans anew.
 
     Raises:
         UsageError: the model is not a network of the zoo.
         InfeasibleBudget: this rank's stages do not fit.
+        ProcessEnded: another process has ended.
     """
+    try:
+        report = _run(plan, name, rank, verify, time_limit)
+        gathered: list[Any] = [None] * plan.schedule.ranks
+        distributed.all_gather_object(gathered, report)
+        return gathered
+    except RuntimeError as error:
+        if not (isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ProcessEnded(
+            f"another process of the pipeline has ended or cannot be reached: {reason}"
+        ) from None
+
+
+def _network(plan: PlannedPipeline) -> str:
     name = str(plan.model.get("model"))
     if name not in ZOO:
         raise UsageError(
             f"{name}: pipeline-step runs only networks of the zoo; use rematplan.plan_pipeline for other models"
         )
-    distributed.init_process_group("gloo")
-    try:
-        rank = int(os.environ["RANK"])
-        report = _run(plan, name, rank, verify, time_limit)
-        gathered: list[Any] = [None] * plan.schedule.ranks
-        distributed.all_gather_object(gathered, report)
-        return gathered
-    finally:
-        distributed.destroy_process_group()
+    return name
 
 
 def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: float) -> RankReport:
@@ -89,7 +124,9 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
     module, inputs, target = _model(plan, name)
     asked = PlanOptions(budget="min", time_limit=time_limit, costs=str(plan.model.get("costs", "profile")))
     budget = parse_budget(str(plan.budget))
-    pipe = planned_in_order(module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank])
+    pipe = captured_pipeline(module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank])
+    found, anew = _rank_plan(plan, name, pipe, rank, asked)
+    pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
     schedule = pipe.schedule(stages, module.of)
@@ -101,9 +138,12 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
         schedule.step(*(inputs if first else ()), **({"target": target, "losses": losses} if last else {}))
 
     peak, _ = peak_above_entry(step, torch.device("cpu"))
-    found = pipe.ranks[rank]
     report = RankReport(
-        found.peak, peak + sum(t.nbytes for t in states), found.extra, tuple(one.item() for one in losses)
+        found.peak,
+        peak + sum(t.nbytes for t in states),
+        found.extra,
+        tuple(one.item() for one in losses),
+        anew=anew,
     )
     if plain is None:
         return report
@@ -122,6 +162,24 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
         expected=expected,
         error=max(errors.values(), default=0.0),
     )
+
+
+def _rank_plan(
+    plan: PlannedPipeline, name: str, pipe: Pipeline, rank: int, asked: PlanOptions
+) -> tuple[RankPlan, str]:
+    """Return the plans of a rank's captured stages, and why they are not those of the file, if they are not."""
+    parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
+    try:
+        if pipe.order.name in CHANNELS:
+            raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
+        file = file_plans(plan, name)
+        own = [file.plan(number, part) for number, part in parts if isinstance(part, CapturedStage)]
+        return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
+    except InfeasibleBudget as error:
+        anew = f"with the file's plans its peak would be {show_bytes(error.smallest)}"
+    except ProblemError as error:
+        anew = str(error)
+    return rank_plan(pipe.order, rank, pipe.parts, pipe.budget, asked), anew
 
 
 def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:

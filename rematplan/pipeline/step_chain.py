@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph, UsageError
@@ -48,13 +48,23 @@ class NamedChain:
         return found
 
 
-def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] = ()) -> NamedChain:
+def named_chain(
+    step: CapturedStep,
+    graph: TrainingGraph,
+    wanted: Sequence[str] = (),
+    only: Collection[str] | None = None,
+    prefix: str = WRAPPER,
+) -> NamedChain:
     """Divide a step's problem into a chain of blocks, and return it with the blocks' names.
+
+    If no module begins a block, blocks begin at ops, and are named after them.
 
     Args:
         step: the captured step.
         graph: its planning problem.
         wanted: modules that begin blocks at any depth.
+        only: the modules that may begin blocks; None for all.
+        prefix: what the names of the model's modules begin with in the step.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
@@ -65,7 +75,7 @@ def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] 
     }
     batch = frozenset(name for name, kind in kinds.items() if kind == "batch")
     labels = {storage: name.removeprefix(WRAPPER) for name, storage in owner.items()}
-    begins = _begins(step, graph, wanted)
+    begins = _begins(step, graph, wanted, only, prefix)
     if not begins:
         chain = stage_chain(graph, MOST_BLOCKS, gradients, labels)
         first: dict[int, str] = {}
@@ -77,7 +87,13 @@ def named_chain(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str] 
     return NamedChain(chain, ("", *(begins[at] for at in places)), batch)
 
 
-def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> dict[int, str]:
+def _begins(
+    step: CapturedStep,
+    graph: TrainingGraph,
+    wanted: Sequence[str],
+    only: Collection[str] | None,
+    prefix: str,
+) -> dict[int, str]:
     """Return the forward ops at which modules begin, with the modules' names.
 
     Only modules whose ops are contiguous count: the outermost ones, and modules inside them, as long as there are not
@@ -89,11 +105,12 @@ def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> 
     last: dict[str, int] = {}
     count: Counter[str] = Counter()
     for at, o in enumerate(forward):
-        for name in _modules(step.call[graph.ops[o].name].module):
+        for name in _modules(step.call[graph.ops[o].name].module, prefix):
             first.setdefault(name, at)
             last[name] = at
             count[name] += 1
     whole = [name for name in first if first[name] and last[name] - first[name] + 1 == count[name]]
+    whole = [name for name in whole if only is None or name in only]
     whole.sort(key=lambda name: (name not in wanted, name.count("."), first[name]))
     found: dict[int, str] = {}
     depth: dict[int, int] = {}
@@ -104,7 +121,8 @@ def _begins(step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str]) -> 
     return {forward[at]: name for at, name in found.items() if depth[at] <= most}
 
 
-def _modules(module: str) -> Iterator[str]:
+def _modules(module: str, prefix: str) -> Iterator[str]:
     """Yield the names of the modules that contain a call, from the outermost."""
-    parts = module.removeprefix(WRAPPER).split(".") if module.startswith(WRAPPER) else []
+    inside = module.removeprefix(prefix) if module.startswith(prefix) else ""
+    parts = inside.split(".") if inside else []
     return (".".join(parts[: k + 1]) for k in range(len(parts)))

@@ -41,6 +41,24 @@ def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, devic
     return _bytes(stage.outputs, device) if number + 1 in mine else 0
 
 
+def shard_bytes(stage: StageModule, shards: int, device: torch.device) -> int:
+    """Return the bytes that FSDP2 holds of a stage's parameters in addition to the gathered ones: this process's shard.
+
+    FSDP2 divides the first dimension of each parameter evenly, rounded up. At the end of a step it holds a copy of all
+    gradients, but no gathered parameters any more.
+
+    ``shards``: the number of processes over which the parameters are sharded; 1 for none.
+    """
+    if shards == 1:
+        return 0
+
+    def part(p: torch.Tensor) -> int:
+        rows = p.shape[0] if p.ndim else 1
+        return -(-rows // shards) * (p.nbytes // max(1, rows))
+
+    return sum(allocated(part(p), device) for p in stage.module.parameters())
+
+
 def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
     """Bytes of the gradients of tensors, and of the tensors."""
     found = list(tensors)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from one_process import data, distance, in_one_process, loss, measured, step_of
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import rematplan
 from rematplan.models.coupling import Coupling
-from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.pipeline.dataflow_schedule import Updates, gradient_error_of
 from rematplan.runtime.pipeline.random_seeds import Seeded
 
-CPU = torch.device("cpu")
 CUTS = ("blocks.2", "blocks.4", "blocks.6")
 
 
@@ -68,15 +67,6 @@ def flow(seed: int = 0, **sizes: Any) -> Flow:
     return Flow(**sizes)
 
 
-def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
-
-
 def planned(model: nn.Module, rows: int, **asked: Any) -> Any:
     given = {"stages": 4, "schedule": "dataflow", "costs": "roofline", "loss_memory": "3x", "cuts": CUTS}
     return rematplan.plan_pipeline(model, (data(rows)[0],), **(given | {"strategy": "reversible"} | asked))
@@ -101,31 +91,19 @@ def planned_once(
     return model, pipe
 
 
-def in_one_process(
-    model: Flow, x: torch.Tensor, y: torch.Tensor, microbatches: int, step: int = 0
-) -> list[float]:
-    """One step of plain PyTorch with the same micro-batches; the losses."""
-    losses = []
+def stage_by_stage(model: Flow, step: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The model's forward for a micro-batch, with the random numbers that the stages draw."""
     stages = [model.blocks[k : k + 2] for k in range(0, len(model.blocks), 2)]
-    for m, (part, target) in enumerate(
-        zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
-    ):
+
+    def forward(m: int, part: torch.Tensor) -> torch.Tensor:
         a = b = model.embed(part)
         for s, blocks in enumerate(stages):
             with Seeded(0, step, m, s):
                 for block in blocks:
                     a, b = block(a, b)
-        one = loss(model.head(torch.cat([a, b], -1)), target)
-        one.backward()
-        losses.append(one.item())
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.div_(microbatches)
-    return losses
+        return model.head(torch.cat([a, b], -1))
 
-
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+    return forward
 
 
 def run_flow(
@@ -137,27 +115,22 @@ def run_flow(
     (stage,) = stages = pipe.stages()
     schedule = pipe.schedule(stages, loss)
     losses: list[torch.Tensor] = []
-    states = sum(t.nbytes for t in (*stage.submod.parameters(), *stage.submod.buffers()))
-
-    def step() -> None:
-        first = (x,) if stage.is_first else ()
-        schedule.step(*first, **({"target": y, "losses": losses} if stage.is_last else {}))
-
-    peak, _ = peak_above_entry(step, CPU)
-    one = in_one_process(plain, x, y, microbatches)
+    step = step_of(schedule, stages, (x,), y, losses)
+    peak = measured(stages, step)
+    one = in_one_process(plain, x, y, microbatches, stage_by_stage(plain, 0))
     for number in range(1, steps):
         model.zero_grad()
         plain.zero_grad()
         losses.clear()
         step()
-        one = in_one_process(plain, x, y, microbatches, number)
+        one = in_one_process(plain, x, y, microbatches, stage_by_stage(plain, number))
     theirs, mine = dict(plain.named_parameters()), dict(stage.submod.named_parameters())
     trained = {n: p.grad for n, p in mine.items() if p.grad is not None}
     return {
         "wrong": [distance(g, theirs[n].grad) for n, g in trained.items() if theirs[n].grad is not None],
         "missing": [n for n in mine if (n in trained) != (theirs[n].grad is not None)],
         "losses": [v.item() for v in losses] == one if losses else None,
-        "peak": peak + states,
+        "peak": peak,
         "promise": pipe.ranks[rank].peak,
         "kept": stage.kept,
         "crossing": len(stage.code.crossing),
@@ -177,13 +150,13 @@ def train_flow(
     theirs = torch.optim.SGD(plain.parameters(), rate, momentum=0.9)
     schedule = pipe.schedule(stages, loss, updates=Updates(every, own) if every else None)
     losses: list[torch.Tensor] = []
+    step = step_of(schedule, stages, (x,), y, losses)
     for number in range(steps):
-        first = (x,) if stage.is_first else ()
-        schedule.step(*first, **({"target": y, "losses": losses} if stage.is_last else {}))
+        step()
         if not every:
             own.step()
             own.zero_grad()
-        in_one_process(plain, x, y, microbatches, number)
+        in_one_process(plain, x, y, microbatches, stage_by_stage(plain, number))
         theirs.step()
         theirs.zero_grad()
     others = dict(plain.named_parameters())
@@ -203,22 +176,10 @@ def run_data_parallel(rank: int, microbatches: int) -> list[float]:
     asked = {"stages": 2, "cuts": ("blocks.4",), "budget": "1GiB", "ranks": [at]}
     pipe = planned(model, len(x), microbatches=microbatches, **asked)
     (stage,) = stages = pipe.stages(mesh["pipeline"])
-    pipe.schedule(stages, loss).step(
-        *((x,) if stage.is_first else ()), **({"target": y} if stage.is_last else {})
-    )
+    step_of(pipe.schedule(stages, loss), stages, (x,), y, [])()
     for p in stage.submod.parameters():
         distributed.all_reduce(p.grad, group=mesh["data"].get_group())
         p.grad.div_(2)
-    in_one_process(plain, *batches, 2 * microbatches)
+    in_one_process(plain, *batches, 2 * microbatches, stage_by_stage(plain, 0))
     theirs = dict(plain.named_parameters())
     return [distance(p.grad, theirs[n].grad) for n, p in stage.submod.named_parameters()]
-
-
-def end(rank: int, rows: int, microbatches: int, **asked: Any) -> str:
-    """Rank 2 ends in the middle of a step."""
-    (_, pipe), (x, y) = planned_once(rank, rows, microbatches, {}, **asked), data(rows)
-    (stage,) = stages = pipe.stages()
-    if rank == 2:
-        stage.backward = lambda *_: os._exit(1)
-    pipe.schedule(stages, loss).step(*((x,) if rank == 0 else ()), **({"target": y} if rank == 3 else {}))
-    return "the step came to its end"

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import gloo_tasks
+import gloo_rank
 import pytest
 
 PATIENCE = 240.0
@@ -36,7 +36,7 @@ class Workers:
         for rank in range(self.count):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=gloo_tasks.serve, args=(rank, self.count, rendezvous, theirs), daemon=True
+                target=gloo_rank.serve, args=(rank, self.count, rendezvous, theirs), daemon=True
             )
             process.start()
             theirs.close()

@@ -75,22 +75,26 @@ def test_dataflows_side_by_side_share_their_gradients(workers: Workers) -> None:
 def test_updates_in_the_middle_of_a_step_make_recovered_inputs_drift(
     workers: Workers, plain_plans: dict[str, Any]
 ) -> None:
-    found = run(workers, couplings.train_flow, 8, plain_plans, steps=3, rate=0.002, every=2)
+    found = run(workers, couplings.train_flow, 8, plain_plans, steps=30, rate=0.002, every=2)
     assert all(1e-6 < one["drift"] < 0.1 for one in found[1:3])
-    answers = workers.answers(
-        couplings.train_flow, rows=64, microbatches=8, steps=3, rate=30.0, every=1, **plain_plans
-    )
-    said = [answer for good, answer in answers if not good and "ModelError: stage" in str(answer)]
-    assert said
-    assert all("recovers its input of micro-batch" in answer for answer in said)
+    losses = found[-1]["losses"]
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
 
 
-def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, plain_plans: dict[str, Any]) -> None:
-    workers.start()
+def test_a_rank_that_ends_since_its_inputs_drift_takes_all_with_it_in_seconds(
+    workers: Workers, plain_plans: dict[str, Any]
+) -> None:
     began = time.monotonic()
-    answers = workers.answers(couplings.end, rows=32, microbatches=4, **plain_plans)
-    assert time.monotonic() - began < 60  # planning included
-    told = [answer for rank, (good, answer) in enumerate(answers) if rank != 2 and not good]
-    assert len(told) == 3, answers
-    assert all(t.startswith("ProcessEnded: rank ") and "of the pipeline has ended" in t for t in told), told
-    assert not any("\n" in t for t in told)
+    asked = {"rows": 64, "microbatches": 8, "steps": 3, "rate": 30.0, "every": 1, **plain_plans}
+    answers = workers.answers(couplings.train_flow, **asked)
+    assert time.monotonic() - began < 60
+    told = [answer for good, answer in answers if not good]
+    assert len(told) == 4, answers
+    refused = [one for one in told if one.startswith("ModelError: stage")]
+    assert refused
+    assert all("recovers its input of micro-batch" in one for one in refused)
+    ended = [one for one in told if one not in refused]
+    assert all(
+        one.startswith("ProcessEnded: rank ") and "of the pipeline has ended" in one for one in ended
+    ), told
+    assert not any("\n" in one for one in told)

@@ -19,8 +19,7 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.dataflow_stage import StageHooks, distance, sample
-from rematplan.runtime.pipeline.equal_cuts import equal_cuts
-from rematplan.runtime.pipeline.stage_modules import exported, stage_modules
+from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 GROUP: Any = None
 
@@ -114,7 +113,7 @@ def test_another_batch_than_planned_for_is_refused(given: tuple[Any, ...], messa
         DataflowSchedule(first, [], 2, 1, couplings.loss).step(*given)
 
 
-def test_cuts_stand_where_two_streams_cross_and_nothing_else() -> None:
-    model, given = couplings.flow(), couplings.data(8)[:1]
-    cuts = equal_cuts(exported(model, given, {}), 4, narrow=True)
-    assert [len(stage.inputs) for stage in stage_modules(model, given, {}, cuts)[1:]] == [2, 2, 2]
+def test_cuts_are_where_two_streams_cross_and_nothing_else() -> None:
+    pipe = couplings.planned(couplings.flow(), 16, microbatches=4, budget="1GiB", cuts="auto", ranks=[0])
+    stages = stage_modules(couplings.flow(), couplings.data(4)[:1], {}, pipe.cuts)
+    assert [len(stage.inputs) for stage in stages[1:]] == [2, 2, 2]

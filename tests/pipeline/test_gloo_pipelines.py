@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import gloo_tasks
+import planned_tasks
 import pytest
 import torch
 from gloo_workers import Workers
@@ -32,45 +32,58 @@ def check(found: list[dict[str, Any]]) -> None:
     assert [a["losses"] for a in found if a["losses"] is not None] == [True]
 
 
+def answers(workers: Workers, budget: str, strategy: str, **asked: Any) -> list[tuple[bool, Any]]:
+    """Plan here, and run steps in the processes; of each rank whether it ends well, and what it finds."""
+    given = {name: value for name, value in asked.items() if name not in ("steps", "rate")}
+    pipe = planned_tasks.planned(budget=budget, strategy=strategy, **given)
+    asked |= {"budget": pipe.budget, "cuts": pipe.cuts, "plans": {s.stage: s.plan for s in pipe.stage_plans}}
+    return workers.answers(planned_tasks.run_step, **asked)
+
+
+def run(workers: Workers, budget: str, strategy: str, **asked: Any) -> list[dict[str, Any]]:
+    """What each rank finds; the test fails where one has an error."""
+    found = answers(workers, budget, strategy, **asked)
+    assert all(good for good, _ in found), found
+    return [answer for _, answer in found]
+
+
 @pytest.mark.parametrize(("schedule", "stages", "microbatches", "budget"), CASES)
 def test_a_step_has_the_bits_of_one_process_and_the_promised_peaks(
     workers: Workers, schedule: str, stages: int, microbatches: int, budget: str
 ) -> None:
     asked = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "rows": 8 * microbatches}
-    pipe = gloo_tasks.planned(budget=budget, strategy="approx_dp", **asked)
-    plans = {one.stage: one.plan for one in pipe.stage_plans}
     if PIPELINES_SEND_TO_THEMSELVES and schedule in ("zbv", "dualpipev"):
-        found = workers.answers(gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, **asked)
-        assert all("cannot run such schedules over gloo" in str(answer) for _, answer in found)
+        told = answers(workers, budget, "approx_dp", **asked)
+        assert all("cannot run such schedules over gloo" in str(answer) for _, answer in told)
         return
-    found = workers.run(gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, **asked)
+    found = run(workers, budget, "approx_dp", **asked)
     check(found)
     assert (budget == "100%") != any(answer["extra"] for answer in found)
 
 
-def test_a_frozen_stage_gives_gradients_of_its_input_alone_for_several_steps(workers: Workers) -> None:
-    asked = {
-        "schedule": "1f1b",
-        "stages": 4,
-        "microbatches": 8,
-        "rows": 64,
-        "sizes": {"frozen": (2, 3)},
-    }
-    pipe = gloo_tasks.planned(budget="100%", strategy="store_all", **asked)
-    plans = {one.stage: one.plan for one in pipe.stage_plans}
-    found = workers.run(
-        gloo_tasks.run_step, budget=pipe.budget, plans=plans, cuts=pipe.cuts, steps=3, **asked
-    )
+def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_process(workers: Workers) -> None:
+    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 32, "sizes": {"frozen": (2, 3)}}
+    found = run(workers, "100%", "store_all", steps=50, rate=0.05, **asked)
     assert [answer["different"] for answer in found] == [[]] * 4
+    once = run(workers, "100%", "store_all", **asked)
+    assert found[3]["losses"]
+    assert found[3]["loss"] < 0.9 * once[3]["loss"]
 
 
-def test_pipelines_side_by_side_share_their_gradients(workers: Workers) -> None:
-    asked = {
-        "schedule": "1f1b",
-        "stages": 2,
-        "microbatches": 4,
-        "rows": 64,
-        "budget": "1GiB",
-        "strategy": "store_all",
-    }
-    assert workers.run(gloo_tasks.run_data_parallel, **asked) == [[]] * 4
+def test_dropout_that_runs_again_drops_the_same(workers: Workers) -> None:
+    """Seeded by the step, the micro-batch and the stage, as one process seeds it."""
+    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 64, "sizes": {"dropout": 0.3}}
+    found = run(workers, "85%", "approx_dp", steps=2, **asked)
+    assert [answer["different"] for answer in found] == [[]] * 4
+    assert any(answer["extra"] for answer in found)
+    assert found[3]["losses"]
+
+
+@pytest.mark.parametrize(("wrap", "shards"), [(planned_tasks.replicated, 1), (planned_tasks.sharded, 2)])
+def test_pipelines_side_by_side_share_their_gradients(workers: Workers, wrap: Any, shards: int) -> None:
+    asked = {"schedule": "1f1b", "stages": 2, "microbatches": 4, "rows": 64, "cuts": ("blocks.4",)}
+    asked |= {"budget": "1GiB", "strategy": "store_all", "shards": shards}
+    found = workers.run(planned_tasks.run_data_parallel, wrap=wrap, **asked)
+    assert [one["different"] for one in found] == [[]] * 4
+    assert min(one["compared"] for one in found) > 20
+    assert all(one["peak"] <= one["promise"] for one in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import gloo_tasks
+import planned_tasks
 import pytest
 import torch
 from torch import nn
@@ -18,11 +18,14 @@ ASKED: dict[str, Any] = {
     "budget": "100%",
     "costs": "roofline",
     "strategy": "store_all",
+    "cuts": planned_tasks.CUTS,
 }
 
 
 def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rematplan.Pipeline:
-    return rematplan.plan_pipeline(model or gloo_tasks.net(), (gloo_tasks.data(rows)[0],), **ASKED | more)
+    return rematplan.plan_pipeline(
+        model or planned_tasks.net(), (planned_tasks.data(rows)[0],), **ASKED | more
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_what_cannot_be_is_refused_in_a_line(
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
-    model = gloo_tasks.net()
+    model = planned_tasks.net()
     model.blocks[5].up.weight = model.blocks[0].up.weight
     with pytest.raises(ModelError, match=r"share the parameter blocks\.0\.up\.weight, blocks\.5\.up\.weight"):
         planned(model)
@@ -65,6 +68,20 @@ class Branching(nn.Module):
         return self.layer(x) if x.sum() > 0 else x
 
 
+def test_cuts_are_chosen_so_that_a_shared_parameter_is_in_one_stage() -> None:
+    model = planned_tasks.net()
+    model.blocks[5].up.weight = model.blocks[0].up.weight
+    pipe = planned(model, stages=2, cuts="auto")
+    shared = model.blocks[0].up.weight
+    assert sum(p is shared for part in pipe.parts.values() for p in part.stage.module.parameters()) == 1
+
+
+def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
+    wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 100_000))
+    more = ASKED | {"stages": 2, "microbatches": 2, "budget": "1GiB", "cuts": "auto", "ranks": [0]}
+    assert rematplan.plan_pipeline(wide, (torch.zeros(128, 64),), **more).cuts == ("4",)
+
+
 def test_a_forward_that_cannot_be_exported_is_refused_in_a_line() -> None:
     with pytest.raises(ModelError, match="Branching cannot be cut into stages") as refused:
         planned(Branching())
@@ -73,7 +90,7 @@ def test_a_forward_that_cannot_be_exported_is_refused_in_a_line() -> None:
 
 def test_a_stage_without_anything_to_train_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="NetStage0: no trainable parameter"):
-        planned(gloo_tasks.net(frozen=(0, 1), embed=False))
+        planned(planned_tasks.net(frozen=(0, 1), embed=False))
 
 
 def test_a_rank_is_refused_one_byte_below_its_peak() -> None:
@@ -86,15 +103,15 @@ def test_a_rank_is_refused_one_byte_below_its_peak() -> None:
 
 
 def test_another_value_of_a_fixed_argument_is_refused() -> None:
-    model = gloo_tasks.net()
-    pipe = rematplan.plan_pipeline(model, (gloo_tasks.data(64)[0], 0.25), **ASKED)
+    model = planned_tasks.net()
+    pipe = rematplan.plan_pipeline(model, (planned_tasks.data(64)[0], planned_tasks.SCALE), **ASKED)
     first = pipe.parts[0].stage
     with pytest.raises(ModelError, match=r"scale = 0\.25, not 0\.5"):
         first.module(torch.zeros(8, 5), 0.5)
 
 
 def test_stages_have_the_models_parameters_under_its_names() -> None:
-    model = gloo_tasks.net()
+    model = planned_tasks.net()
     pipe = planned(model)
     named = dict(model.named_parameters())
     found = {n: p for part in pipe.parts.values() for n, p in part.stage.module.named_parameters()}
@@ -114,6 +131,6 @@ def test_a_skipping_tensor_passes_through_each_stage() -> None:
                 y = torch.tanh(layer(y))
             return torch.cat([first, y], 1)
 
-    pipe = planned(Skip(), stages=4)
+    pipe = planned(Skip(), stages=4, cuts="layers.1,layers.2,layers.3")
     assert [len(pipe.parts[s].stage.inputs) for s in range(4)] == [1, 1, 2, 2]
     assert "rank 3 stage 3: 1 in flight" in str(pipe)

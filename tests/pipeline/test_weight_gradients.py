@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gloo_tasks
+import planned_tasks
 import pytest
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from rematplan.runtime.problem.loss_boundary import WEIGHTS
 
 def pipe(model: nn.Module, x: torch.Tensor, **more: object) -> rematplan.Pipeline:
     asked = {"schedule": "zbv", "stages": 4, "microbatches": 4, "budget": "100%", "costs": "roofline"}
+    asked |= {"cuts": "parts.1,parts.2,parts.3"}
     return rematplan.plan_pipeline(model, (x,), **asked | {"strategy": "store_all"} | more)  # type: ignore[arg-type]
 
 
@@ -72,7 +73,7 @@ def test_a_split_backward_has_the_bits_of_a_whole_one() -> None:
 
 
 def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
-    part = pipe(gloo_tasks.net(), gloo_tasks.data(32)[0]).parts[2]
+    part = pipe(planned_tasks.net(), planned_tasks.data(32)[0], cuts=planned_tasks.CUTS).parts[2]
     graph = part.problem.graph
     order = [op.name for op in graph.ops]
     boundary = order.index(WEIGHTS)

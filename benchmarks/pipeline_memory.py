@@ -1,0 +1,276 @@
+"""Peaks and extra time of pipelines' stages under plans, checkpoints and dataflow, by the roofline model of an A100."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from pictures import picture
+from torch import nn
+
+from rematplan import api
+from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.models import build, example_inputs
+from rematplan.pipeline.schedules import schedule_named
+from rematplan.pipeline.step_chain import NamedChain, named_chain
+from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.blocks.lowering import Partition, lower
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.auto_stages import AutoStages
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.messages import MessageBytes, message_memory
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
+from rematplan.planner.strategies.reversible import Reversible
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.report.plot import COLOURS, MARKERS
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.fake_weights import without_data
+from rematplan.runtime.capture.with_loss import with_loss
+
+RANKS, MICROBATCHES = 4, 16
+AMPLE = 2**50
+MOVES = 1_000
+"""For each op, of the searches for plans of least memory, so that they are the same on every machine."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the table.
+
+    ``sizes``: of a micro-batch. ``pattern``: matches the names of what is checkpointed. ``inverses``: whether plans may
+    recover tensors by inverses that round.
+    """
+
+    name: str
+    sizes: dict[str, int]
+    pattern: str
+    inverses: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        return f"{self.name}, inverses" if self.inverses else self.name
+
+
+UNTIED = "gpt12, untied"
+COUPLINGS = r"blocks\.blocks\.\d+"
+NETWORKS = (
+    Network("vit_s", {"batch": 4}, r"blocks\.\d+"),
+    Network("resnet50", {"batch": 8}, r"stages\.\d+\.\d+"),
+    Network(UNTIED, {"batch": 2, "tokens": 256, "width": 384, "vocabulary": 8192}, r"blocks\.\d+"),
+    Network("swin_t", {"batch": 4}, r"layers\.\d+"),
+    Network("revvit_s", {"batch": 4}, COUPLINGS),
+    Network("revvit_s", {"batch": 4}, COUPLINGS, inverses=True),
+    Network("revnet38", {"batch": 8}, r"stages\.\d+\.\d+"),
+)
+"""In the zoo's GPT and in BERT, embedding and head share a weight, which no two stages can have."""
+
+
+class UntiedGPT(nn.Module):
+    """The zoo's GPT with a head of its own."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        gpt = build("gpt12", **sizes)
+        self.embedding, self.positions, self.blocks, self.norm = (
+            gpt.embedding,
+            gpt.positions,
+            gpt.blocks,
+            gpt.norm,
+        )
+        self.head = nn.Linear(self.embedding.embedding_dim, self.embedding.num_embeddings, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def untied(sizes: dict[str, int]) -> api.LoadedStep:
+    """The captured step of `UntiedGPT`, without data."""
+    model, inputs, mode = without_data(
+        lambda: UntiedGPT(**sizes), lambda: example_inputs("gpt12", seed=0, **sizes)
+    )
+    with mode:
+        module, batch = with_loss(model, inputs, "cross_entropy", 0)
+        return api.LoadedStep(module, batch, capture(module, batch, UNTIED))
+
+
+def loaded(name: str, sizes: dict[str, int], inverses: bool = False) -> tuple[NamedChain, TrainingGraph]:
+    """The chain of a network and its problem."""
+    step = (
+        untied(sizes)
+        if name == UNTIED
+        else api.load_step(name, sizes=api.Sizes(**sizes), weightless=not inverses, inverses=inverses)
+    )
+    graph = api.problem(step)
+    return named_chain(step.step, graph), graph
+
+
+def units(chain: NamedChain, start: int, end: int, pattern: str) -> list[list[int]]:
+    """The blocks of a stage in groups: those that a checkpoint runs again as one."""
+    groups: list[list[int]] = []
+    before = ""
+    for block in range(start, end):
+        found = re.match(pattern, chain.names[block])
+        name = found[0] if found else chain.names[block]
+        if not groups or name != before:
+            groups.append([])
+        before = name
+        groups[-1].append(block)
+    return groups
+
+
+def checkpointed(chain: NamedChain, graph: TrainingGraph, start: int, end: int, pattern: str) -> Plan:
+    """The plan of a stage that keeps what passes between its groups of blocks, and runs each group again."""
+    ix, block = (
+        indexed(graph),
+        dict(zip((op.name for op in chain.chain.graph.ops), chain.chain.block, strict=True)),
+    )
+    forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
+    group_of = {b: g for g, blocks in enumerate(units(chain, start, end, pattern)) for b in blocks}
+    of = {o: group_of.get(block.get(ix.ops[o], end - 1), 0) for o in forward}
+    groups = [[o for o in forward if of[o] == g] for g in range(max(of.values()) + 1)]
+    kept = [
+        ix.tensors[t]
+        for o in forward
+        for t in ix.writes[o]
+        if any(r in of and of[r] > of[o] for r in ix.readers[t])
+    ]
+    # The last block of a partition stays resident; an empty one, so that the last group is run again, too.
+    blocks = (*(tuple(ix.ops[o] for o in group) for group in groups if group), ())
+    parts = Partition(blocks, tuple(kept))
+    return plan_from_runs(graph, lower(graph, parts), "checkpoint")
+
+
+def stages_of(
+    search: PipelineSearch, cuts: Sequence[int], plan: Callable[[TrainingGraph, int, int], Plan]
+) -> list[StagePlan]:
+    """Figures of each stage under a rule for its plan."""
+    bounds = [0, *cuts, len(search.chain)]
+    found = []
+    for stage, (start, end) in enumerate(pairwise(bounds)):
+        template = search.template(start, end, stage)
+        problem = stage_problem(
+            StageSlice(search.chain, start, end), template, per_microbatch=search.terms.batch
+        )
+        found.append(problem.measured(plan(problem.graph, start, end)))
+    return found
+
+
+def peaks(search: PipelineSearch, stages: Sequence[StagePlan]) -> list[int]:
+    """Of each rank with one stage."""
+    return [rank_peak(row, [stage]) for row, stage in zip(search.schedule.actions, stages, strict=True)]
+
+
+def memory(quick: bool, _folder: Path | None) -> None:
+    """Print nothing recomputed, checkpoints, and our plans within the peak that checkpoints reach: with cuts that are
+    best without a budget, and with cuts chosen for it.
+    """
+    print(
+        f"1F1B, {RANKS} ranks, {MICROBATCHES} micro-batches; greatest peak of a rank; extra time of the slowest stage"
+    )
+    for network in NETWORKS[: 2 if quick else None]:
+        chain, _graph = loaded(network.name, network.sizes, network.inverses)
+        schedule = schedule_named("1f1b", RANKS, MICROBATCHES)
+        search = PipelineSearch(chain.chain, schedule, Terms(AMPLE, batch=chain.batch), AutoStages())
+        cuts = search.run().cuts
+        all_kept = stages_of(search, cuts, lambda graph, i, j: no_recompute(graph))
+        again = stages_of(
+            search, cuts, lambda graph, i, j, c=chain, p=network.pattern: checkpointed(c, graph, i, j, p)
+        )
+        budget = max(peaks(search, again))
+        within = PipelineSearch(
+            chain.chain, schedule, Terms(budget, batch=chain.batch), AutoStages(0.5 if quick else 1.0)
+        )
+        same, free = within.run(cuts), within.run()
+        base = [one.forward + one.backward for one in all_kept]
+        rows = (again, same.stages, free.stages)
+        slow = [max(s.forward + s.backward for s in stages) / max(base) - 1 for stages in rows]
+        least = max(b + floor for b, floor in zip(base, same.floors, strict=True)) / max(base) - 1
+        print(
+            f"{network.label:18} keep {show_bytes(max(peaks(search, all_kept))):>10}  checkpoint "
+            f"{show_bytes(budget):>10} {100 * slow[0]:5.1f} %  same cuts {show_bytes(max(same.peaks)):>10} "
+            f"{100 * slow[1]:5.1f} % ({slow[1] / slow[0]:.2f}; floor {100 * least:.1f} %)  chosen cuts "
+            f"{show_bytes(max(free.peaks)):>10} {100 * slow[2]:5.1f} % ({slow[2] / slow[0]:.2f}; "
+            f"{', '.join(chain.names[c] for c in free.cuts)})"
+        )
+
+
+def dataflow_stage(
+    chain: NamedChain, start: int, end: int, stage: int, ranks: int, microbatches: int
+) -> StagePlan:
+    """A stage of the dataflow that keeps least."""
+    schedule = schedule_named("dataflow", ranks, microbatches, hop=0.1)
+    piece = StageSlice(chain.chain, start, end)
+    size = MessageBytes(
+        chain.chain.sends[start],
+        returned_bytes(chain.chain, end, True),
+        chain.chain.sends[end],
+        returned_bytes(chain.chain, start, True),
+    )
+    problem = stage_problem(
+        piece, message_memory(schedule, stage, size), per_microbatch=chain.batch, recovers=True
+    )
+    starts = Reversible().curve(problem.graph, ())
+    found = [problem.measured(plan) for plan in starts]
+    least = min(max(one.transient_forward, one.transient_backward) for one in found)
+    for weight in (least, 2 * least, 2**30):  # of what is held at the boundary against what is needed besides
+        graph = problem.with_room(weight)
+        plan = cheapest_near_smallest_peak(
+            graph, moves=MOVES * len(graph.ops), starts=priced_for(graph, starts)
+        )
+        found.append(problem.measured(replace(plan, estimate=simulate(problem.graph, plan.schedule))))
+    return min(found, key=lambda one: rank_peak(schedule.actions[stage], [one]))
+
+
+def priced_for(graph: TrainingGraph, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans of another variant of a problem as plans of this one."""
+    return [replace(plan, estimate=simulate(graph, plan.schedule)) for plan in plans]
+
+
+def depth(quick: bool, folder: Path | None) -> None:
+    """Print the largest peak of the middle stages, without states and gradients, by depth, ranks and micro-batches."""
+    print("RevViT-S, micro-batch 1, inner stage next to the first; bytes without parameters and gradients")
+    rows: dict[str, list[int]] = {"keep": [], "checkpoint": [], "dataflow": []}
+    couplings = (1, 2, 4) if quick else (1, 2, 4, 8)
+    for ranks, microbatches, each in [(4, 16, c) for c in couplings] + [(4, 64, 2), (8, 16, 2)]:
+        chain, _graph = loaded("revvit_s", {"batch": 1, "depth": ranks * each}, inverses=True)
+        begins = [chain.names.index(f"blocks.blocks.{each * k}") for k in (1, 2)]
+        schedule = schedule_named("1f1b", ranks, microbatches)
+        flow = schedule_named("dataflow", ranks, microbatches, hop=0.1)
+        size = MessageBytes(*(chain.chain.sends[b] for b in (begins[0], begins[1], begins[1], begins[0])))
+        problem = stage_problem(
+            StageSlice(chain.chain, *begins), message_memory(schedule, 1, size), per_microbatch=chain.batch
+        )
+        kept = problem.measured(no_recompute(problem.graph))
+        again = problem.measured(checkpointed(chain, problem.graph, *begins, COUPLINGS))
+        inverted = dataflow_stage(chain, *begins, 1, ranks, microbatches)
+        beside = []
+        for row, one in ((schedule, kept), (schedule, again), (flow, inverted)):
+            free = replace(one, states=0, gradients=0, first_backward=None)
+            beside.append(rank_peak(row.actions[1], [free]))
+        extra = inverted.extra / (inverted.forward + inverted.backward - inverted.extra)
+        print(
+            f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(beside[0]):>10} checkpoint "
+            f"{show_bytes(beside[1]):>10} dataflow {show_bytes(beside[2]):>10} ({beside[2] / beside[1]:.2f}; "
+            f"K {inverted.kept_bytes}, extra {100 * extra:.0f} %)"
+        )
+        if (ranks, microbatches) == (4, 16):
+            for name, value in zip(rows, beside, strict=True):
+                rows[name].append(value)
+    if folder:
+        figure, axes = picture("couplings in a stage", "peak of the second stage beside states (MiB)")
+        for k, (name, row) in enumerate(rows.items()):
+            axes.plot(couplings, [n / 2**20 for n in row], color=COLOURS[k], marker=MARKERS[k], label=name)
+        axes.set_yscale("log")
+        axes.legend()
+        figure.savefig(folder / "dataflow-memory.png", dpi=130)

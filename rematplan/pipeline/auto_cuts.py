@@ -1,0 +1,105 @@
+"""Cuts of a model for `plan_pipeline`, by the search that ``rematplan pipeline`` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import distributed, nn
+
+from rematplan.ir import RematplanError, UsageError
+from rematplan.pipeline.captured_stages import captured_step
+from rematplan.pipeline.planning import Asked, best_cuts
+from rematplan.pipeline.step_chain import named_chain
+from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.auto_stages import StrategyStages
+from rematplan.planner.pipeline.messages import CHANNELS
+from rematplan.planner.pipeline.timeline import FREE_LINK
+from rematplan.plans.budgets import Budget
+from rematplan.plans.op_costs import priced
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.pipeline.dataflow_stage import WRAPPER
+from rematplan.runtime.pipeline.stage_modules import StageModule, cut_names, exported
+
+
+def auto_cuts(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    schedule: PipelineSchedule,
+    budget: Budget,
+    asked: PlanOptions,
+) -> tuple[str, ...]:
+    """Return the modules with which the second and each later stage begin, for the least simulated makespan.
+
+    Links are assumed to take no time.
+
+    Args:
+        model: the model.
+        args: its positional arguments for one micro-batch.
+        kwargs: its keyword arguments, in the same way.
+        schedule: the order of the ranks' actions.
+        budget: the budget of each rank, in bytes or as a percentage.
+        asked: strategy, costs and time limit.
+
+    Raises:
+        UsageError: the model has too few modules to cut at.
+        ModelError: its training step cannot be captured.
+    """
+    known = cut_names(exported(model, args, kwargs))
+    if len(known) < schedule.stages - 1:
+        raise UsageError(f"the model has {len(known) + 1} places for stages, not {schedule.stages}")
+    own = asked if schedule.name not in CHANNELS else replace(asked, inverses=True)
+    named = {f"{WRAPPER}{name}": tensor for name, tensor in named_tensors(model).items()}
+    whole = StageModule(model, tuple(args), dict(kwargs), ())
+    step = StepPlanner(own, named=named).opened(captured_step(whole))
+    graph = priced(step, asked.costs, max_inversion_error=asked.max_inversion_error)
+    chain = named_chain(step, graph, only=known, prefix="")
+    if not set(known).issuperset(chain.names[1:]):
+        raise UsageError(
+            f"no module of {type(model).__name__} has a part of the step of its own to cut before"
+        )
+    strategy = asked.chosen()
+    options = Asked(
+        schedule.name,
+        schedule.stages,
+        schedule.microbatches,
+        budget,
+        None,
+        FREE_LINK,
+        0.0,
+        0.0,
+        asked.time_limit,
+    )
+    planner = None if isinstance(strategy, Auto) else StrategyStages(strategy)
+    return best_cuts(chain, schedule, options, planner)
+
+
+def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what ``choose`` returns in the first process, in all processes of the default group.
+
+    Measured costs and searches that are limited by time differ between processes. Without a group, it is the result of
+    ``choose`` in this process.
+
+    Raises:
+        RematplanError: ``choose`` raised one. Processes other than the first raise a UsageError with its message.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return choose()
+    found: list[Any] = [None, None]
+    error: RematplanError | None = None
+    if distributed.get_rank() == 0:
+        try:
+            found = [choose(), None]
+        except RematplanError as raised:
+            error, found = raised, [None, str(raised)]
+    distributed.broadcast_object_list(found, src=0)
+    if error is not None:
+        raise error
+    if found[1] is not None:
+        raise UsageError(found[1])
+    return tuple(found[0])

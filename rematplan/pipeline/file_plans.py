@@ -1,0 +1,168 @@
+"""The plans of a pipeline file as plans of the stages that processes capture.
+
+A file's plans are of parts of the whole captured step, loss included. A process captures its stages separately, without
+a loss, and their ops have other names. The ops of both are matched by their targets, in order; then each pair of ops
+must read results of matched ops, and write equally many bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rematplan import api
+from rematplan.ir import ProblemError, TrainingGraph, UsageError
+from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.step_chain import WRAPPER, NamedChain, named_chain
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.problem import loss_boundary
+
+Key = tuple[str, bool]
+"""The target of a call, and whether it belongs to the backward."""
+
+
+@dataclass(frozen=True)
+class FilePlans:
+    """The plans of a pipeline file. ``step``, ``chain``: the whole step that the file divides, and its blocks."""
+
+    file: PlannedPipeline
+    step: CapturedStep
+    chain: NamedChain
+
+    def plan(self, number: int, part: CapturedStage) -> Plan:
+        """Return the file's plan for a captured stage.
+
+        Args:
+            number: the stage's number.
+            part: the captured stage.
+
+        Raises:
+            ProblemError: the captured stage is not the one that the file's plan is of. The message says why.
+        """
+        bounds = list(pairwise((0, *self.file.cuts, len(self.chain.chain))))
+        ops = StageSlice(self.chain.chain, *bounds[number]).ops
+        graph = self.chain.chain.graph
+        names = [graph.ops[o].name for o in ops]
+        loss = loss_ops(self.step, graph, names) if number == len(bounds) - 1 else frozenset()
+        own = [name for name in names if name not in loss]
+        others = [op.name for op in part.problem.graph.ops if op.name in part.step.call]
+        try:
+            pairs = matched(self.step, own, part.step, others)
+            runs = _runs(self.file, number, pairs, loss)
+            return plan_from_runs(
+                part.problem.graph, runs, str(_plan(self.file, number).get("strategy", "file"))
+            )
+        except ProblemError as error:
+            raise ProblemError(f"stage {number} is not the one that the file's plan is of: {error}") from None
+
+
+def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
+    """Capture the whole step that a pipeline file divides.
+
+    ``name``: the model's name in the zoo.
+
+    Raises:
+        ProblemError: the step cannot be divided as the file says.
+    """
+    model = file.model
+    loaded = api.load_step(
+        name, sizes=api.Sizes(**model.get("sizes", {})), loss=model.get("loss"), weightless=True
+    )
+    graph = api.problem(loaded)
+    for wanted in ((), file.names):
+        chain = named_chain(loaded.step, graph, wanted)
+        try:
+            found = chain.positions(file.names)
+        except UsageError:
+            continue
+        if found == file.cuts:
+            return FilePlans(file, loaded.step, chain)
+    raise ProblemError(f"the step of {name} has other blocks than those that the file divides")
+
+
+def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:
+    """Return the ops of a loss outside of the model, forward and backward.
+
+    Their calls are in no module of the model, and those of the backward read results of none of the model's.
+
+    Args:
+        step: the captured step of the model with its loss.
+        graph: its problem.
+        names: the ops to look at, in order.
+    """
+    found: set[str] = set()
+    for name in names:
+        call = step.call[name]
+        if call.module == WRAPPER[:-1] or call.module.startswith(WRAPPER):
+            continue
+        before = {graph.ops[graph.producer[t]].name for t in graph.op[name].reads if t in graph.producer}
+        if not call.backward or all(b in found for b in before if step.call[b].backward):
+            found.add(name)
+    return frozenset(found)
+
+
+def matched(
+    step: CapturedStep, names: Sequence[str], other: CapturedStep, other_names: Sequence[str]
+) -> dict[str, str]:
+    """Return, for each op of a part of a step, the same op of another capture of that part.
+
+    Args:
+        step: a captured step.
+        names: the part's ops, in order.
+        other: the other captured step.
+        other_names: its ops, in order.
+
+    Raises:
+        ProblemError: the parts are not the same.
+    """
+    mine, theirs = _by_key(step, names), _by_key(other, other_names)
+    for key in sorted({*mine, *theirs}):
+        few, many = len(mine.get(key, ())), len(theirs.get(key, ()))
+        if few != many:
+            raise ProblemError(f"it has {many} calls of {key[0]}, not {few}")
+    pairs = {a: b for key, own in mine.items() for a, b in zip(own, theirs[key], strict=True)}
+    known, makers = set(other_names), (_makers(step), _makers(other))
+    for a, b in pairs.items():
+        one, two = step.call[a], other.call[b]
+        reads = {pairs[r] for t in step.reads(one) if (r := makers[0].get(t)) in pairs}
+        if reads != known.intersection(makers[1].get(t, "") for t in other.reads(two)):
+            raise ProblemError(f"{b} reads other results than {a}")
+        sizes = [sorted(s.storage_bytes[t] for t in s.writes(c)) for s, c in ((step, one), (other, two))]
+        if sizes[0] != sizes[1]:
+            raise ProblemError(f"{b} writes other sizes than {a}")
+    return pairs
+
+
+def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
+    """Return the runs of a file's plan under the names of the captured stage."""
+    boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
+    runs = []
+    for kind, name in _plan(file, number).get("steps", ()):
+        if kind != "run" or name in loss:
+            continue
+        if name not in pairs and name not in boundaries:
+            raise ProblemError(f"the file's plan runs {name}, which the stage lacks")
+        runs.append(boundaries.get(name) or pairs[name])
+    return runs
+
+
+def _plan(file: PlannedPipeline, number: int) -> Mapping[str, Any]:
+    return file.stages[number].plan or {}
+
+
+def _by_key(step: CapturedStep, names: Sequence[str]) -> dict[Key, list[str]]:
+    found: dict[Key, list[str]] = {}
+    for name in names:
+        call: Call = step.call[name]
+        found.setdefault((str(call.target), call.backward), []).append(name)
+    return found
+
+
+def _makers(step: CapturedStep) -> dict[str, str]:
+    """Return the call that writes each storage."""
+    return {storage: call.name for call in step.calls for storage in step.writes(call)}

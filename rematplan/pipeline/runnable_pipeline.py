@@ -1,0 +1,163 @@
+"""A planned pipeline in PyTorch: its stages and its schedule in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from rematplan.ir import UsageError, show_bytes
+from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
+from rematplan.pipeline.rank_plans import Part
+from rematplan.pipeline.schedules import SPLIT
+from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.in_flight import RankPlan
+from rematplan.planner.pipeline.messages import CHANNELS, least_credits
+from rematplan.planner.pipeline.rank_memory import in_flight
+from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
+from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
+from rematplan.runtime.pipeline.torch_stages import torch_stage
+
+TORCH_CLASSES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+"""For each schedule, its class in `torch.distributed.pipelining`."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A planned pipeline.
+
+    ``order``: the schedule, with the actions of each rank. ``cuts``: the names of the modules with which the second
+    and each later stage begin. ``budget``: the bytes that each rank may hold. ``parts``: the captured stages, by
+    stage number. ``ranks``: the plans of a rank's stages, by rank; only planned ranks are included.
+    """
+
+    order: PipelineSchedule
+    cuts: tuple[str, ...]
+    budget: int
+    parts: Mapping[int, Part]
+    ranks: Mapping[int, RankPlan]
+
+    @cached_property
+    def stage_plans(self) -> tuple[StagePlan, ...]:
+        """The memory, times and plan of each stage of the planned ranks, by rising stage number."""
+        found = (one for rank in self.ranks.values() for one in rank.stages)
+        return tuple(sorted(found, key=lambda one: one.stage))
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """The predicted peak of each planned rank in bytes, including parameters, gradients and PyTorch's buffers."""
+        return {rank: plan.peak for rank, plan in self.ranks.items()}
+
+    def modules(self, rank: int, prepared: bool = True) -> tuple[nn.Module, ...]:
+        """Return the planned modules of a rank's stages. They share the model's parameters and buffers.
+
+        ``prepared``: whether they are compiled now, and not in their first forward.
+
+        Raises:
+            UsageError: the schedule is ``dataflow``, whose stages run without autograd.
+        """
+        if self.order.name in CHANNELS:
+            raise UsageError("stages of a dataflow run without autograd and are not modules; use stages()")
+        parts = zip(
+            (self.parts[s] for s in self.order.stage_of_rank[rank]), self.ranks[rank].plans, strict=True
+        )
+        return tuple(part.planned(plan, prepared) for part, plan in parts if isinstance(part, CapturedStage))
+
+    def stages(
+        self,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> list[Any]:
+        """Return this process's stages, for `torch.distributed.pipelining`; for ``dataflow`` its `DataflowStage`.
+
+        Args:
+            mesh: a process group or a device mesh of one dimension, with the ranks of the pipeline; by default all
+                processes.
+            wrap: takes each planned module and returns the module to run, for example
+                ``DistributedDataParallel(module)`` or ``fully_shard(module, mesh=mesh["data"])``.
+
+        Raises:
+            UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the
+                schedule splits backwards, which PyTorch does differently in wrapped modules, or is ``dataflow``, which
+                needs processes that communicate over gloo.
+        """
+        group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        size, rank = torch.distributed.get_world_size(group), get_rank(group)
+        if size != self.order.ranks:
+            raise UsageError(f"the pipeline has {self.order.ranks} ranks, but there are {size} processes")
+        mine = self.parts[self.order.stage_of_rank[rank][0]]
+        if isinstance(mine, DataflowPart):
+            return dataflow_stages(mine, self.ranks[rank].plans[0], group, wrap is not None)
+        split = self.order.name in SPLIT
+        if split and wrap is not None:
+            raise UsageError(
+                f"schedule {self.order.name!r} splits backwards, which wrapped stages do not allow; use gpipe, 1f1b "
+                f"or interleaved"
+            )
+        made = []
+        for number, module in zip(
+            self.order.stage_of_rank[rank], self.modules(rank, wrap is None), strict=True
+        ):
+            stage = self.parts[number].stage
+            device = next((t.device for t in module.parameters()), torch.device("cpu"))
+            run = wrap(module) if wrap else module
+            made.append(torch_stage(stage, run, number, self.order.stages, device, group, split))
+        return made
+
+    def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:
+        """Return PyTorch's schedule object for these stages, or a `DataflowSchedule`. Its method ``step`` runs the
+        pipeline.
+
+        Args:
+            stages: this process's stages, from `stages`.
+            loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
+            more: further arguments of the class, such as ``scale_grads``, or ``updates`` of a dataflow.
+
+        Raises:
+            UsageError: the schedule has neighbouring stages on one rank, and PyTorch before 2.13 cannot run that over
+                gloo.
+        """
+        if self.order.name in CHANNELS:
+            actions = [(a.kind, a.microbatch) for a in self.order.actions[stages[0].number]]
+            credits = least_credits(self.order)  # its replay proves that nothing deadlocks
+            return DataflowSchedule(stages[0], actions, self.order.microbatches, credits, loss_fn, **more)
+        neighbours = any(b - a == 1 for own in self.order.stage_of_rank for a, b in pairwise(sorted(own)))
+        if PIPELINES_SEND_TO_THEMSELVES and neighbours and get_backend() == "gloo":
+            raise UsageError(
+                f"{self.order.name} has neighbouring stages on one rank, and PyTorch {torch.__version__} cannot run "
+                f"such schedules over gloo; use PyTorch 2.13 or newer, another backend, or schedule='interleaved'"
+            )
+        kind = getattr(pipelining, TORCH_CLASSES[self.order.name])
+        own = stages[0] if len(self.order.stage_of_rank[0]) == 1 else list(stages)
+        return kind(own, n_microbatches=self.order.microbatches, loss_fn=loss_fn, **more)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.order.name}, {self.order.microbatches} micro-batches, budget {show_bytes(self.budget)} a rank"
+        ]
+        for rank, plan in self.ranks.items():
+            most = in_flight(self.order.actions[rank])
+            for one in plan.stages:
+                lines.append(
+                    f"rank {rank} stage {one.stage}: {most[one.stage]} in flight, keeps {show_bytes(one.kept_bytes)}, "
+                    f"transients {show_bytes(max(one.transient_forward, one.transient_backward, one.transient_weight))}"
+                    f", states {show_bytes(one.states)}, torch {show_bytes(one.torch_bytes)}, "
+                    f"extra {one.extra:.1f} µs"
+                )
+            lines.append(f"rank {rank}: peak {show_bytes(plan.peak)}")
+        return "\n".join(lines)

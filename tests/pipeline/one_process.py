@@ -1,0 +1,68 @@
+"""Batches for the pipeline tests, steps of plain PyTorch in one process, and the running of a schedule's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.runtime.costs.measure import peak_above_entry
+
+CPU = torch.device("cpu")
+
+
+def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def in_one_process(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    microbatches: int,
+    forward: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+) -> list[float]:
+    """One step of plain PyTorch with the same micro-batches; the losses.
+
+    ``forward``: from a micro-batch's number and its input to its output; the model itself by default.
+    """
+    losses = []
+    parts = zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+    for m, (part, target) in enumerate(parts):
+        one = loss(model(part) if forward is None else forward(m, part), target)
+        one.backward()
+        losses.append(one.item())
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.div_(microbatches)
+    return losses
+
+
+def step_of(
+    schedule: Any, stages: Sequence[Any], given: Sequence[Any], y: torch.Tensor, losses: list[torch.Tensor]
+) -> Callable[[], None]:
+    """A function that runs one step on this rank. ``given``: the model's arguments."""
+    first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+
+    def step() -> None:
+        schedule.step(*(given if first else ()), **({"target": y, "losses": losses} if last else {}))
+
+    return step
+
+
+def measured(stages: Sequence[Any], step: Callable[[], None]) -> int:
+    """The peak of one step in bytes, this process's parts of parameters and buffers included."""
+    states = [t for s in stages for t in (*s.submod.parameters(), *s.submod.buffers())]
+    held = sum(getattr(t, "_local_tensor", t).nbytes for t in states)
+    return peak_above_entry(step, CPU)[0] + held
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))

@@ -1,0 +1,95 @@
+"""Steps of pipeline files in four gloo processes: the file's own plans run, and one process computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo_workers import Workers
+from torch.distributed.pipelining.stage import PipelineStage
+
+from rematplan.cli import main
+from rematplan.pipeline.run_step import RankReport, reports_of_step
+from rematplan.planner.pipeline.pipeline_file import load_pipeline
+
+SIZES = ("--depth", "4", "--width", "16", "--image", "64", "--classes", "5", "--batch", "16")
+ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "--time-limit", "2", "--quiet")
+CUTS = "blocks.1,blocks.2,blocks.3"
+REVERSIBLE = "blocks.blocks.1,blocks.blocks.2,blocks.blocks.3"
+
+
+def planned(folder: Path, name: str, *more: str) -> Path:
+    path = folder / "pipe.json"
+    assert main(["pipeline", name, *SIZES, *ASKED, *more, "-o", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planned(tmp_path_factory.mktemp("step"), "vit_s", "--budget", "85%", "--cuts", CUTS)
+
+
+def step(rank: int, path: Path, dies: bool = False) -> list[RankReport]:
+    """A task of a process. ``dies``: rank 2 ends in its first backward."""
+    plan = load_pipeline(path)
+    if dies and rank == 2:
+        PipelineStage.backward_one_chunk = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
+    return reports_of_step(plan, str(plan.model["model"]), rank, verify=not dies, time_limit=1)
+
+
+def changed(file: Path, folder: Path, change: Any) -> Path:
+    data = json.loads(file.read_text())
+    change(data)
+    (folder / "changed.json").write_text(json.dumps(data))
+    return folder / "changed.json"
+
+
+def check(reports: list[RankReport]) -> None:
+    assert all(one.different == () and one.compared > 10 for one in reports)
+    assert [len(one.losses) for one in reports] == [0, 0, 0, 4]
+
+
+def test_the_files_own_plans_run(workers: Workers, file: Path) -> None:
+    reports = workers.run(step, path=file)[0]
+    check(reports)
+    assert [one.anew for one in reports] == [""] * 4
+    extra = [one.extra for one in load_pipeline(file).stages]
+    assert [one.extra for one in reports] == pytest.approx(extra)
+    assert sum(extra) > 0
+
+
+def test_a_stage_that_differs_is_planned_anew_and_that_is_said(
+    workers: Workers, file: Path, tmp_path: Path
+) -> None:
+    def rename(data: dict[str, Any]) -> None:
+        steps = data["plans"][1]["plan"]["steps"]
+        first = next(name for kind, name in steps if kind == "run")
+        data["plans"][1]["plan"]["steps"] = [[k, "other" if n == first else n] for k, n in steps]
+
+    reports = workers.run(step, path=changed(file, tmp_path, rename))[0]
+    check(reports)
+    assert "runs other, which the stage lacks" in reports[1].anew
+    assert [one.anew for one in (*reports[:1], *reports[2:])] == [""] * 3
+
+
+def test_a_dataflow_is_within_the_predicted_error(workers: Workers, tmp_path: Path) -> None:
+    path = planned(tmp_path, "revvit_s", "--schedule", "dataflow", "--budget", "1GiB", "--cuts", REVERSIBLE)
+    reports = workers.run(step, path=path)[0]
+    check(reports)
+    assert all(0 < one.error <= one.expected for one in reports[:-1])
+
+
+def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, file: Path) -> None:
+    began = time.monotonic()
+    told = [
+        answer for rank, (_, answer) in enumerate(workers.answers(step, path=file, dies=True)) if rank != 2
+    ]
+    assert time.monotonic() - began < 60
+    assert all(one.startswith("ProcessEnded: another process of the pipeline has ended") for one in told), (
+        told
+    )
+    assert not any("\n" in one for one in told)
