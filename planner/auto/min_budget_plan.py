@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
-from rematplan.planner.auto.auto_strategy import LEAST, Auto
+from rematplan.planner.auto.auto_options import SHARES
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
@@ -69,7 +70,7 @@ def cheapest_near_smallest_peak(
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)
-    share = SearchBudget(LEAST * time_limit, -(-moves // 2))
+    share = SearchBudget(SHARES.smallest_peak * time_limit, -(-moves // 2))
     marked = infer_phases(graph)
     stated = graph if graph.has_phases else marked
     least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
