@@ -1,9 +1,9 @@
 """Load an ONNX file as a :class:`rematplan.ir.onnx.graph.Graph`.
 
-The steps, in order: read (`protobuf`), bind symbolic dimensions (`batch_dimension`), sort, unroll control flow
-(`control_flow`), restore weights (`tied_weights`, `folded_weights`), set batch norm and dropout (`training_form`),
-remove aliases, fold constants (`constant_folding`), assign roles (`weight_roles`, `weight_origins`), remove what
-nothing reads, collect notes.
+The steps, in order: read (`protobuf`), bind symbolic dimensions (`bound_dimensions`, `batch_dimension`), sort, unroll
+control flow (`control_flow`), restore weights (`tied_weights`, `folded_weights`), set batch norm and dropout
+(`training_form`), remove aliases, fold constants (`constant_folding`), assign roles (`weight_roles`,
+`weight_origins`), remove what nothing reads, collect notes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from rematplan.ir.errors import ModelError, UsageError
+from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.batch_dimension import with_batch
+from rematplan.ir.onnx.bound_dimensions import MOST_ELEMENTS, bound_inputs, known_shape
 from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.onnx.control_flow import captured, without_subgraphs
-from rematplan.ir.onnx.draft import Array, Declared, Draft
+from rematplan.ir.onnx.draft import Array, Draft
 from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
 from rematplan.ir.onnx.protobuf import read_onnx, read_proto
 from rematplan.ir.onnx.tied_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_origins import Evidence
 
-MOST_ELEMENTS = 1 << 48  # of one tensor: a thousand times more than any machine has memory for
 AS_IS = Forms()
 COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
 
@@ -73,7 +73,7 @@ def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
     declared, dims, batch = with_batch(draft.inputs, dims)
-    inputs, bound = _bind(declared, dims)
+    inputs, bound = bound_inputs(declared, dims)
     draft, unrolled = without_subgraphs(replace(draft, nodes=_sorted(draft)), inputs, bound)
     draft, untied = untangled(draft)
     draft, formed = in_form(draft, forms)
@@ -86,76 +86,13 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
         name=draft.name,
         inputs=inputs,
         outputs=tuple(
-            Value(o, d.dtype, _known_shape(d, bound)) for o, d in zip(outputs, draft.outputs, strict=True)
+            Value(o, d.dtype, known_shape(d, bound)) for o, d in zip(outputs, draft.outputs, strict=True)
         ),
         weights=weights,
         nodes=_silenced(nodes, outputs),
         notes=(*unrolled, *untied, *formed, *_notes(draft, weights, nodes)),
         batch=batch,
     )
-
-
-# ------------------------------------------------------------------ symbolic dimensions
-
-
-def _bind(inputs: Sequence[Declared], dims: Mapping[str, int]) -> tuple[tuple[Value, ...], dict[str, int]]:
-    """Return the inputs with all dimensions as numbers, and the number of each symbol."""
-    for name, size in dims.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
-    known = {
-        _dim_name(d, at): None for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)
-    }
-    places = {f"{d.name}.{at}" for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)}
-    for name in dims:
-        if name not in known and name not in places:
-            listed = ", ".join(known) or "none, every input dimension is fixed"
-            raise UsageError(f"--dim {name}: no input has a dimension of that name (known: {listed})")
-    values = tuple(Value(d.name, d.dtype, _bound_shape(d, dims)) for d in inputs)
-    bound = {
-        dim: size
-        for d, v in zip(inputs, values, strict=True)
-        for dim, size in zip(d.shape or (), v.shape or (), strict=True)
-        if isinstance(dim, str)
-    }
-    return values, bound
-
-
-def _fixed(dim: int | str | None) -> bool:
-    return isinstance(dim, int) and dim >= 0
-
-
-def _dim_name(declared: Declared, at: int) -> str:
-    dim = (declared.shape or ())[at]
-    return dim if isinstance(dim, str) and dim else f"{declared.name}.{at}"
-
-
-def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]:
-    if declared.shape is None:
-        raise ModelError(f"input {declared.name!r} states no shape, so its dimensions cannot be bound")
-    shape = []
-    for at, dim in enumerate(declared.shape):
-        name = _dim_name(declared, at)
-        size = dim if isinstance(dim, int) and dim >= 0 else dims.get(f"{declared.name}.{at}", dims.get(name))
-        if size is None:
-            raise ModelError(
-                f"input {declared.name!r}: dimension {at} ({name}) is not bound; bind it with --dim {name}=8"
-            )
-        shape.append(size)
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise ModelError(
-            f"input {declared.name!r}: shape {tuple(shape)} has more than {MOST_ELEMENTS} numbers"
-        )
-    return tuple(shape)
-
-
-def _known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Return an output's shape if every dimension is fixed or a symbol of an input."""
-    if declared.shape is None:
-        return None
-    sizes = [bound.get(d) if isinstance(d, str) else d for d in declared.shape]
-    known = tuple(s for s in sizes if s is not None and s >= 0)
-    return known if len(known) == len(sizes) else None
 
 
 # ------------------------------------------------------------------ order, aliases, liveness

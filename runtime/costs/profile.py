@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -24,11 +24,11 @@ from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
 from rematplan.runtime.costs.profile_cache import load_costs, save_costs
 from rematplan.runtime.costs.roofline import flops, moved_bytes
+from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.warn import warn
 
@@ -235,93 +235,6 @@ def _memory(
     fresh = [s if s is not None and s._cdata not in old else None for s in storages]
     kept = sum({s._cdata: allocated(s.nbytes(), s.device) for s in fresh if s is not None}.values())
     return seconds, max(0, peak - kept), tuple(0 if s is None else s.nbytes() for s in fresh)
-
-
-BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})
-"""Calls whose results determine how much memory their backward needs: for bags without entries, none."""
-
-SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_backward.default: (1, 6)}
-"""Calls that need more memory the more different indices they get: the argument positions of the indices and
-of their bound."""
-
-
-class SyntheticArguments:
-    """Makes arguments for a call: positive reals; integers that are known before the step runs, otherwise
-    valid ones (zeros, or as many different indices as possible); masks that are true about half the time.
-    They have the captured strides."""
-
-    def __init__(self, step: CapturedStep) -> None:
-        self.step, self.known = step, KnownValues(step, {})
-        generator = torch.Generator().manual_seed(0)
-        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
-        # any size.
-        self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
-        self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return new positional and keyword arguments for one call."""
-        made: dict[str, torch.Tensor] = {}
-
-        def value_of(name: str) -> torch.Tensor:
-            if name not in made:
-                made[name] = self._tensor(name)
-            return made[name]
-
-        args = substitute(call.args, value_of)
-        if call.target in SPREAD:
-            args = self._spread(call, args, *SPREAD[call.target])
-        return args, dict(substitute(call.kwargs, value_of))
-
-    def _spread(self, call: Call, args: tuple[Any, ...], at: int, bound: int) -> tuple[Any, ...]:
-        name = call.args[at].value
-        if name in self.step.constants or self.known(name) is not None:
-            return args
-        different = torch.arange(args[at].numel(), device=args[at].device) % max(1, args[bound])
-        return (*args[:at], different.to(args[at].dtype).view(args[at].shape), *args[at + 1 :])
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        if name in self.step.constants:
-            return self.step.constants[name]
-        fake = self.step.values[name].fake
-        if _is_whole(fake.dtype) and (found := self.known(name)) is not None:
-            return found
-        maker = self.step.call.get(self.step.values[name].call or "")
-        opaque = maker is not None and (self._is_opaque(maker, fake) or maker.target in BAGS)
-        if maker is not None and (opaque or self._is_seed(maker, fake)):
-            # Library kernels read what their forward returned. The trace may show another size or device.
-            args, kwargs = self.of(maker)
-            return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
-        # Allocate the whole storage, since some kernels copy all of it, even if the tensor is a small view.
-        flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
-        return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
-
-    def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor is empty only in the trace: another result of its call is not empty."""
-        results = [self.step.values[r].fake for r in maker.results if r]
-        return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
-
-    def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor may be the saved random state of an attention op. Some kernels keep it in
-        host memory, though in the trace it is on the device."""
-        return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
-
-    def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if _is_whole(dtype):
-            return torch.zeros(n, dtype=dtype, device=device)
-        if (dtype, device) not in self.pools:
-            pool = self.pool > 0.5 if dtype == torch.bool else self.pool.to(dtype)
-            if dtype == torch.bool:
-                pool[0] = True  # an assertion may check a single element
-            self.pools[dtype, device] = pool.to(device)
-        pool, flat = self.pools[dtype, device], torch.empty(n, dtype=dtype, device=device)
-        rest = n % len(pool)
-        flat[: n - rest].view(-1, len(pool)).copy_(pool)
-        flat[n - rest :].copy_(pool[:rest])
-        return flat
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def device_name(device: torch.device) -> str:

@@ -7,7 +7,6 @@ plan's order. fx's generated code frees a value after its last use, which is whe
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import fx, nn
 
 from rematplan.ir import ProblemError
-from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Free, Run, Schedule
+from rematplan.runtime.execute.random_replay import replayed_ops
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from rematplan.runtime.problem.loss_boundary import split_at_loss
@@ -53,8 +53,7 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     own = split_at_loss(step, schedule)
     schedule, boundary = own.schedule, own.boundary
-    rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
-    replayed = {c.name for c in step.calls if c.seeded} & rerun
+    replayed = replayed_ops(step, schedule)
     forward = _Emitter(step, replayed)
     for i in step.inputs:
         if i.kind not in ("tangent", "constant"):

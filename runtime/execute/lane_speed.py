@@ -10,7 +10,7 @@ import torch
 
 from rematplan.planner.core.lane_schedule import Placed, Sharing
 from rematplan.runtime.costs.measure import synchronize
-from rematplan.runtime.costs.profile import SyntheticArguments
+from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.execute.lane_threads import two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
 

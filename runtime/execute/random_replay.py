@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rematplan.planner.core.schedule import Schedule, runs_of
+from rematplan.runtime.graph.captured_step import CapturedStep
+
 Generator = Callable[[], Any]
+
+
+def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
+    """Return the names of the random ops that a schedule runs more than once."""
+    count = Counter(runs_of(schedule))
+    return {call.name for call in step.calls if call.seeded and count[call.name] > 1}
 
 
 def save_rng(device: torch.device) -> Generator:

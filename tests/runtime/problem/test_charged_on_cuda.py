@@ -14,8 +14,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans import two_lane_plans
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.read_fx import _on_one_device
-from rematplan.runtime.costs.profile import SyntheticArguments
 from rematplan.runtime.costs.profile_json import profile_of, read_profile, save_profile
+from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep

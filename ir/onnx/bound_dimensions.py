@@ -1,0 +1,74 @@
+"""Bind the symbolic dimensions of a file's inputs to the sizes that the user states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rematplan.ir.errors import ModelError, UsageError
+from rematplan.ir.onnx.draft import Declared
+from rematplan.ir.onnx.graph import Value
+
+MOST_ELEMENTS = 1 << 48  # of one tensor: a thousand times more than any machine has memory for
+
+
+def bound_inputs(
+    inputs: Sequence[Declared], dims: Mapping[str, int]
+) -> tuple[tuple[Value, ...], dict[str, int]]:
+    """Return the inputs with all dimensions as numbers, and the number of each symbol."""
+    for name, size in dims.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
+    known = {
+        _dim_name(d, at): None for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)
+    }
+    places = {f"{d.name}.{at}" for d in inputs for at, dim in enumerate(d.shape or ()) if not _fixed(dim)}
+    for name in dims:
+        if name not in known and name not in places:
+            listed = ", ".join(known) or "none, every input dimension is fixed"
+            raise UsageError(f"--dim {name}: no input has a dimension of that name (known: {listed})")
+    values = tuple(Value(d.name, d.dtype, _bound_shape(d, dims)) for d in inputs)
+    bound = {
+        dim: size
+        for d, v in zip(inputs, values, strict=True)
+        for dim, size in zip(d.shape or (), v.shape or (), strict=True)
+        if isinstance(dim, str)
+    }
+    return values, bound
+
+
+def _fixed(dim: int | str | None) -> bool:
+    return isinstance(dim, int) and dim >= 0
+
+
+def _dim_name(declared: Declared, at: int) -> str:
+    dim = (declared.shape or ())[at]
+    return dim if isinstance(dim, str) and dim else f"{declared.name}.{at}"
+
+
+def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]:
+    if declared.shape is None:
+        raise ModelError(f"input {declared.name!r} states no shape, so its dimensions cannot be bound")
+    shape = []
+    for at, dim in enumerate(declared.shape):
+        name = _dim_name(declared, at)
+        size = dim if isinstance(dim, int) and dim >= 0 else dims.get(f"{declared.name}.{at}", dims.get(name))
+        if size is None:
+            raise ModelError(
+                f"input {declared.name!r}: dimension {at} ({name}) is not bound; bind it with --dim {name}=8"
+            )
+        shape.append(size)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ModelError(
+            f"input {declared.name!r}: shape {tuple(shape)} has more than {MOST_ELEMENTS} numbers"
+        )
+    return tuple(shape)
+
+
+def known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Return an output's shape if every dimension is fixed or a symbol of an input."""
+    if declared.shape is None:
+        return None
+    sizes = [bound.get(d) if isinstance(d, str) else d for d in declared.shape]
+    known = tuple(s for s in sizes if s is not None and s >= 0)
+    return known if len(known) == len(sizes) else None
