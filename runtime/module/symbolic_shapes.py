@@ -119,15 +119,23 @@ def _closed(constant: Any, sizes: Sequence[int]) -> Any:
     return resolved(constant, sizes) if not isinstance(constant, (list, tuple, dict)) else constant
 
 
+def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return the sizes 0 and 1 of a batch, with positions and dimensions. They have graphs of their own."""
+    return [
+        (at, dim, size) for at, t in enumerate(batch) for dim, size in enumerate(t.shape) if size in (0, 1)
+    ]
+
+
 @dataclass
 class OpenShapes:
     """The forwards with open sizes for calls that differ only in sizes.
 
     ``forwards``: the newest first. ``known``: shapes that were captured separately: fake batches, and the
     results. ``met``: all shapes of calls so far. ``misses``: how many captures with open sizes in a row served
-    no other known shape. ``reason``: why no more captures with open sizes are made; empty if they are.
-    ``fixed``: the number of shapes that were captured separately. ``served``: how often a shape got its step
-    from a forward with open sizes. ``exceptions``: why some shapes did not.
+    no other known shape, although one has the same sizes of 0 and 1. ``reason``: why no more captures with
+    open sizes are made; empty if they are. ``fixed``: the number of shapes that were captured separately.
+    ``served``: how often a shape got its step from a forward with open sizes. ``exceptions``: why some shapes
+    did not.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -179,14 +187,12 @@ class OpenShapes:
         try:
             found = self._instance(state, batch)
             if found is None and self.known and not self.reason and shapes not in self.met:
-                found = self._opened(state, batch, opened)
+                found = self._opened(state, batch, opened, fixed)
         except NotSymbolic as error:
             self.exceptions[str(error)] = None
             found = None
         if found is None:
-            found = fixed()
-            self.fixed += 1
-            self._remember(found)
+            found = self._fixed(fixed)
         self.met[shapes] = None
         if len(self.met) > SHAPES_MET:
             del self.met[next(iter(self.met))]
@@ -201,21 +207,45 @@ class OpenShapes:
                 return found
         return None
 
+    def _fixed(self, fixed: Callable[[], Found]) -> Found:
+        found = fixed()
+        self.fixed += 1
+        self._remember(found)
+        return found
+
     def _opened(
-        self, state: guards.ModuleState, batch: Sequence[torch.Tensor], opened: Callable[[], OpenForward]
+        self,
+        state: guards.ModuleState,
+        batch: Sequence[torch.Tensor],
+        opened: Callable[[], OpenForward],
+        fixed: Callable[[], Found],
     ) -> Found | None:
+        """Return the forward for a batch from a new capture with open sizes, None if it has none.
+
+        That capture is compared with those of known shapes that it serves, or else with one of this shape: a
+        model that treats a symbol differently from an integer (its text, its type) is never served by it.
+        """
+        own = None
         try:
             forward = opened()
             served, forward = self._compared(forward, state)
+            if not served:
+                own = self._fixed(fixed)
+                _, forward = self._compared(forward, state)
         except ModelError as error:
             self.reason = str(error)
-            return None
-        found = forward.found(state, batch)
-        self.served += found is not None
+            return own
+        found = own or forward.found(state, batch)
+        self.served += own is None and found is not None
         self.forwards.insert(0, forward)
-        self.misses = 0 if served else self.misses + 1
+        alike = [known for known, _ in self.known if _smallest(known) == _smallest(batch)]
+        self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:
-            fixed = [f"dimension {dim} of argument {at} ({size})" for at, dim, size in forward.step.fixed]
+            fixed = [
+                f"dimension {dim} of argument {at} ({size})"
+                for at, dim, size in forward.step.fixed
+                if any(known[at].shape[dim] != size for known, _ in self.known)
+            ]
             self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(fixed)])))
         return found
 
