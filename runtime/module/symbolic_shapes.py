@@ -241,12 +241,12 @@ class OpenShapes:
         alike = [known for known, _ in self.known if _smallest(known) == _smallest(batch)]
         self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:
-            fixed = [
+            varying = [
                 f"dimension {dim} of argument {at} ({size})"
                 for at, dim, size in forward.step.fixed
                 if any(known[at].shape[dim] != size for known, _ in self.known)
             ]
-            self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(fixed)])))
+            self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(varying)])))
         return found
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
