@@ -22,24 +22,24 @@ def capture(
     root: nn.Module | None = None,
     decisions: ValueGuardRecorder | None = None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)`` with its backward. The module must return a tensor (the loss, for example) or
-    a tuple of tensors.
+    """Trace ``module(*batch)`` with its backward. The module must return a tensor (the loss, for example) or a tuple
+    of tensors.
 
-    No output may be a view of an input, of a parameter or of another output. The module's parameters,
-    buffers, gradients, attributes and random state are left unchanged.
+    No output may be a view of an input, of a parameter or of another output. The module's parameters, buffers,
+    gradients, attributes and random state are left unchanged.
 
     Args:
         module: the module.
         batch: the inputs.
-        name: its name, for the step and for messages.
-        root: the submodule relative to which the modules of calls are named; None for ``module``.
-        decisions: records decisions that depend on values of the inputs ``batch``. The step is then valid as
-            long as their guard holds. None forbids such decisions.
+        name: the module's name, for the step and for messages.
+        root: the submodule relative to which the step names the modules of its calls; None for ``module``.
+        decisions: records the control-flow decisions that depend on values of the inputs ``batch`` or buffers. The
+            step is then valid as long as the guard of these decisions holds. None forbids such decisions.
 
     Raises:
         ModelError: no parameter is trainable and no input requires a gradient; no output depends on a trained
-            parameter; the module changes an input or a parameter in place, or draws random numbers outside
-            PyTorch; or PyTorch cannot trace it.
+            parameter or on such an input; the module changes an input or a parameter in place, or draws random
+            numbers outside PyTorch; or PyTorch cannot trace it.
     """
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions)).step)
@@ -49,7 +49,8 @@ def check_traceable(module: nn.Module) -> None:
     """Refuse a module that cannot be traced as one graph.
 
     Raises:
-        ModelError: it is compiled, scripted or sharded, or the shape of a parameter is unknown.
+        ModelError: the module or a submodule is compiled, scripted or sharded, or the shape of a parameter or buffer
+            is unknown (a lazy module that was not called yet).
     """
     name = type(module).__name__
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):

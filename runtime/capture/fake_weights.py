@@ -41,15 +41,15 @@ class _Undrawn(TorchFunctionMode):
 def without_data(
     make: Callable[[], nn.Module], inputs: Callable[[], Sequence[torch.Tensor]], device: torch.device = CPU
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
-    """Return a module and a batch without data.
+    """Return a module and a batch whose tensors are fakes (shapes and types without memory).
 
     Args:
-        make: creates the module; runs in `shapes_only`.
-        inputs: creates the batch; runs in the fake mode. So neither allocates memory.
-        device: the device of the fakes.
+        make: creates the module; runs in `shapes_only`, so that it allocates and draws no weights.
+        inputs: creates the batch; runs in a fake mode, so that it allocates nothing.
+        device: the device that the fakes claim to be on.
 
     Returns:
-        The module, whose parameters and buffers are fakes on ``device``; the fake batch; and their fake mode.
+        The module; the batch; and the fake mode of both.
     """
     mode = FakeTensorMode()
     with shapes_only():
@@ -60,8 +60,14 @@ def without_data(
 
 
 def empty(module: nn.Module, mode: FakeTensorMode, device: torch.device = CPU) -> None:
-    """Replace each parameter and buffer by a fake on ``device`` with the same shape and strides. Tied tensors
-    stay tied."""
+    """Replace each parameter and buffer of a module, in place, by a fake tensor with the same shape, strides and
+    type. Tied tensors stay tied.
+
+    Args:
+        module: the module.
+        mode: the fake mode of the new tensors.
+        device: the device that the fakes claim to be on.
+    """
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():
         for table in (part._parameters, part._buffers):
@@ -79,5 +85,5 @@ def _empty(t: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch
 
 
 def is_weightless(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of the tensors is a fake."""
+    """Return whether any of the tensors is a fake, which has a shape but no data."""
     return any(isinstance(t, FakeTensor) for t in tensors)

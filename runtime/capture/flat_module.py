@@ -20,28 +20,37 @@ from rematplan.runtime.guards.attributes import Reads
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Represents a tensor of the results, by its position among the outputs of the compiled plan."""
+    """Stands for an output tensor of the compiled plan where results are put together.
+
+    ``at``: its position among the outputs.
+    """
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Represents an object that the caller has passed, by its position among the leaves of the arguments."""
+    """Stands for an object that the caller has passed, where results are put together.
+
+    ``at``: its position among the leaves of the arguments.
+    """
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Represents a parameter or buffer of the model, by name, in an attribute that the forward sets."""
+    """Stands for a parameter or buffer of the model, where results are put together.
+
+    ``at``: its name in the model.
+    """
 
     at: str
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return a tree's leaves and structure. `torch.Size` is a leaf, since it would otherwise come out as a
-    plain tuple."""
+    """Return the leaves and the structure of a pytree. A `torch.Size` counts as a leaf; otherwise it would be rebuilt
+    as a plain tuple."""
     return pytree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, torch.Size))
 
 
@@ -50,7 +59,7 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the structure of ``(args, kwargs)``, as `flattened` does.
+    """Return the leaves and the pytree structure of the pair ``(args, kwargs)``, as `flattened` does.
 
     Calls whose arguments are all leaves share one structure object, so that comparing it takes no time.
     """
@@ -66,16 +75,20 @@ def _flat_spec(positional: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 
 
 def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the leaves, each once."""
+    """Return the tensors among the leaves, each once, in the order of their first occurrence."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Change the lists and dictionaries in the caller's ``arguments`` in place, so that they equal ``left``:
-    the arguments as the forward left them.
+    """Change the lists and dictionaries among the caller's arguments in place, so that they have the content that the
+    forward left in them.
+
+    Args:
+        arguments: the caller's arguments, nested.
+        left: the same arguments as the forward left them.
 
     Returns:
-        ``arguments``; or ``left`` where it is not a container that can be updated.
+        ``arguments``; or ``left`` where that is not a container that can be updated.
     """
     if type(arguments) is not type(left):
         return left
@@ -97,14 +110,20 @@ def refill(arguments: Any, left: Any) -> Any:
 
 
 class FlatModel(nn.Module):
-    """The model as a function of the tensors among ``leaves``; ``spec`` is the structure of the arguments.
-    ``reads`` records which attributes the forward sets.
+    """A model as a function of the tensors among its arguments that returns a flat tuple of tensors.
+
+    Args:
+        model: the model.
+        forward: its forward.
+        leaves: the leaves of the arguments.
+        spec: the pytree structure of the arguments.
+        reads: records which attributes the forward sets.
 
     Each call sets the following attributes, from which the model's results are put together. ``outputs``: the
-    structure of three things: the results; the attributes that the forward sets (a dictionary by module, of
-    dictionaries); and the arguments, if the forward changes lists or dictionaries among them, else None.
+    structure of three things: the results; the attributes that the forward sets (by the module's position, a
+    dictionary by name); and the arguments, if the forward changes lists or dictionaries among them, else None.
     ``constants``: the leaves of that structure, with a `Place` for each of the ``count`` output tensors.
-    ``attributes``: positions of output tensors that occur only in attributes. ``counted``: numbers in
+    ``attributes``: positions, as text, of output tensors that occur only in attributes. ``counted``: numbers in
     attributes that the forward has changed, by the module's position and the attribute's name.
     """
 
@@ -134,11 +153,12 @@ class FlatModel(nn.Module):
         self.counted: dict[int, dict[str, Any]] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model and return its output tensors, each once; no output is a view of another.
+        """Call the model on these tensors and return its output tensors, each once; no output is a view of another
+        tensor, an input or a parameter.
 
         Raises:
-            ModelError: the model returns no tensor but objects that hide some, or has called ``retain_grad`` on
-                an output.
+            ModelError: the model returns no tensor but objects that hide some, or has called ``retain_grad`` on an
+                output.
         """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)

@@ -11,11 +11,11 @@ from torch.func import functional_call
 
 
 def slots(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by the qualified name of the slot (module and attribute) that contains
-    them.
+    """Return a module's parameters and buffers by slot: the qualified name of the module and attribute that contain
+    the tensor.
 
-    A tied tensor has several slots. A module with several names has only one slot for each of its tensors:
-    with several, `functional_call` would swap a tensor twice and leave the second in place.
+    A tied tensor has several slots. A submodule with several names has only one slot for each of its tensors: with
+    several, `functional_call` would swap a tensor twice and leave the second in place.
     """
     return {
         f"{path}.{name}" if path else name: tensor
@@ -26,9 +26,13 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-    """Call a module with ``tensors`` (by `slots`) in place of its parameters and buffers, and return its
-    outputs. The module is left unchanged.
+    """Call a module with other tensors in place of its parameters and buffers, and return its outputs. The module is
+    left unchanged.
 
-    If the forward assigns another tensor to a slot, ``tensors`` contains that tensor afterwards.
+    Args:
+        module: the module.
+        tensors: the other tensors, by slot (`slots`). If the forward assigns a tensor to a slot, this dictionary
+            contains that tensor afterwards.
+        batch: the positional arguments.
     """
     return functional_call(module, tensors, tuple(batch), tie_weights=False)

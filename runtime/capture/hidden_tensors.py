@@ -20,10 +20,14 @@ COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse tensors without strides.
+    """Refuse nested and sparse tensors.
+
+    Args:
+        tensors: the tensors.
+        what: the beginning of the error's message.
 
     Raises:
-        ModelError: one of them is nested or sparse. The message begins with ``what``.
+        ModelError: a tensor is nested or has another layout than ``torch.strided``.
     """
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
@@ -32,15 +36,16 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
-    """Refuse objects that contain tensors which PyTorch does not see.
+    """Refuse objects that contain tensors which PyTorch's pytrees do not find, such as instances of unregistered
+    classes.
 
     Args:
         leaves: the objects.
         what: the beginning of the error's message.
-        called_later: as in `hides_tensors`.
+        called_later: whether to look into closures and bound objects, as in `hides_tensors`.
 
     Raises:
-        ModelError: `hides_tensors` is true for one of them.
+        ModelError: `hides_tensors` is true for one of the objects.
     """
     for one in leaves:
         if hides_tensors(one, called_later):
@@ -52,9 +57,11 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether an object leads to a tensor through its attributes, containers and other objects, or is an
-    iterator, which computes on demand. Functions, classes and modules that it refers to are not followed.
+    iterator, which computes on demand. Functions, classes and modules that the object refers to are not followed.
 
-    ``called_later``: if ``one`` is a function, also follow its closure; if it is a bound method, its object.
+    Args:
+        one: the object.
+        called_later: if ``one`` is a function, also follow its closure; if it is a bound method, also its object.
     """
     if isinstance(one, Iterator):
         return True
@@ -82,12 +89,13 @@ def _behind(one: Any) -> list[Any]:
 
 
 class NotGiven(ModelError, AttributeError):
-    """An attempt to use an output that a planned step does not return. It is an AttributeError too, since
-    such an output has no attributes."""
+    """An attempt to use an output that a planned step does not return, since the output hides tensors. Also an
+    AttributeError, so that ``hasattr`` is false for such an output."""
 
 
 class Withheld:
-    """A placeholder for an output that hides tensors. Using it raises `NotGiven`.
+    """A placeholder for an output that a planned step does not return, since it hides tensors. Calling or iterating
+    over it, and reading an attribute, raise `NotGiven`.
 
     ``what``: the beginning of the error's message.
     """
@@ -110,7 +118,8 @@ class Withheld:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """Return the names of a module's submodules that have hooks which do more than compute."""
+    """Return the names of a module's submodules that have hooks, other than hooks which are known only to compute
+    (reparametrisations, outputs of inner layers). Hooks of the module itself do not count."""
     return [
         name
         for name, m in module.named_modules()

@@ -19,16 +19,16 @@ from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Check that the block does not draw from the random generators of Python and NumPy, or from ``others``.
-    The states of those from which it drew are restored.
+    """Check that the block does not draw from the random number generators of Python and NumPy. The states of those
+    from which it drew are restored.
 
     Args:
         name: the beginning of the error's message.
-        others: further generators of these kinds; a ``random.SystemRandom`` among them is ignored, as it has no
-            state.
+        others: further generators of Python and NumPy to check, in addition to the two global ones. A
+            ``random.SystemRandom`` among them is ignored, as it has no state.
 
     Raises:
-        ModelError: the block drew from one of them.
+        ModelError: the block drew from one of the generators.
     """
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]
@@ -66,7 +66,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Forbid seeding of PyTorch's generator inside the block.
+    """Forbid this thread, inside the block, to seed PyTorch's default generator.
 
     Raises:
         ModelError: the block seeds the generator, sets its state, or asks for its seed.

@@ -16,9 +16,9 @@ GET_ITEM = torch.Tensor.__getitem__
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """Marks, inside the block, the traced ops of an index of several dimensions, ``x[a, b, ...]``; they become
-    calls with `Call.indexed`. The op of ``x[a]`` is not marked, since eager mode runs it even if it covers all
-    of ``x``."""
+    """Marks, inside the block, the traced ops of an index of several dimensions, ``x[a, b, ...]``: their calls in the
+    captured step have `Call.indexed` set. The op of ``x[a]`` is not marked, since eager mode runs it even if it
+    covers all of ``x``, while it skips a slice among several that covers its whole dimension."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

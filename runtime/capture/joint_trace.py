@@ -67,7 +67,10 @@ IN_OTHER_WORDS = {
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as it was read from a trace. ``table``: its open sizes; None if all sizes are fixed."""
+    """A step as it was read from a trace, before `read_fx.finished`.
+
+    ``step``: the step. ``table``: the expressions of its open sizes; None if all sizes are fixed.
+    """
 
     step: CapturedStep
     table: ExpressionTable | None
@@ -75,11 +78,12 @@ class Traced:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What is traced: ``module(*batch)`` with its backward.
+    """What is to be traced: ``module(*batch)`` with its backward.
 
-    ``name``: the module's name, for the step and for messages. ``root``: the submodule relative to which the modules
-    of calls are named. ``decisions``: records decisions by values of the inputs; None forbids them. ``symbols``: new
-    symbols for the batch's sizes; None for fixed sizes.
+    ``name``: the module's name, for the step and for messages. ``root``: the submodule relative to which the step
+    names the modules of its calls. ``decisions``: records the control-flow decisions that depend on values of the
+    inputs or buffers; None forbids such decisions. ``symbols``: new symbols for the batch's sizes; None for fixed
+    sizes.
     """
 
     module: nn.Module
@@ -91,11 +95,12 @@ class TraceRequest:
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
-    """Trace a module with its backward. Errors of the tracer become `ModelError`, in one line.
+    """Trace a module with its backward as one graph, and read it as a step.
 
     Raises:
         NotSymbolic: some size must be fixed.
-        ModelError: there is no training step, or PyTorch cannot trace it.
+        ModelError: no parameter is trainable and no input requires a gradient, or PyTorch cannot trace the module.
+            The message has one line, whatever error the tracer raised.
     """
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):

@@ -31,14 +31,17 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
-    """Return the step without the tangents of outputs from which a scalar output (a loss) is computed.
-    Scalars and all other outputs keep theirs.
+    """Return the step without the tangents (gradients of outputs) that a training loop does not compute: those of
+    outputs from which a scalar output, the loss, is computed. Scalar outputs and all other outputs keep their
+    tangents.
 
-    The new step computes the same bits as the whole step with these tangents missing. A tangent stays where
+    The new step computes the same bits as the given one does if these tangents are missing. A tangent stays where
     that is not possible: where a parameter would lose its gradient, or a value would have other strides.
 
-    ``arrived``: positions of such outputs for which a gradient has arrived before, so that their tangents
-    stay.
+    Args:
+        step: the captured step.
+        arrived: positions (as text) of outputs for which a gradient has arrived in an earlier backward, so that their
+            tangents stay.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}

@@ -25,11 +25,11 @@ COMPARED = frozenset({"cpu"})
 
 @dataclass(frozen=True)
 class CrossEntropyBackward:
-    """The backward of ``nll_loss`` followed by that of ``log_softmax``, which overwrites the result of the
-    first. It reads each row before it writes it, so the bits are the same as with two tensors.
+    """The backward of ``nll_loss`` followed by that of ``log_softmax``, as one op. The second overwrites the result
+    of the first; it reads each row before it writes the row, so the bits are the same as with two tensors.
 
-    Its arguments are those of the first op, then those of the second without the gradient. ``loss``: the
-    first op.
+    Its arguments are those of the first op, followed by those of the second except the gradient. ``loss``: the first
+    op.
     """
 
     loss: Callable[..., Any]
@@ -39,7 +39,7 @@ class CrossEntropyBackward:
         return f"{self.loss}.in_place"
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """Return the gradient of the scores: the result of the second op."""
+        """Return the gradient with respect to the scores (the input of ``log_softmax``)."""
         *own, output, dim, dtype = args
         gradient: torch.Tensor = kernel_of(self.loss)(*own)
         kernel_of(SCORES.out)(gradient, output, dim, dtype, out=gradient)
@@ -47,8 +47,9 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with the two backward calls of each cross entropy replaced by one, under the name of the
-    first, where nothing else reads the first call's result."""
+    """Return the step with the backward calls of ``nll_loss`` and ``log_softmax`` of each cross entropy replaced by
+    one `CrossEntropyBackward`, under the name of the first call, where nothing else reads the first call's result and
+    both compute the same bits in place."""
     readers: dict[str, list[Call]] = {}
     for call in step.calls:
         for ref in dict.fromkeys(refs((call.args, call.kwargs))):

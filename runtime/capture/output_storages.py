@@ -17,11 +17,12 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step with copied outputs replaced by their originals, where these are views of an entire
-    storage that no other output has.
+    """Return the step with outputs that are copies (``clone``) replaced by the copied values, where such a value is a
+    view that covers a whole storage with no other output or input in it, and has the copy's strides. The copying
+    calls become dead.
 
-    `FlatModel` copies views because autograd gives only copies separate tangents. A captured step already has
-    its tangents.
+    `FlatModel` copies views because autograd gives only copies separate tangents. A captured step already has its
+    tangents.
     """
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
@@ -41,17 +42,16 @@ def without_copies(step: CapturedStep) -> CapturedStep:
 
 
 def is_whole(value: Value) -> bool:
-    """Return whether a value covers its storage entirely."""
+    """Return whether a value covers its storage entirely: the storage has as many bytes as the value's elements."""
     return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
 
 
 def with_own_outputs(step: CapturedStep) -> CapturedStep:
-    """Return the step in which every output has its own dense storage. Inputs, expanded and shared tensors,
-    and gradients whose strides differ from their parameter's, are copied.
+    """Return the step in which every output has its own dense storage. Outputs that are inputs, expanded tensors or
+    share a storage with another output, and gradients whose strides differ from their parameter's, are copied.
 
-    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated
-    into. Autograd itself would copy a gradient with other strides than its parameter, and use more memory
-    than planned.
+    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into.
+    Autograd itself would copy a gradient with other strides than its parameter, and use more memory than planned.
     """
     used = {step.values[i.value].storage for i in step.inputs}
     parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}

@@ -54,25 +54,26 @@ def read_joint_graph(
     name: str,
     table: ExpressionTable | None = None,
 ) -> CapturedStep:
-    """Return the step of a module's joint graph, to be `finished`.
+    """Read a module's joint fx graph, forward and backward, as a `CapturedStep`. `finished` must be applied to the
+    step before it is planned.
 
     Args:
         module: the graph.
-        names: the names of parameters and buffers, by those that the tracer uses.
-        outputs: the number of the module's outputs. Further outputs are checks.
+        names: the module's names of parameters and buffers, by the names that the tracer uses.
+        outputs: the number of the module's outputs. Further outputs of the graph are assertions about values.
         name: the step's name.
         table: receives the open sizes among the arguments of calls; None if all sizes are fixed.
 
     Raises:
-        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in
-            place; or an op cannot be planned.
+        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in place; an
+            op cannot be planned; or the graph uses several accelerators.
     """
     return _on_one_device(_Reader(module, _OfModule(names, outputs), table).read(name))
 
 
 def finished(step: CapturedStep) -> CapturedStep:
-    """Return a step, as it was read, with separate storages for its outputs, with phases, and without dead
-    calls."""
+    """Complete a step that was read from a graph: return it with a separate storage for each output, cross entropies
+    computed in place, the phase (forward or backward) of each call, and without dead calls."""
     step = with_losses_in_place(with_own_outputs(without_copies(step)))
     return without_dead_calls(with_phases(step))
 
@@ -80,13 +81,20 @@ def finished(step: CapturedStep) -> CapturedStep:
 def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
-    """Return the step of a joint graph without modules, as a partitioner gets it.
+    """Read a joint fx graph without modules, as a partitioner of ``torch.compile`` gets it, as a `CapturedStep`.
 
-    All inputs count as a batch. All outputs (the first ``early`` results) and gradients (the rest) are named
-    by position. ``table``: as for `read_joint_graph`.
+    All inputs count as tensors of the batch, except tangents (gradients of outputs), and inputs that get new content,
+    which count as buffers. Outputs and gradients are named by position.
+
+    Args:
+        module: the graph.
+        early: the number of the graph's results that are outputs; the results after them are gradients.
+        name: the step's name.
+        table: receives the open sizes among the arguments of calls; None if all sizes are fixed.
 
     Raises:
-        ModelError: a shape depends on values of tensors, or an op changes its arguments.
+        ModelError: a shape depends on values of tensors, an op changes its arguments, or the graph uses several
+            accelerators.
     """
     read = _Reader(module, _Flat(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
@@ -107,10 +115,10 @@ def _on_one_device(step: CapturedStep) -> CapturedStep:
 
 
 def fixed_size(size: torch.SymInt) -> int:
-    """Return the present value of a size that a compiler may keep symbolic.
+    """Return the present integer value of a size that a compiler may keep symbolic.
 
     Raises:
-        ModelError: it depends on values of tensors.
+        ModelError: the size depends on values of tensors.
     """
     try:
         return int(size)

@@ -25,11 +25,11 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
-    """Restore the attributes of the module, of its submodules and of records in their attributes after the
-    block, and the content of lists, dictionaries and sets among them, hooks included.
+    """Restore the attributes of the module, of its submodules and of records (objects that exist for their
+    attributes) in them after the block, and the content of lists, dictionaries and sets among them, hooks included.
 
-    Warn about tensors and plain values that the block left in public attributes, because a planned forward
-    will not set them. ``name``: the module's name, for the warning.
+    Warn about tensors and plain values that the block left in public attributes, because a planned forward will not
+    set them. ``name``: the module's name, for the warning.
     """
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
@@ -53,10 +53,11 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def check_no_sizes_kept(module: nn.Module) -> None:
-    """Refuse a module that has a symbolic size in an attribute after a trace.
+    """Refuse a module in which a trace has left a symbolic size in an attribute.
 
     Raises:
-        NotSymbolic: it has one. The message names the attribute.
+        NotSymbolic: an attribute of the module, a submodule or a record in them has a symbolic size. The message
+            names the attribute.
     """
     for path, holder in _holders(module):
         for key, value in holder.__dict__.items():
@@ -66,7 +67,7 @@ def check_no_sizes_kept(module: nn.Module) -> None:
 
 @contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the content of the module's buffers after the block."""
+    """Restore the content of the module's buffers, in place, after the block."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -78,8 +79,8 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
-    """Restore ``.grad`` of all parameters after the block. In the block it begins as None, or as a copy if
-    ``copied``."""
+    """Restore ``.grad`` of all parameters after the block. At its start ``.grad`` is None; or, with ``copied``, a
+    copy of the gradient."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, gradient in before:
         parameter.grad = gradient.clone() if copied and gradient is not None else None
@@ -92,7 +93,8 @@ def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Restore the random states of PyTorch, Python and NumPy after the block."""
+    """Restore the states of PyTorch's (CPU and CUDA), Python's and NumPy's global random number generators after the
+    block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -20,14 +20,20 @@ def capture_with_open_sizes(
     decisions: ValueGuardRecorder,
     symbols: BatchSymbols,
 ) -> Traced:
-    """Trace as `capture.capture` does, with open sizes of the batch. Return the step as it was read, from which
-    `OpenStep.of` makes an open step.
+    """Trace ``module(*batch)`` with its backward as `capture.capture` does, but with sizes of the batch that stay
+    symbols. Return the step as it was read, from which `OpenStep.of` makes an open step.
 
-    ``symbols``: new symbols for the batch's sizes.
+    Args:
+        module: the module.
+        batch: the inputs.
+        name: the module's name, for the step and for messages.
+        root: the submodule relative to which the step names the modules of its calls.
+        decisions: records the control-flow decisions that depend on values of the inputs or buffers.
+        symbols: new symbols for the batch's sizes.
 
     Raises:
         NotSymbolic: some size must be fixed.
-        ModelError: as `capture`.
+        ModelError: as `capture.capture`.
     """
     decisions.now = symbols.now
     return trace_joint_graph(TraceRequest(module, batch, name, root, decisions, symbols))

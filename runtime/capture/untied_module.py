@@ -45,7 +45,8 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *batch: torch.Tensor) -> Any:
-        """Run the module on a batch, and return its results and those of its checks."""
+        """Run the module on a batch. Return its results as a tuple, followed by the tensors of its assertions about
+        values."""
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
             buffers = {self.names[short]: getattr(self, short) for short in self._buffers}

@@ -20,11 +20,12 @@ from rematplan.runtime.graph.quiet_logs import quiet
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A named loss.
+    """A loss that `with_loss` can put on a model.
 
-    ``apply``: a function of the output and the targets that returns a scalar. ``target``: a function of a
-    fake output and a generator that returns a random target; None if the loss needs none. ``fits``: whether
-    an output of that shape can have this loss.
+    ``name``: its name. ``summary``: what it computes, in a few words. ``apply``: a function of the model's output and
+    the sequence of targets that returns a scalar. ``target``: a function of a fake output and a generator that
+    returns a random target for that output; None if the loss needs no target. ``fits``: a function that returns
+    whether an output can have this loss.
     """
 
     name: str
@@ -79,10 +80,14 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 
 
 class WithLoss(nn.Module):
-    """``model`` with a loss on one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
+    """A model with a loss on one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
 
-    ``inputs``: the number of inputs. ``place``: the position of that output among the floating-point tensors
-    in the model's outputs (a tensor, or nested sequences and mappings of tensors).
+    Args:
+        model: the model.
+        loss: the loss.
+        inputs: the number of the model's inputs.
+        place: the position of the output with the loss, among the floating-point tensors in the model's outputs (a
+            tensor, or nested sequences and mappings of tensors).
     """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
@@ -90,11 +95,11 @@ class WithLoss(nn.Module):
         self.model, self.loss, self.inputs, self.place = model, loss, inputs, place
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch: the inputs followed by the targets."""
+        """Run the model on a batch and return its loss. ``batch``: the inputs followed by the targets."""
         return self.of(self.model(*batch[: self.inputs]), *batch[self.inputs :])
 
     def of(self, outputs: Any, *targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the model's outputs."""
+        """Return the loss for given outputs of the model, a scalar, without running the model."""
         output = next(islice(_reals(outputs), self.place, None))
         return self.loss.apply(output, targets)
 
@@ -126,20 +131,21 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """Return the model with a loss, and a batch for it: the inputs, and random targets if the loss needs
-    them.
+    """Return the model with a loss, and a batch for it: the inputs, followed by random targets if the loss needs
+    targets.
 
-    The loss applies to the first floating-point output that depends on a trained parameter.
+    The loss applies to the first floating-point output that depends on a trained parameter (the first output if none
+    does).
 
     Args:
         model: the model.
         inputs: its inputs.
-        loss: a name of `LOSSES`. None selects ``output`` for a scalar output, ``cross_entropy`` for scores of
-            two or more classes, and else ``mse``.
+        loss: a name of `LOSSES`. None selects ``output`` for a scalar output, ``cross_entropy`` for scores of two or
+            more classes, and else ``mse``.
         seed: the seed of the random targets.
 
     Raises:
-        UsageError: the loss is unknown or does not fit the output.
+        UsageError: the loss is unknown or does not fit the output; or the targets do not fit into memory.
         ModelError: the model does not run on these inputs, or has no floating-point output.
     """
     if loss is not None and loss not in LOSSES:

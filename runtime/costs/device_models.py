@@ -14,8 +14,9 @@ from rematplan.ir import UsageError
 class DeviceModel:
     """A device as the roofline model sees it, from its vendor's data sheet.
 
-    ``flops``: peak rate for dense operands by dtype, in 10¹² operations per second (float32 without tensor
-    cores). ``bandwidth``: 10⁹ bytes per second. ``launch``: the fixed time of each op, in microseconds.
+    ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by dtype, in 10¹²
+    operations per second (float32 without tensor cores). ``bandwidth``: of the memory, in 10⁹ bytes per second.
+    ``launch``: the fixed time of each op, in microseconds.
     """
 
     name: str
@@ -25,8 +26,13 @@ class DeviceModel:
     launch: float
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Return the microseconds of an op of ``flops`` operations in ``dtype`` that moves ``moved``
-        bytes."""
+        """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time.
+
+        Args:
+            flops: the number of arithmetic operations.
+            moved: the bytes that the op reads and writes.
+            dtype: the type of its operands; the rate of float32 applies to types that the model lacks.
+        """
         rate = self.flops.get(dtype, self.flops[torch.float32])
         return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
 

@@ -33,7 +33,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_libraries(device: torch.device) -> None:
-    """Free the workspaces that libraries keep on the device. They allocate them again when needed."""
+    """Free the workspaces that cuBLAS keeps on a CUDA device; cuBLAS allocates them again when needed. On a CPU
+    nothing happens."""
     if device.type == "cuda":
         from rematplan.runtime.graph.compat import clear_cublas_workspaces  # missing in CPU builds
 
@@ -42,8 +43,8 @@ def release_libraries(device: torch.device) -> None:
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Free the workspaces of libraries, run ``call``, and return the bytes that stay allocated after its
-    results are freed. On a CPU, return 0 without running it.
+    """Run ``call`` and return the bytes that libraries keep allocated after its results are freed, such as cuBLAS's
+    workspaces. Workspaces kept before are freed first. On a CPU, return 0 without running ``call``.
 
     cuBLAS keeps a workspace for each thread (that is, handle) and stream; on Hopper it has 32 MiB.
     """
@@ -57,11 +58,11 @@ def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
-    """Run ``call``; return the peak of allocated bytes above those at its start, and its result.
+    """Run ``call``. Return the peak of allocated bytes, less the bytes that were allocated at its start; and its
+    result.
 
-    On a CPU this is the running sum of the tensor allocator's events, which includes the workspace of every
-    operator, but not memory that a library takes from the system directly. On CUDA it is the caching
-    allocator's peak.
+    On a CPU this is the running sum of the tensor allocator's events, which includes the workspace of every operator,
+    but not memory that a library takes from the system directly. On CUDA it is the caching allocator's peak.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -110,8 +111,9 @@ _watching: list[_Record] = []
 
 
 def watched() -> AbstractContextManager[None]:
-    """Return a context manager for a block in a further thread that does part of the measured work. If a
-    measurement is in progress, the block's allocations count."""
+    """Return a context manager for a block in a further thread that does part of measured work: if a measurement by
+    `peak_above_entry` is in progress, the block's allocations count in it. Otherwise the context manager does
+    nothing."""
     return _watching[-1].thread() if _watching else nullcontext()
 
 
@@ -134,7 +136,7 @@ IN_A_ROW = 5
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call.
+    """Return the seconds that ``call`` takes once.
 
     On a CPU by the clock. On CUDA by events on the stream, as the mean of `IN_A_ROW` calls in a row, so that
     launching and waiting count no more than in a step.
@@ -156,8 +158,15 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def seconds_in_turn(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """Return the least seconds of each call over the rounds of `rounds_in_turn`. Noise only adds time, so the
-    minimum is the best estimate."""
+    """Time several calls alternately, as `rounds_in_turn` does, and return the least seconds of each, by name. Noise
+    only adds time, so the minimum is the best estimate.
+
+    Args:
+        calls: functions by name.
+        device: the device that they use.
+        rounds: the number of timed runs of each call.
+        settling: untimed runs before each timed one.
+    """
     return {name: min(times) for name, times in rounds_in_turn(calls, device, rounds, settling).items()}
 
 

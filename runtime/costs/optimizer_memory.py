@@ -38,15 +38,16 @@ rows."""
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The memory of optimizers of one class.
+    """The memory of optimizers of one class, for the three forms of their step: a loop over the parameters, kernels
+    for lists of tensors (``foreach``), or one fused kernel, which makes no copies.
 
-    ``state``: a function of a parameter and its group that returns the bytes of each state tensor. ``loop``:
-    a function of a parameter and its group that returns the temporary bytes of the for-loop form.
-    ``foreach``: a function of a group that returns the temporary bytes of the foreach form, in copies of all
-    its parameters. ``scalars``: the number of float32 scalars that are kept for each parameter; they are on
-    the parameter's device if ``capturable`` or ``fused`` is set. ``kernels``: whether it has its own kernels
-    on accelerators, which make no copies. ``foreach_extra``: further temporary memory of the foreach form, in
-    copies of one parameter and in copies of the state of all.
+    ``state``: a function of a parameter and its group that returns the bytes of each state tensor. ``loop``: a
+    function of a parameter and its group that returns the temporary bytes of the loop. ``foreach``: a function of a
+    group that returns the temporary memory of the foreach form, in copies of all the group's parameters. ``scalars``:
+    the number of float32 scalars that are kept for each parameter; they are on the parameter's device if
+    ``capturable`` or ``fused`` is set, else on the CPU. ``kernels``: whether the class has its own kernels on
+    accelerators, which make no copies. ``foreach_extra``: further temporary memory of the foreach form, in copies of
+    the largest parameter and in copies of the state of all parameters.
     """
 
     state: Sizes
@@ -61,8 +62,9 @@ class OptimizerKind:
 class OptimizerMemory:
     """The memory of an optimizer on one device.
 
-    ``tensors``: the tensors of the state that exists already. ``to_come``: bytes of state that its first step
-    will allocate. ``transient``: temporary bytes at the peak of its step, in addition to the state.
+    ``tensors``: the tensors of the state that exists already. ``to_come``: bytes of state that the optimizer's first
+    step will allocate. ``transient``: temporary bytes at the peak of a step, in addition to parameters, gradients and
+    state.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -73,8 +75,12 @@ class OptimizerMemory:
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
     """Return the memory that an optimizer needs on a device, state that does not exist yet included.
 
+    Args:
+        optimizer: the optimizer. Only its parameters on ``device`` that require a gradient count.
+        device: the device.
+
     Raises:
-        UsageError: its class is unknown, and it has not allocated its state yet.
+        UsageError: the optimizer's class is unknown, and it has not allocated its state yet.
     """
     kind = _kind_of(optimizer)
     tensors: list[torch.Tensor] = []
@@ -100,8 +106,8 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or the plain tensors that a wrapper (a quantised or distributed tensor, a mapping)
-    consists of. Nothing is yielded for other objects."""
+    """Yield ``value`` itself if it is a plain tensor; or the plain tensors of which it consists, if it is a tensor
+    subclass that wraps others (quantised, distributed) or a mapping. Nothing is yielded for other objects."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:

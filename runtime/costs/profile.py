@@ -52,7 +52,8 @@ _CACHE_VERSION = 5
 
 
 class ProfileWarning(UserWarning):
-    """Some costs are guesses: a call could not be run on synthetic arguments, or the machine was busy."""
+    """A warning that some measured costs are unreliable: a call could not be run on synthetic arguments, so that its
+    cost is a guess, or the machine was busy."""
 
 
 def profile_costs(
@@ -61,13 +62,15 @@ def profile_costs(
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
-    """Measure the cost of every call that is not a view, and of every inverse.
+    """Measure the cost of every call of a step that is not a view, and of every inverse (a call that recomputes a
+    tensor from later ones), on the present device.
 
-    Interrupting keeps the measurements so far. Measurements on a busy machine are returned but not cached.
+    Interrupting keeps the measurements so far in the cache file. Measurements on a busy machine are returned but not
+    cached. A warning (`ProfileWarning`) says so, and says which calls could not be measured.
 
     Args:
         step: the captured step.
-        progress: is called with the finished fraction and a text.
+        progress: is called with the finished fraction (0 to 1) and a text.
         cache: the folder of the cache file; None for ``$XDG_CACHE_HOME/rematplan``.
         only: the names of the calls to measure; None for all.
 
@@ -91,7 +94,8 @@ def profile_costs(
 
 
 def signature(step: CapturedStep, call: Call) -> str:
-    """Return everything on which a call's cost depends, as text: the key of the cache."""
+    """Return, as text, everything on which the cost of a call depends: op, shapes, strides, types and other
+    arguments. Calls with the same signature are measured once; it is the key in profiles."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -238,7 +242,7 @@ def _memory(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device's model; for a CPU, with the number of threads."""
+    """Return the name of the device's model, such as that of a GPU; for a CPU, followed by the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}-{torch.get_num_threads()}-threads"

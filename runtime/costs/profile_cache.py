@@ -37,15 +37,20 @@ _lock = RLock()
 
 
 def load_costs(file: Path) -> dict[str, CallCost]:
-    """Return the costs in a file, by signature. A damaged file counts as empty, since everything can be measured
-    again."""
+    """Return the costs in a cache file, by signature of the calls. Empty if there is no such file or it is damaged,
+    since everything can be measured again."""
     with _lock:
         return dict(_known(file).entries)
 
 
 def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
-    """Add costs to a file. This process knows them at once; they are written now, or, if the file was written
-    shortly before, at a later call or when the process exits."""
+    """Add costs to a cache file. This process knows them at once; they are written now, or, if the file was written
+    shortly before, at a later call or when the process exits.
+
+    Args:
+        file: the file.
+        costs: the costs by signature of the calls.
+    """
     with _lock:
         known = _known(file)
         known.entries.update(costs)

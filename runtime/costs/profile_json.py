@@ -21,9 +21,10 @@ PROFILE_FORMAT = "rematplan.profile/1"
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs by the calls' signatures.
+    """Measured costs of calls, so that a plan for one machine can be made on another.
 
-    ``device``: the name of the device on which they were measured. ``source``: the file's name, for messages.
+    ``device``: the name of the device on which they were measured. ``calls``: the costs by signature of the calls
+    (`profile.signature`). ``source``: the profile's file, for messages.
     """
 
     device: str
@@ -31,10 +32,10 @@ class Profile:
     source: str = "the profile"
 
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
-        """Return the cost of every call of a step that is not a view, by name.
+        """Return the cost of every call of a step that is not a view, and of every inverse, by name.
 
         Raises:
-            UsageError: the profile lacks some of them. The message names the first.
+            UsageError: the profile lacks some of these calls. The message names the first.
         """
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
@@ -47,13 +48,19 @@ class Profile:
 
 
 def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
-    """Return a profile of the measured costs of a step. ``costs``: the cost of each call, by name."""
+    """Return a profile of the measured costs of a step.
+
+    Args:
+        step: the captured step, on the device where the costs were measured.
+        costs: the cost of each call that is not a view, and of each inverse, by name.
+    """
     calls = {signature(step, c): costs[c.name] for c in step.priced_calls}
     return Profile(device_name(step.device), calls)
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile file. If writing fails, the old file is unchanged."""
+    """Write a profile to a JSON file of the format ``rematplan.profile/1``. If writing fails, the old file is
+    unchanged."""
     data = {
         "format": PROFILE_FORMAT,
         "device": profile.device,
@@ -64,10 +71,10 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile file.
+    """Read a profile from a JSON file of the format ``rematplan.profile/1``.
 
     Raises:
-        UsageError: it cannot be read, or is not a profile.
+        UsageError: the file cannot be read, has another format, or lacks a field or has a wrong value in it.
     """
     try:
         data = read_json(path)

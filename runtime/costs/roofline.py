@@ -21,10 +21,15 @@ arithmetic operations."""
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """Return the modelled cost of every call that is not a view, and of every inverse, by name, in
-    microseconds.
+    """Return the modelled cost of every call of a step that is not a view, and of every inverse (a call that
+    recomputes a tensor from later ones), by name: the time in microseconds by the roofline model (the larger of
+    arithmetic and memory time).
 
     The workspace is not modelled and is 0; `profile_costs` measures it.
+
+    Args:
+        step: the captured step.
+        device: the device for which the costs are modelled.
     """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
@@ -35,15 +40,16 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 
 
 def moved_bytes(step: CapturedStep, call: Call) -> int:
-    """Return the bytes that a call reads and writes. Each element counts once, even if it is broadcast."""
+    """Return the bytes of all tensors that a call reads or writes. Each element counts once, even if the tensor is
+    broadcast."""
     read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
     tensors = [step.values[v].fake for v in (*read, *(r for r in call.results if r))]
     return sum(_distinct(t) * t.element_size() for t in tensors)
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Return the number of arithmetic operations of a call: the op's attribute ``flops``, else the row of
-    `FLOPS`, else one per element of the results."""
+    """Return the number of arithmetic operations of a call: the attribute ``flops`` of the op if it has one, else
+    what the op's row in `FLOPS` computes, else one per element of the results."""
     own = getattr(call.target, "flops", None)
     if isinstance(own, float):
         return own

@@ -35,15 +35,20 @@ segment is the last of the backward."""
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd. Calling it runs the forward half of a step and returns the module's
-    tensor outputs.
+    """A plan that takes part in autograd. Calling it runs the forward half of a step and returns the module's tensor
+    outputs; their backward runs the backward half.
 
     Args:
         step: the captured step.
-        schedule: a schedule of its planning problem, loss boundary included.
-        lanes: the placement of its runs on two lanes; None for one lane.
-        spare: the unused bytes of the budget at each step of the schedule; empty if gradients may wait
-            without limit.
+        schedule: a schedule of the step's planning problem with a loss boundary (the moment between forward and
+            backward, at which the caller has the outputs).
+        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
+            lane.
+        spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
+            their segment (a part of the backward) may occupy them; empty for no limit.
+
+    Raises:
+        ProblemError: the schedule or the lanes do not fit the step (see `compile_halves`).
     """
 
     def __init__(
@@ -70,12 +75,18 @@ class CompiledPlan:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward may still come: a forward has had none yet, or its graph was retained."""
+        """Whether a backward may still come: some forward has had no backward yet, or a backward is in progress, or a
+        backward retained its graph."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
 
     def variant(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
-        """Return the variant of a backward that gets these tangents. ``kept``: whether autograd retains the
-        graph."""
+        """Return the variant of a backward: the conditions under which it is compiled separately.
+
+        Args:
+            tangents: the gradients of the outputs that have a tangent input, in the order of `CapturedStep.inputs`;
+                None for one that did not arrive.
+            kept: whether autograd retains the graph after this backward.
+        """
         missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()
@@ -84,9 +95,12 @@ class CompiledPlan:
         return _BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
     def backward(self, variant: _BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the segments of a backward variant, compiled at first use.
+        """Return the segments (parts) of the backward for a variant, in order. They are compiled at first use.
 
-        ``notes``: records the strides of all values if the variant's strides are not known yet.
+        Args:
+            variant: the conditions under which the backward runs.
+            notes: records the strides of all values while the segments run, if the strides of the outputs' gradients
+                differ from those at capture and the variant was not compiled for them yet.
         """
         if variant in self.variants:
             return self.variants[variant]
@@ -102,11 +116,15 @@ class CompiledPlan:
         return halves.backward
 
     def learn(self, variant: _BackwardVariant, notes: Notes) -> None:
-        """Compile a variant again with the strides that its first backward recorded, so that later ones may
-        overwrite values in place.
+        """Compile a variant of the backward again with the strides that its first run recorded, so that later runs
+        may overwrite values in place.
 
-        Nothing happens if the variant records none (`_BackwardVariant.noted`), or was compiled in this way
+        Nothing happens if the variant records no strides (`_BackwardVariant.noted`), or was compiled in this way
         before.
+
+        Args:
+            variant: the variant.
+            notes: the recorded strides.
         """
         if variant.noted and variant not in self.variants:
             step = notes.with_layouts(for_any_layout(self.step))
@@ -120,14 +138,16 @@ class CompiledPlan:
         with_tangents: WithTangents | None = None,
         statistics: Sink | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, and write the buffers' new content into them.
+        """Run the forward half, and write the buffers' new content into the buffers.
 
         Args:
             named: the parameters and buffers by name.
             batch: the tensors among the arguments.
-            with_tangents: returns a plan of the same step with further tangents, for a backward that gets
-                some of those that the step leaves out.
-            statistics: is called after each segment with the statistics that the segment computed.
+            with_tangents: from positions of outputs, returns a plan of the same step that also takes the gradients of
+                these outputs. Called if a backward gets the gradient of an output for which this plan expects none;
+                None if that cannot happen.
+            statistics: is called after each segment (part) of the backward with the statistics that the segment
+                computed; None to call nothing.
 
         Returns:
             The module's tensor outputs.
@@ -156,7 +176,8 @@ class CompiledPlan:
 
 
 WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
-"""A function of positions of outputs that returns the plan whose step also has these outputs' tangents."""
+"""A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
+outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +201,13 @@ class _BackwardVariant:
 
 
 def finish_backward(call: _Call) -> None:
-    """Run the remaining segments of a split backward, and add the gradients to ``.grad`` of the parameters.
+    """Run the remaining segments of a split backward (those that compute only gradients of weights), and add their
+    gradients to ``.grad`` of the parameters.
+
+    ``call``: one of `CompiledPlan.deferred`. It is not removed from that list.
 
     Raises:
-        RuntimeError: a parameter or input was changed in place since the forward.
+        RuntimeError: a parameter, buffer or input was changed in place since the forward.
     """
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
@@ -193,7 +217,8 @@ def finish_backward(call: _Call) -> None:
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a gradient to ``parameter.grad``, or set it, as autograd does. None changes nothing."""
+    """Add a gradient to ``parameter.grad`` in place; if that is None, set it to the gradient itself, without a copy.
+    Nothing happens if ``gradient`` is None."""
     with torch.no_grad():
         if parameter.grad is None:
             parameter.grad = gradient

@@ -22,11 +22,14 @@ from rematplan.runtime.problem.backward_segments import Segment
 
 
 class Writer:
-    """Writes the source of one schedule line by line, and tracks which values are alive.
+    """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables.
 
-    A view is made at its first use and dropped with its storage, so that no view is computed twice. Before a
-    call runs again, what is left of its old results is dropped, because the simulator counts each storage
-    once.
+    A view is made at its first use and deleted with its storage, so that no view is computed twice. Before a call
+    runs again, what is left of its old results is deleted, because the simulator counts each storage once.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
@@ -49,7 +52,13 @@ class Writer:
         ``note``."""
 
     def write(self) -> str:
-        """Return the source of the whole schedule as one function ``step(*inputs)``."""
+        """Return the source of the whole schedule as one function ``step(*inputs)``, which returns a tuple of the
+        step's outputs.
+
+        Raises:
+            ProblemError: the schedule runs an unknown op, frees a tensor that is not resident, or reads one that is
+                not.
+        """
         step = self.step
         names = self.take([i.value for i in step.inputs])
         self.steps(0, len(self.schedule))
@@ -57,8 +66,16 @@ class Writer:
         return self.function(f"step({names})")
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
-        """Return the source of the schedule as functions ``forward(*inputs)``, ``backward_0(held,
-        *tangents)``, ``backward_1(held)`` and so on."""
+        """Return the source of the schedule as the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``,
+        ``backward_1(held)`` and so on. Each returns a tuple of its results, and a list of the live values, which is
+        ``held`` of the next function.
+
+        ``segments``: the parts of the backward half, one function for each. The forward ends where the first one
+        begins.
+
+        Raises:
+            ProblemError: as `write`.
+        """
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
         self.steps(0, segments[0].start)
@@ -140,7 +157,12 @@ class Writer:
         return [self.name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def steps(self, start: int, end: int) -> None:
-        """Write the steps of the schedule from ``start`` to ``end`` (exclusive)."""
+        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive).
+
+        Raises:
+            ProblemError: a run is of an unknown op or reads a tensor that is not resident, or a free is of a tensor
+                that is not resident.
+        """
         for at in range(start, end):
             one = self.schedule[at]
             for storage in self.ends.get(at - 1, ()):
@@ -157,7 +179,7 @@ class Writer:
         self.drop_dead()
 
     def take(self, values: Sequence[str]) -> str:
-        """Make values alive that are parameters of the next function, and return its parameter list.
+        """Mark the values that the next function gets as arguments as alive, and return its parameter list as source.
 
         A missing tangent is passed as None and is not alive; zeros are made where it is read.
         """
@@ -167,18 +189,27 @@ class Writer:
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
-        """Return the lines so far as a function with this signature, and start a new function."""
+        """Return the lines written since the last call as a function with the signature ``head``, and begin a new
+        function."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
         return f"def {head}:\n{body}"
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
-        """Return the source of a tuple of these expressions."""
+        """Return the source of a tuple of the expressions ``names``."""
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """Write one run. ``at``: its position in the schedule."""
+        """Write one run of an op.
+
+        Args:
+            run: the run.
+            at: its position in the schedule.
+
+        Raises:
+            ProblemError: the step has no such op, or the op reads a tensor that is not resident.
+        """
         call = self.step.call.get(run.op)
         if call is None:
             raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
@@ -217,22 +248,28 @@ class Writer:
         return left + ("," if len(call.results) == 1 else "")
 
     def free(self, storage: str) -> None:
-        """Mark a storage's values as dead. The next `drop_dead` deletes their variables."""
+        """Mark all values in a storage as dead. The next `drop_dead` writes the deletion of their variables."""
         self.dead += self.alive.pop(storage, ())
 
     def drop_dead(self) -> None:
-        """Write the ``del`` statement for values that died since the last one."""
+        """Write a ``del`` statement for the variables of values that `free` marked since the last ``del``; nothing if
+        there are none."""
         if self.dead:
             self.lines.append(f"del {', '.join(map(self.name, self.dead))}")
             self.dead.clear()
 
     def bring_to_life(self, value: str) -> None:
-        """Mark a value as alive, in its variable."""
+        """Mark a value as alive: from now on its variable contains it."""
         self.alive.setdefault(self.step.values[value].storage, {})[value] = None
 
     def use(self, value: str) -> str:
-        """Return the variable of a value. Views that are not alive are made first. (The stack is explicit,
-        since chains of views may be long.)"""
+        """Return the name of the variable that contains a value. If the value is a view that is not alive, first
+        write the calls that make it and the views it is a view of. (A loop instead of recursion, since chains of
+        views may be longer than Python's stack.)
+
+        Raises:
+            ProblemError: the value's storage is not resident.
+        """
         stack = [value]
         while stack:
             top = self.step.values[stack[-1]]
@@ -293,7 +330,7 @@ class Writer:
         return self.targets[target]
 
     def name(self, value: str) -> str:
-        """Return the variable of a value."""
+        """Return the name of a value's variable, the same at each call."""
         if value not in self.variable:
             name = "v_" + re.sub(r"\W", "_", value)
             # Two values whose names differ only in replaced characters must not share a variable.
@@ -305,11 +342,11 @@ class Writer:
 
 
 def renewed_buffers(step: CapturedStep) -> set[str]:
-    """Return the storages of the buffers for which the step computes new content."""
+    """Return the names of the storages of the buffers for which the step computes new content."""
     renewed = {o.target for o in step.outputs if o.kind == "buffer"}
     return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
 
 
 def read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
-    """Return the storages that a schedule reads at position ``start`` or later."""
+    """Return the names of the storages that the runs of a schedule at position ``start`` or later read."""
     return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}

@@ -24,29 +24,33 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled schedule. Calling it with the step's input tensors, in order, returns the step's outputs, in
-    order.
+    """A compiled schedule. Calling it with the step's input tensors, in order, returns the step's outputs, in order.
+    No autograd graph is recorded.
 
-    No autograd graph is recorded. ``source``: the source of the function that runs.
+    ``source``: the source of ``function``, which runs the step.
     """
 
     source: str
     function: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the step. ``inputs``: tensors in the order of `CapturedStep.inputs`."""
+        """Run the step, without autograd and autocast, and return its outputs.
+
+        ``inputs``: tensors in the order of `CapturedStep.inputs`, tangents included.
+        """
         with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             return self.function(*inputs)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One segment of the backward half of a compiled schedule.
+    """One segment (part) of the backward half of a compiled schedule.
 
-    ``function(held, *tangents)`` runs it; only the first segment takes tangents. It empties the list
-    ``held``, so that its tensors can be freed during the segment. It returns a tuple of the gradients
-    ``outputs`` followed by the ``statistics``, and the list to pass to the next segment. ``still_read``:
-    positions in `Halves.read_late` of the inputs that this segment or a later one reads.
+    ``outputs``: the gradients that it computes. ``statistics``: the statistics that it computes. ``function``: is
+    called as ``function(held, *tangents)``; only the first segment takes tangents (gradients of the module's
+    outputs). It empties the list ``held``, so that the tensors in it can be freed during the segment. It returns a
+    tuple of the gradients ``outputs`` followed by the ``statistics``, and the list to pass to the next segment.
+    ``still_read``: positions in `Halves.read_late` of the inputs that this segment or a later one reads.
     """
 
     outputs: tuple[StepOutput, ...]
@@ -57,16 +61,17 @@ class Backward:
 
 @dataclass(frozen=True)
 class Halves:
-    """A compiled schedule in two halves, before and after the loss boundary.
+    """A compiled schedule in two halves, before and after the loss boundary (the moment at which the caller has the
+    outputs and computes their gradients).
 
-    ``source``: the source of all functions. ``forward(*inputs)``: a function of the inputs without tangents.
-    It returns a tuple of the outputs and new buffers, and the list of all values that it leaves for the first
-    segment of ``backward``. All follow the order of `CapturedStep.inputs` and `CapturedStep.outputs`.
-    ``read_late``: positions of the inputs that the backward half reads, so that they must not change in
-    between; the backward has copies of buffers that get new content. ``outputs_late``: positions, in the
-    tuple that ``forward`` returns, of tensors that the backward half reads; only these are also in the list.
-    ``early``: the number of segments that run at once; the others belong to the second part of a split
-    backward.
+    ``source``: the source of all functions. ``forward``: a function of the step's inputs except gradients of outputs,
+    in the order of `CapturedStep.inputs`; it returns a tuple of the module's outputs and the buffers' new content, in
+    the order of `CapturedStep.outputs`, and the list of all values that it leaves for the first segment of
+    ``backward``. ``backward``: the segments (parts) of the backward half, in order. ``read_late``: positions of the
+    inputs that the backward half reads, so that they must not change in between (buffers that get new content are not
+    among them: the backward has copies). ``outputs_late``: positions, in the tuple that ``forward`` returns, of
+    tensors that the backward half reads. ``early``: the number of segments that run when autograd calls the backward;
+    the segments after them belong to the second part of a split backward (gradients of weights).
     """
 
     source: str
@@ -80,12 +85,16 @@ class Halves:
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
     """Compile a schedule of the step's planning problem into one function.
 
-    ``lanes``: the placement of its runs on two lanes; None for one lane. The results have the same bits.
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem.
+        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
+            lane. The results have the same bits.
 
     Raises:
-        ProblemError: the schedule names an op that the step does not have; or its first runs of random ops
-            are in another order than in the step, which would draw other numbers; or the lanes do not fit the
-            schedule, or do not wait for what they read.
+        ProblemError: the schedule has an op that the step lacks; or reads or frees a tensor that is not resident; or
+            its first runs of random ops and collectives are in another order than in the step, or a collective runs
+            twice; or the lanes do not fit the schedule, or do not wait for what they read.
     """
     _check_order(step, schedule)
     writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
@@ -104,21 +113,21 @@ def compile_halves(
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
 
-    The schedule must run everything that the outputs and buffers need before anything that needs a tangent
-    (`loss_boundary.with_loss_boundary`).
+    The schedule must run everything that the outputs and buffers need before anything that needs a tangent, the
+    gradient of an output (`loss_boundary.with_loss_boundary`).
 
     Args:
         step: the captured step.
-        schedule: a schedule of its problem with a loss boundary.
-        missing: tangents (value names) that are None in the backward, since the loss does not use their
-            outputs. The backward skips all ops that depend only on them and returns None for their gradients.
-            The forward does not depend on it.
-        lanes: the placement of the backward's runs on two lanes; None for one lane. Ignored if tangents are
-            missing.
-        spare: the unused bytes of the budget at each step; waiting gradients may not exceed them. Empty: no
-            limit.
-        overwrite: whether the backward half may overwrite its operands in place.
-        note: is called with the name and the tensor of each value that is computed.
+        schedule: a schedule of its planning problem with a loss boundary.
+        missing: tangents (value names) that are None in the backward, since the loss does not use their outputs. The
+            backward skips all ops that depend only on them and returns None for their gradients. The forward does not
+            depend on ``missing``.
+        lanes: the placement of the backward's runs on two lanes (threads on the CPU, streams on CUDA); None for one
+            lane. Ignored if tangents are missing.
+        spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
+            their segment (a part of the backward) may occupy them; empty for no limit.
+        overwrite: whether calls may write their result into an operand that nothing reads again.
+        note: is called with the name and the tensor of each value when it is computed; None to call nothing.
 
     Raises:
         ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
@@ -185,22 +194,22 @@ def _check_order(step: CapturedStep, schedule: Schedule) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name, each once, under the names that a captured step uses."""
+    """Return a module's parameters and buffers by name, each tensor once, under the names that a captured step uses."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def bind_inputs(
     step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the step's inputs in order.
+    """Return all inputs of a step in the order of `CapturedStep.inputs`.
 
     Args:
-        step: the captured step, with a scalar loss.
+        step: the captured step, whose module returns a scalar loss.
         named: the parameters and buffers by name.
-        batch: the inputs by position.
+        batch: the tensors among the module's arguments, by position.
 
     Returns:
-        Parameters, buffers, inputs and constants as the step lists them; ones for each tangent.
+        The given parameters (detached), buffers and batch, the step's constants, and ones for each tangent.
     """
     take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
         {

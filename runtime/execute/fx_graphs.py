@@ -24,11 +24,12 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class PlanGraphs:
-    """The two graphs of a plan.
+    """The two fx graphs of a plan.
 
-    ``forward``: takes the inputs; returns the outputs followed by the saved values. ``backward``: takes the
-    saved values followed by the tangents; returns the gradients. Outputs and gradients are in the order of
-    `CapturedStep.outputs`, inputs and tangents in that of `CapturedStep.inputs`.
+    ``forward``: takes parameters, buffers and batch; returns the module's outputs and the new content of changed
+    inputs, followed by the saved values. ``backward``: takes the saved values followed by the tangents; returns the
+    gradients. Outputs and gradients are in the order of `CapturedStep.outputs`, inputs and tangents in that of
+    `CapturedStep.inputs`.
     """
 
     forward: fx.GraphModule
@@ -38,17 +39,18 @@ class PlanGraphs:
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """Return a schedule as two graphs.
+    """Return a schedule as two fx graphs, forward and backward.
 
-    The forward writes the buffers' new content into them, and passes copies of the old content to the
+    The forward writes the buffers' new content into the buffers, and passes copies of the old content to the
     backward.
 
     Args:
         step: the captured step.
-        schedule: a schedule of its problem with a loss boundary (`loss_boundary.with_loss_boundary`).
+        schedule: a schedule of its planning problem with a loss boundary (`loss_boundary.with_loss_boundary`).
 
     Raises:
-        ProblemError: an output, or a tensor that the backward needs, does not exist at the boundary.
+        ProblemError: the schedule has an op that the step lacks, or reads a tensor that is not resident; or an
+            output, or a tensor that the backward needs, does not exist at the boundary.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     own = split_at_loss(step, schedule)
@@ -90,6 +92,7 @@ class _Emitter:
         self.first: fx.Node | None = None
 
     def placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
+        """Add an input to the graph and return its node."""
         node = self.graph.placeholder(name)
         node.meta["val"] = fake
         self.first = self.first or node
@@ -103,6 +106,7 @@ class _Emitter:
         return fx.GraphModule(self.root, self.graph)
 
     def steps(self, schedule: Schedule) -> None:
+        """Add a schedule's runs to the graph."""
         for one in schedule:
             if isinstance(one, Free):
                 self._drop(one.tensor)

@@ -61,8 +61,9 @@ RESHAPE = ATEN.reshape.default
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return the in-place calls that may replace calls of a schedule, by position in the schedule. They
-    compute the same results."""
+    """Return the in-place calls that may replace calls of a schedule, by the position of the run in the schedule.
+    Each writes the same bits into an operand that the schedule frees directly after the run. Inputs and outputs of
+    the step are never overwritten."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}

@@ -23,20 +23,21 @@ HANDOVERS = 50
 def measured_sharing(
     step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
 ) -> Sharing:
-    """Measure the relative speed of an op while the other lane is busy, and, in microseconds, the time of a
-    handover between lanes and the time to start both.
+    """Measure how much two lanes (threads on the CPU, streams on CUDA) slow each other down on the step's device.
 
-    In each lane, the op that takes most of the lane's time is run. Ops use their usual number of threads; where
-    one op alone uses all cores, the speed is about a half.
+    For each lane, the op that takes most of the lane's time is run alone, and at the same time as the other lane's
+    op. Ops use their usual number of threads; where one op alone uses all cores, the speed is about a half.
 
     Args:
         step: the captured step.
-        runs: the ops of the schedule's runs.
+        runs: the ops of the schedule's runs, in order.
         where: the placement of the runs on the lanes.
-        cost: the time of each op, in any unit.
+        cost: the time of each op, by name; only ratios matter.
 
     Returns:
-        The measured figures; the default ones if a lane has no runs.
+        The speed of an op while the other lane is busy, relative to running alone (0.5 to 1); and, in microseconds,
+            the time of a handover between lanes and the time to start both lanes. The defaults of `Sharing` if a lane
+            has no runs.
     """
     if not where.main or not where.recovery:
         return Sharing()

@@ -28,7 +28,12 @@ class Stopped(Exception):
 
 
 class Lane:
-    """The progress of one lane, for which the other can wait."""
+    """The progress of one of two lanes (threads on the CPU, streams on CUDA), for which the other lane can wait.
+
+    Args:
+        device: the device on which the lanes compute.
+        condition: the condition variable that both lanes share.
+    """
 
     def __init__(self, device: torch.device, condition: threading.Condition) -> None:
         self.device, self.condition = device, condition
@@ -37,8 +42,8 @@ class Lane:
         self.events: dict[int, torch.cuda.Event] = {}
 
     def reached(self, count: int) -> None:
-        """Announce that ``count`` runs of this lane are finished, and that tensors which only these runs
-        needed are freed. Called on this lane."""
+        """Announce that ``count`` runs of this lane are finished, and that tensors which only these runs needed are
+        freed. Called by this lane."""
         if self.device.type == "cuda":
             self.events[count] = torch.cuda.current_stream(self.device).record_event()
         with self.condition:
@@ -46,10 +51,11 @@ class Lane:
             self.condition.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until this lane has announced ``count``. Called on the other lane.
+        """Wait until this lane has announced that ``count`` runs are finished. Called by the other lane. On CUDA the
+        other lane's stream waits for the announced work, too.
 
         Raises:
-            Stopped: this lane has failed before.
+            Stopped: this lane failed before it announced that.
         """
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
@@ -59,14 +65,14 @@ class Lane:
             torch.cuda.current_stream(self.device).wait_event(self.events[count])
 
     def fail(self, failure: BaseException) -> None:
-        """Announce that this lane has failed."""
+        """Announce that this lane failed with an exception; a lane that waits for it then raises `Stopped`."""
         with self.condition:
             self.failure = failure
             self.condition.notify_all()
 
 
 class Recovery(Lane):
-    """The lane that rematerialises tensors, next to the caller's lane ``main``."""
+    """The lane that rematerialises tensors while the caller's lane ``main`` runs."""
 
     def __init__(self, device: torch.device, main: Lane) -> None:
         super().__init__(device, main.condition)
@@ -74,11 +80,11 @@ class Recovery(Lane):
 
     @contextmanager
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
-        """Run ``recover`` on this lane while the block runs on the main lane. Both have ended when the block
-        is left, even by an exception.
+        """Run ``recover`` on this lane while the block runs on the main lane. Both have ended when the block is left,
+        even by an exception.
 
         Raises:
-            BaseException: whatever either lane raises.
+            BaseException: whatever either lane raises; if both fail, the exception of this lane.
         """
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
@@ -120,21 +126,23 @@ def _on(stream: Any) -> AbstractContextManager[Any]:
 
 @cache
 def recovery_stream(device: torch.device) -> Any:
-    """Return the stream of a device's recovery lanes. There is only one, since libraries keep a workspace for
-    each stream."""
+    """Return the CUDA stream on which all recovery lanes of a device run. There is only one, since libraries keep a
+    workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
-    """Return the main lane and the recovery lane of one step."""
+    """Return a new main lane and a new recovery lane, for one step on ``device``."""
     main = Lane(device, threading.Condition())
     return main, Recovery(device, main)
 
 
 def taken(device: torch.device) -> Callable[[torch.Tensor], None]:
-    """Return a function that a lane calls for each tensor that it takes over from the other lane.
+    """Return a function that a lane calls for each tensor that it takes over from the other lane. On CUDA the
+    function records the tensor on the current stream, so that the allocator does not reuse its memory too early;
+    elsewhere it does nothing.
 
-    Tensors on the host are ignored, such as the saved random state of an attention op.
+    Tensors in CPU memory are ignored, such as the saved random state of an attention op.
     """
 
     def record(tensor: torch.Tensor) -> None:

@@ -19,11 +19,11 @@ from rematplan.runtime.problem.loss_boundary import LATE
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """What a backward may leave out.
+    """What a backward may leave out, because tangents (gradients of outputs) are missing.
 
-    ``zero``: values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
-    steps that are then superfluous. ``same``: sums with a zero: pairs of the call and the other summand,
-    which its result equals.
+    ``zero``: names of values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
+    runs whose results are then superfluous. ``same``: the calls that add such a zero, each as a pair of the call's
+    name and the value of its other summand, which its result equals.
     """
 
     zero: frozenset[str] = frozenset()
@@ -32,8 +32,15 @@ class Unused:
 
 
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
-    """Return what is superfluous in a schedule's steps from ``start`` on. ``missing``: the missing tangents
-    (value names)."""
+    """Return what a schedule's runs from position ``start`` on need not compute if some tangents (gradients of
+    outputs) are missing.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem.
+        start: the position at which the backward begins.
+        missing: the missing tangents (value names).
+    """
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}

@@ -20,9 +20,18 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 class PlannedStep:
     """A training step of ``module`` that follows a schedule.
 
-    Calling it with a batch has the effects of ``loss = module(*batch); loss.backward()``: it adds gradients
-    to ``.grad`` and updates the buffers. ``lanes``: the placement of the runs on two lanes; None for one
-    lane.
+    Calling it with a batch has the effects of ``loss = module(*batch); loss.backward()``: it adds gradients to
+    ``.grad`` of the parameters and updates the buffers.
+
+    Args:
+        module: the module, whose output is a scalar loss.
+        step: its captured step.
+        schedule: a schedule of the step's planning problem.
+        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
+            lane.
+
+    Raises:
+        ProblemError: the schedule or the lanes do not fit the step (see `compile_step`).
     """
 
     def __init__(
@@ -32,7 +41,7 @@ class PlannedStep:
         self.executable = compile_step(step, schedule, lanes)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Run the step and return the loss, a detached scalar."""
+        """Run the step on a batch and return the loss, a detached scalar."""
         named = named_tensors(self.module)
         results = self.executable(bind_inputs(self.step, named, batch))
         loss = None
@@ -50,7 +59,8 @@ class PlannedStep:
 
 
 def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run ``module(*batch)`` and its backward by plain autograd. Return the loss, detached."""
+    """Run ``module(*batch)``, which must return a scalar loss, and its backward by plain autograd. Return the loss,
+    detached. Gradients are added to ``.grad`` of the parameters."""
     loss: torch.Tensor = module(*batch)
     loss.backward()
     return loss.detach()
@@ -58,11 +68,12 @@ def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result that differs in some bit.
+    """A result of which some bit differs between a planned step and plain autograd.
 
-    ``absolute``: the largest absolute difference of an element. ``relative``: the L2 norm of the difference
-    divided by that of the result. A gradient that should be 0 consists of rounding errors, so for gradients
-    the divisor is at least `FLOOR` times the norm of all gradients.
+    ``name``: the result, such as ``gradient NAME``. ``absolute``: the largest absolute difference of an element.
+    ``relative``: the L2 norm of the difference divided by the L2 norm of the result in plain autograd. A gradient
+    that should be 0 consists of rounding errors, so for gradients the divisor is at least `FLOOR` times the norm of
+    all gradients. Both are infinite if only one of the steps has the result.
     """
 
     name: str
@@ -77,8 +88,8 @@ FLOOR = 1e-2
 class Verification:
     """The result of comparing a planned step bit by bit with plain autograd, from the same state and seed.
 
-    ``compared``: the number of tensors. ``differences``: those that differ. ``predicted``: the predicted
-    relative error of the tensors that the plan's inverses recompute; 0 if the step must be bit-equal.
+    ``compared``: the number of tensors that were compared. ``differences``: those that differ. ``predicted``: the
+    predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must be bit-equal.
     """
 
     compared: int
@@ -92,13 +103,13 @@ class Verification:
 
     @property
     def error(self) -> float:
-        """The largest relative difference; 0 if there is none."""
+        """The largest relative difference of a result; 0 if all are bit-equal."""
         return max((d.relative for d in self.differences), default=0.0)
 
     @property
     def passed(self) -> bool:
-        """Whether the step is as planned: bit-equal; or, if inverses run, within the predicted error and with
-        a bit-equal random state."""
+        """Whether the step is as planned: it is bit-equal; or, if inverses run, the random state is bit-equal and no
+        relative difference exceeds the limit that follows from the predicted error (`gradient_error`)."""
         drawn = any(d.name.startswith("random state") for d in self.differences)
         return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
@@ -119,16 +130,17 @@ class Verification:
 def verify(
     planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0, predicted: float = 0.0
 ) -> Verification:
-    """Run the step by plain autograd and as planned, each from the same buffers and seed, and compare all
-    results.
+    """Run a step by plain autograd and as planned, each from the same buffers and seed, and compare the loss, all
+    gradients, all buffers and the random state afterwards.
 
-    Buffers, gradients and the random state are restored afterwards.
+    Buffers, gradients and the random state are restored at the end.
 
     Args:
-        planned: the step.
+        planned: the planned step.
         batch: the inputs and targets.
         seed: the seed of PyTorch's generators.
-        predicted: see `Verification`.
+        predicted: the predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must
+            be bit-equal.
     """
     module = planned.module
     expected = _results(module, lambda: eager_step(module, batch), seed)
@@ -148,8 +160,8 @@ def verify(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and bits. NaN equals itself, and 0 differs from
-    −0."""
+    """Return whether two tensors have the same type, shape and bits. NaN equals a NaN with the same bits, and 0
+    differs from −0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.is_complex():

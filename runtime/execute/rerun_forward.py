@@ -16,11 +16,11 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The inputs and random states of a forward.
+    """The inputs and random states with which a forward ran, saved so that it can run again with the same bits.
 
-    ``inputs``: the step's inputs without tangents; buffers that get new content are copies. ``versions``: the
-    version counters of these inputs, which show in-place changes. ``states``: the states of the generators
-    that the step draws from, by device.
+    ``inputs``: the step's inputs without tangents; buffers that get new content are copies. ``versions``: the version
+    counters of these inputs, by which in-place changes are noticed. ``states``: the states of the random number
+    generators that the step draws from, by device.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -29,17 +29,22 @@ class Rerun:
 
     @classmethod
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
-        """Save the inputs and random states of a forward that is about to run."""
+        """Save the inputs and random states of a forward of ``step`` that is about to run.
+
+        ``inputs``: the step's inputs without tangents, in the order of `CapturedStep.inputs`.
+        """
         renewed = renewed_buffers(step)
         storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, storages, strict=True)]
         return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
 
     def check(self, name: str) -> None:
-        """Check that no input was changed in place.
+        """Check that no input was changed in place since the forward.
+
+        ``name``: the step's name, with which the message begins.
 
         Raises:
-            RuntimeError: an input was changed since. The message begins with ``name``.
+            RuntimeError: an input was changed in place.
         """
         if any(t._version != version for t, version in zip(self.inputs, self.versions, strict=True)):
             raise RuntimeError(
@@ -48,7 +53,7 @@ class Rerun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Restore the random states from before the forward inside the block, and the present ones
+        """Set the random states inside the block to those from before the forward, and restore the present ones
         afterwards."""
         now = {device: save_rng(device)() for device in self.states}
         try:

@@ -1,5 +1,5 @@
-"""Code generation for two lanes: after the fork, the source has an inner function, which runs on the recovery
-lane.
+"""Code generation for two lanes (threads on the CPU, streams on CUDA): from the fork on, the position in the schedule
+where the second lane starts, the source has an inner function, which runs on the recovery lane.
 
 Each lane has its own variables and drops a tensor after its last read there; the tensor is freed when both
 lanes have dropped it. A tensor that one lane makes and the other reads is handed over in a variable
@@ -94,11 +94,18 @@ class _Locked(Writer):
 
 
 class LaneWriter(_Locked):
-    """Writes a schedule with its runs after the fork, and from step ``start`` on, on two lanes. Several
-    ranges of steps become several functions.
+    """Writes a schedule as source for two lanes (threads on the CPU, streams on CUDA). The second lane starts at a
+    run that is called the fork. Runs from the fork on, at position ``start`` or later, are written on their lanes;
+    all earlier runs one after the other.
 
-    Each function begins and ends in one lane. Lanes therefore wait for each other more often than necessary,
-    which changes no result and needs no more memory.
+    Each function of the source begins and ends in one lane. If the schedule is written as several functions, lanes
+    therefore wait for each other more often than necessary, which changes no result and needs no more memory.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem.
+        lanes: the fork, the lane of each run, and which runs wait for which runs of the other lane.
+        start: the first position of the schedule that may be on two lanes.
 
     Raises:
         ProblemError: the lanes do not fit the schedule, or do not wait for what they read.
@@ -114,7 +121,12 @@ class LaneWriter(_Locked):
         self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
 
     def steps(self, start: int, end: int) -> None:
-        """Write the steps before the fork one after the other, and the others on their lanes."""
+        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive): those before the second
+        lane starts one after the other, the others on their lanes.
+
+        Raises:
+            ProblemError: as `Writer.steps`; or the lanes do not wait for what they read.
+        """
         if start < self.start:
             super().steps(start, min(end, self.start))
         if end > self.start:

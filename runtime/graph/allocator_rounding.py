@@ -17,9 +17,9 @@ more than we measured for any whole step.
 
 
 def allocated(size: int, device: torch.device) -> int:
-    """Return the bytes that the device's allocator may count for a tensor of ``size`` bytes.
+    """Return the bytes that the device's caching allocator may count as allocated for a tensor of ``size`` bytes.
 
-    That is ``size`` on a CPU. On CUDA it is ``size`` rounded up, plus at most about a mebibyte for a block
+    On a CPU that is ``size``. On CUDA it is ``size`` rounded up, plus at most about a mebibyte for a cached block
     that the allocator does not split.
     """
     if device.type != "cuda":

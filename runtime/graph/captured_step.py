@@ -33,17 +33,18 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference to a value, by its name, inside a call's arguments."""
+    """A placeholder for a tensor inside a call's arguments: the name of the `Value`."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of a step.
+    """One tensor of a captured step.
 
-    ``storage``: the name of its storage, which views share. ``call``: the name of the call that makes it;
-    None for an input of the step. ``fake``: a fake tensor with its shape, strides, type and device.
+    ``name``: its name. ``storage``: the name of its storage, which all views of it share. ``call``: the name of the
+    call that makes the tensor; None for an input of the step. ``fake``: a fake tensor with its shape, strides, type
+    and device.
     """
 
     name: str
@@ -54,19 +55,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call.
+    """One ATen call of a captured step.
 
-    ``target``: the op. ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
-    ``results``: the names of its results by position; None where it returns no tensor. ``single``: whether it
-    returns one tensor, not a tuple. ``is_view``: whether every result shares the storage of an argument, so
-    that the call costs nothing and allocates nothing. ``seeded``: whether it draws from the random number
-    generator, whose state must be replayed if the call runs again. ``backward``: whether it belongs to the
-    backward half. ``module``: the qualified name of the innermost module in whose forward, or in the backward
-    of whose forward, it runs; empty if unknown. ``gain``: the factor by which it multiplies a relative error
-    of its arguments. ``noise``: the relative error that its rounding adds; None if it follows from the types.
-    ``late``: it runs after the outputs' gradients have arrived, even if it reads none of them.
-    ``indexed``: it belongs to an index of several dimensions, or to the backward of one; recorded only where
-    sizes are open.
+    ``name``: its name. ``target``: the op. ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
+    ``results``: the names of its results by position; None where it returns no tensor. ``single``: whether it returns
+    one tensor, not a tuple. ``is_view``: whether every result shares the storage of an argument, so that the call
+    costs nothing and allocates nothing. ``seeded``: whether it draws from the random number generator, whose state
+    must be replayed if the call runs again. ``backward``: whether it belongs to the backward half. ``module``: the
+    qualified name of the innermost module in whose forward, or in the backward of whose forward, it runs; empty if
+    unknown. ``gain``: the factor by which it multiplies a relative error of its arguments. ``noise``: the relative
+    error that its rounding adds; None if that follows from the types. ``late``: whether it runs after the outputs'
+    gradients have arrived, even if it reads none of them. ``indexed``: whether it belongs to an index of several
+    dimensions (``x[a, b]``), or to the backward of one; recorded only where sizes are open.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Call:
 
     @property
     def collective(self) -> bool:
-        """Whether the call communicates with other processes. Their plans may differ, so it runs once, in a
-        fixed order."""
+        """Whether the call communicates with other processes (waiting for the result is a separate call, see
+        `waits`). Their plans may differ, so a plan runs it once, in a fixed order."""
         return getattr(self.target, "namespace", "") in COLLECTIVES and not self.waits
 
     @property
@@ -120,8 +120,8 @@ def single_call(
         name: the call's name.
         target: the op.
         args: its positional arguments, with a `Ref` for each tensor.
-        kwargs: its keyword arguments.
-        result: the name of its result; the call's name by default.
+        kwargs: its keyword arguments; None for none.
+        result: the name of its result; None for the call's name.
         further: other fields of `Call`.
     """
     return Call(name, target, args, kwargs or {}, (result or name,), **further)
@@ -129,11 +129,12 @@ def single_call(
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """An input of the step.
+    """An input of a captured step.
 
-    ``target``: a parameter's or buffer's name, the position in the batch, a constant's name, or for a tangent
-    (the gradient of an output) or an answer (an output that another process sends back) the position of that
-    output. ``value``: the name of its value.
+    ``kind``, ``target``: what it is: a parameter or buffer (by its name), a tensor of the batch (by its position), a
+    constant (by its name), a tangent, which is the gradient of an output (by the output's position), or an answer,
+    which another process computes from an output and sends back (by the output's position). ``value``: the name of
+    its `Value`.
     """
 
     kind: InputKind
@@ -143,7 +144,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """An output of the step, of one of these kinds:
+    """An output of a captured step. ``value``: the name of its `Value`. ``kind``, ``target``: what it is:
 
     - ``output``: an output of the module; ``target`` is its position. If the step has a loss, the loss is
       output 0.
@@ -167,8 +168,9 @@ class StepOutput:
 class CapturedStep:
     """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce.
 
-    ``values``: every `Value` by name. ``constants``: the real tensors of inputs of kind ``constant``, by
-    value name.
+    ``name``: its name, for messages. ``inputs``, ``outputs``: in the order in which a compiled step takes and returns
+    them. ``calls``: forward and backward, in order. ``values``: every `Value` by name. ``constants``: the real
+    tensors of inputs of kind ``constant``, by value name.
     """
 
     name: str
@@ -191,12 +193,12 @@ class CapturedStep:
 
     @cached_property
     def call(self) -> dict[str, Call]:
-        """Calls and inverses by name."""
+        """All calls of `calls` and `inverses`, by name."""
         return {c.name: c for c in (*self.calls, *self.inverses)}
 
     @cached_property
     def priced_calls(self) -> tuple[Call, ...]:
-        """The calls that take time and allocate storages: all except views, inverses included."""
+        """The calls that take time and allocate storages: those of `calls` and `inverses` that are not views."""
         return tuple(c for c in (*self.calls, *self.inverses) if not c.is_view)
 
     @cached_property
@@ -229,8 +231,9 @@ class CapturedStep:
 
     @cached_property
     def after_loss(self) -> frozenset[str]:
-        """The names of calls that run after the loss boundary: those that depend on a tangent, directly or
-        not, those marked as late, and those that depend on a late call."""
+        """The names of calls that run after the loss boundary (the moment at which the gradients of the outputs
+        arrive): those that depend on such a gradient, directly or not, those marked as late (`Call.late`), and those
+        that depend on a late call."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
@@ -240,11 +243,12 @@ class CapturedStep:
         return frozenset(found)
 
     def reads(self, call: Call) -> tuple[str, ...]:
-        """Return the names of the storages that a call reads, each once."""
+        """Return the names of the storages that a call's arguments are in, each once, in order."""
         return tuple(dict.fromkeys(self.values[r.value].storage for r in refs((call.args, call.kwargs))))
 
     def writes(self, call: Call) -> tuple[str, ...]:
-        """Return the names of the storages that a call allocates and writes, each once; none for a view."""
+        """Return the names of the storages that a call allocates for its results, each once, in order; none if the
+        call is a view."""
         return (
             tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
             if not call.is_view
@@ -253,7 +257,7 @@ class CapturedStep:
 
 
 def refs(args: Any) -> Iterator[Ref]:
-    """Yield the references in nested arguments, in order."""
+    """Yield the `Ref` objects in nested arguments of a call, in order."""
     if isinstance(args, Ref):
         yield args
     elif isinstance(args, (tuple, list)):
@@ -265,7 +269,8 @@ def refs(args: Any) -> Iterator[Ref]:
 
 
 def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
-    """Return nested arguments with every `Ref` replaced by ``value_of`` of its name."""
+    """Return nested arguments of a call with every `Ref` replaced by ``value_of(name)``, where ``name`` is that of
+    the value."""
     if isinstance(args, Ref):
         return value_of(args.value)
     if isinstance(args, (tuple, list)):

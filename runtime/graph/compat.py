@@ -187,8 +187,8 @@ def forward_mode_level() -> int:
 
 
 def any_mode() -> bool:
-    """Return whether a dispatch mode is active in this thread. This check is cheaper than disabling modes
-    when there are none."""
+    """Return whether a Python dispatch mode (such as a tracer's) is active in this thread. This check is cheaper than
+    disabling modes when there are none."""
     return bool(dispatch_stack_depth() or pre_dispatch_stack_depth())
 
 

@@ -15,10 +15,16 @@ DEEPEST = 24
 
 
 class KnownValues:
-    """The real tensors of a step's values, as far as they are known; computed on demand and cached.
+    """The real tensors of those values of a step that are computed only from parameters, buffers and constants. They
+    are computed on demand and cached.
 
-    ``named``: real parameters and buffers by name. A parameter or buffer without an entry is unknown, and so
-    is every value computed from it.
+    Values of more than `LARGEST_CONSTANT` elements, of random calls, and behind more than `DEEPEST` calls count as
+    unknown.
+
+    Args:
+        step: the captured step.
+        named: real parameters and buffers by name. A parameter or buffer without an entry is unknown, and so is every
+            value computed from it.
     """
 
     def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:
@@ -29,7 +35,7 @@ class KnownValues:
                 self.known[i.value] = named[i.target].detach()
 
     def __call__(self, value: str) -> torch.Tensor | None:
-        """Return the tensor of a value, by the value's name; None if it is unknown."""
+        """Return the real tensor of a value, by the value's name; None if it is unknown."""
         return self._find(value, DEEPEST)
 
     def _find(self, value: str, depth: int) -> torch.Tensor | None:

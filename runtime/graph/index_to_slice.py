@@ -20,7 +20,8 @@ class Slice:
 
 
 def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence[int]) -> Slice | None:
-    """Return the slice that advanced indexing selects in the same order, or None if it selects anything else.
+    """Return the slice that advanced indexing with index arrays is equal to, element by element in the same order.
+    Return None if the arrays select no slice, are empty, or are not integers within the shape.
 
     Args:
         indices: one index array for each leading dimension; None selects the whole dimension.

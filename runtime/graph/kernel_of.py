@@ -30,7 +30,7 @@ _AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
 
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that runs an op outside autograd and produces the same bits as eager mode does
-    under autograd."""
+    """Return the function to call for an op outside autograd, so that its result has the same bits as in eager mode
+    under autograd. For most ops that is the op itself."""
     kernel: Callable[..., Any] = getattr(target, "_op", target)  # OpOverload.__call__ only forwards to _op
     return _AS_IN_EAGER.get(target, kernel)

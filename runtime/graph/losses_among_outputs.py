@@ -10,11 +10,11 @@ CLONE = torch.ops.aten.clone.default
 
 
 def in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """Return the positions of the outputs that are scalars with tangents, and of the outputs from which such
-    a scalar is computed.
+    """Return the positions (as text) of the outputs that are scalars with tangents, and of the outputs with tangents
+    from which such a scalar is computed.
 
-    A scalar output is assumed to be a loss: a training loop calls backward on it, and not on the outputs it
-    is computed from.
+    A scalar output is assumed to be a loss: a training loop calls backward on it, and not on the outputs it is
+    computed from.
     """
     tangents = {i.target for i in step.inputs if i.kind == "tangent"}
     outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}

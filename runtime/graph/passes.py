@@ -13,8 +13,9 @@ from rematplan.runtime.graph.captured_step import (
 def with_phases(step: CapturedStep) -> CapturedStep:
     """Return the step with the field ``backward`` of each call set.
 
-    It is true for every call after the loss boundary, and for every call before it that is not `Call.ordered`
-    and whose results no output before the boundary needs. It is false for all others.
+    It is true for every call after the loss boundary (the moment at which the tangents arrive), and for every call
+    before it that neither must keep its order (`Call.ordered`) nor contributes to an output that exists at the loss
+    boundary. It is false for all others.
     """
     late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
@@ -28,11 +29,11 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Return the step without calls whose results neither an output nor a remaining call reads, and without
-    their values.
+    """Return the step without calls whose results neither an output nor a remaining call reads, and without the
+    values of these calls.
 
-    Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since
-    other processes wait for them.
+    Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since other
+    processes wait for them.
     """
     needed = {o.value for o in step.outputs}
     kept = []

@@ -11,7 +11,8 @@ LOGGERS = ("torch._subclasses.fake_tensor",)  # prints a traceback for every op 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disable the loggers in `LOGGERS` inside the block."""
+    """Disable, inside the block, those loggers of torch (`LOGGERS`) that print a traceback for errors which this
+    package catches and reports itself."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

@@ -26,7 +26,8 @@ class Band:
         return self.length == self.period
 
     def holds(self, other: Band) -> bool:
-        """Return whether this band contains another one of the same period."""
+        """Return whether this band contains all elements of another band of the same period; false if the periods
+        differ."""
         return (
             self.period == other.period
             and self.start <= other.start
@@ -35,8 +36,8 @@ class Band:
 
 
 def band(tensor: torch.Tensor) -> Band | None:
-    """Return the band of its storage that a tensor covers, each element once; None if it does not cover a
-    band."""
+    """Return the band of its storage that a tensor covers. None if the tensor's elements are no band, repeat an
+    element, or are none."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     dims = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
@@ -62,7 +63,7 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def bands_tile(bands: list[Band]) -> bool:
-    """Return whether these bands have the same period and together cover it, each element once."""
+    """Return whether these bands have the same period and together cover it, each element once; false without bands."""
     at = 0
     for one in sorted(bands):
         if one.period != bands[0].period or one.start != at:

@@ -42,13 +42,14 @@ other layouts."""
 
 
 def for_any_layout(step: CapturedStep) -> CapturedStep:
-    """Return the step with calls that give the same bits as eager mode for tangents of any strides.
+    """Return the step with a backward half that gives the same bits as eager mode for tangents (gradients of outputs)
+    of any strides.
 
-    A view or copy that the layout of a gradient decided at capture becomes `aten::reshape`, which autograd's
-    formulas call. What reshape copies beyond the plan is freed together with its source. Some formulas, and
-    backward functions of users, may have asked for contiguous gradients, which leaves no trace where the
-    gradients were contiguous already. Calls of `CONTIGUOUS`, and calls of ops that are not PyTorch's,
-    therefore get their arguments with the strides at capture (`AsCaptured`).
+    A view or copy that was chosen by the layout of a gradient at capture becomes `aten::reshape`, which autograd's
+    formulas call. What reshape copies beyond the plan is freed together with its source. Some formulas, and backward
+    functions of users, may have asked for contiguous gradients, which the trace does not show where the gradients
+    were contiguous already. Calls of `CONTIGUOUS`, and calls of ops that are not PyTorch's, therefore get their
+    arguments with the strides at capture (`AsCaptured`).
     """
     late = step.after_loss
     copies = _copies_to_reshape(step)
@@ -77,9 +78,9 @@ def _as_captured(step: CapturedStep, call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class AsCaptured:
-    """An op whose arguments are first copied to given strides where they have others.
+    """An op that first copies its arguments to the strides at capture where they have other strides.
 
-    ``strides``: one entry for each positional argument; None leaves the argument as it is.
+    ``op``: the op. ``strides``: one entry for each positional argument; None leaves the argument as it is.
     """
 
     op: Callable[..., Any]
@@ -89,7 +90,7 @@ class AsCaptured:
         return f"{self.op}.as_captured"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the op and return its result."""
+        """Call the op on arguments with the strides at capture, and return its result."""
         return self.op(*map(_laid_out, args, self.strides), **kwargs)
 
 
@@ -129,13 +130,17 @@ class _Layout:
 
 @dataclass
 class Notes:
-    """The observed shapes, strides, offsets and storage sizes of a step's values."""
+    """Observed layouts (shape, strides, offset and storage size) of a step's values, by value name."""
 
     layouts: dict[str, _Layout] = field(default_factory=dict)
 
     def note(self, value: str, tensor: torch.Tensor | None) -> None:
-        """Record the layout of a value. ``tensor``: the value; None for a gradient that nothing needs, which
-        is not recorded."""
+        """Record the layout of a value.
+
+        Args:
+            value: the value's name.
+            tensor: the value; None for a gradient that nothing needs, which is not recorded.
+        """
         if tensor is None:
             return
         self.layouts[value] = _Layout(
@@ -146,7 +151,7 @@ class Notes:
         )
 
     def with_layouts(self, step: CapturedStep) -> CapturedStep:
-        """Return the step in which each recorded value has a fake with the recorded shape, strides, offset and
+        """Return the step in which the fake of each recorded value has the recorded shape, strides, offset and
         storage size. Other values are unchanged."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}

@@ -21,16 +21,19 @@ DEEPEST = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval [``low``, ``high``] that contains every element of a value. ``lasting``: whether it still
-    holds after parameters change."""
+    """An interval that contains every element of a value.
+
+    ``low``, ``high``: its ends, included; infinite by default. ``lasting``: whether the interval still holds after
+    parameters change.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     lasting: bool = True
 
     def of(self, *ends: float) -> Range:
-        """Return the smallest interval that contains these numbers; ``lasting`` is that of ``self``. If a
-        number is NaN (∞ · 0), the interval is unbounded."""
+        """Return the smallest interval that contains these numbers, with ``lasting`` as in this range. If a number is
+        NaN (∞ · 0), the interval is unbounded."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)
@@ -43,14 +46,23 @@ class Range:
 
 
 class Ranges:
-    """The ranges of a step's values, derived on demand."""
+    """The ranges of a step's values, derived on demand by interval arithmetic.
+
+    Args:
+        step: the captured step.
+        known: the values whose real tensors are known.
+    """
 
     def __init__(self, step: CapturedStep, known: KnownValues) -> None:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Return the range of a number, or of the value that a `Ref` names; unbounded if nothing is known of
-        it. ``depth``: the number of calls that may still be followed."""
+        """Return the range of a number, or of the value that a `Ref` refers to; unbounded if nothing is known of it.
+
+        Args:
+            value: the number or `Ref`.
+            depth: the longest chain of calls that is followed back from the value.
+        """
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
         tensor = self.known(value.value)

@@ -13,10 +13,10 @@ leaves the context managers of this package."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning located at the innermost frame outside this package, torch and generated code.
+    """Issue a warning located at the user's line: the innermost frame that is neither in this package nor in torch,
+    contextlib or generated code.
 
-    A fixed ``stacklevel`` would count frames, whose number changes with each refactoring and each release of
-    torch.
+    A fixed ``stacklevel`` would count frames, whose number changes with each refactoring and each release of torch.
 
     Args:
         message: the text.

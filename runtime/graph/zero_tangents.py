@@ -12,10 +12,10 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """The effect of missing tangents on a step.
+    """The effect of missing tangents (gradients of outputs that the loss does not use) on a step.
 
-    ``values``: names of values that are zero. ``sums``: the additions of a zero to another value: by the name
-    of the addition, the name of the other value, which its result equals.
+    ``values``: names of values that are zero, missing tangents included. ``sums``: the additions of such a zero to
+    another value: by the name of the addition, the name of that value, which its result equals.
     """
 
     values: frozenset[str]
@@ -23,10 +23,13 @@ class Zeros:
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return which values are zero, and which sums equal one of their summands, if the tangents ``missing``
-    (value names) are missing.
+    """Return which values are zero, and which sums equal one of their summands, if some tangents are missing.
 
     A gradient is linear in its tangents, so a call whose tangents are all zero returns zero.
+
+    Args:
+        step: the captured step.
+        missing: the missing tangents (value names).
     """
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
@@ -46,8 +49,13 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 
 
 def changes_strides(step: CapturedStep, missing: Iterable[str]) -> bool:
-    """Return whether, without the tangents ``missing``, some sum would be replaced by a summand with other
-    strides."""
+    """Return whether, if some tangents (gradients of outputs) are missing, a sum would be replaced by a summand with
+    other strides than the sum's.
+
+    Args:
+        step: the captured step.
+        missing: the missing tangents (value names).
+    """
     strides = {name: value.fake.stride() for name, value in step.values.items()}
     sums = zeros_without(step, missing).sums
     return any(strides[str(step.call[name].results[0])] != strides[value] for name, value in sums.items())

@@ -26,10 +26,10 @@ TRACERS = ("torch._", "torch.fx.", "torch.utils._", "rematplan.")
 
 @dataclass(frozen=True)
 class Assertion:
-    """A condition that a forward asserts.
+    """A condition that a forward asserts: with one outcome the forward continues, with the other it raises an error.
 
-    ``outcome``: the outcome with which the forward continues. ``kind``, ``text``: the error of the other
-    outcome, as the name of a built-in exception type and its message.
+    ``outcome``: the outcome with which the forward continues. ``kind``, ``text``: the error that it raises otherwise,
+    as the name of a built-in exception type and its message.
     """
 
     outcome: bool
@@ -39,10 +39,10 @@ class Assertion:
 
 @dataclass
 class SpeculatedAssertions:
-    """The assertions of a forward, in the order in which it evaluates their conditions.
+    """The assertions of a forward, in the order in which the forward evaluates their conditions, found by tracing it
+    with both outcomes of each.
 
-    ``known``: the assertions found so far. ``asked``: the number of conditions that the present trace has
-    evaluated.
+    ``known``: the assertions found so far. ``asked``: the number of conditions that the present trace has evaluated.
     """
 
     known: list[Assertion] = field(default_factory=list)
@@ -51,29 +51,30 @@ class SpeculatedAssertions:
     asked: int = 0
 
     def begin(self) -> None:
-        """Start a trace of the forward: the next condition is its first."""
+        """Start another trace of the forward: `next` begins again with its first condition."""
         self.asked = 0
 
     def next(self) -> Assertion | None:
-        """Return the assertion for the condition that the forward evaluates now; for the first unknown one,
-        the outcome on trial. None if there is neither."""
+        """Return the assertion for the condition that the forward evaluates now. If its outcome is unknown and is the
+        first unknown one, return an assertion of the outcome that is tried at present (`trial`), without an error.
+        Return None if no outcome is tried or the condition is a later unknown one."""
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]
         return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """Trace a forward, and find out which outcome each of its conditions must have: where the outcome is
-        unknown, the forward is traced with both.
+        """Trace a forward, and find out which outcome each of its conditions must have: where the outcome is unknown,
+        the forward is traced with both.
 
-        ``trace``: traces the forward once.
+        ``trace``: traces the forward once. It must call `begin` first, and `next` for each condition.
 
         Returns:
             The result of the last, complete trace.
 
         Raises:
-            DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for
-                both outcomes of a condition, or depends on values in another way.
+            DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for both
+                outcomes of a condition, or depends on unknown values in another way than by a condition.
         """
         while True:
             try:

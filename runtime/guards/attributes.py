@@ -1,5 +1,5 @@
 """The attributes that a forward reads from its modules, from records in their attributes, and from the
-classes of both.
+classes of modules and records.
 
 A record is an object that exists for its attributes, such as a configuration (`is_record`).
 """
@@ -34,7 +34,8 @@ _DEPTH = 2
 
 
 class Reads:
-    """The attribute reads and writes that were recorded while a forward ran.
+    """The attribute reads and writes that were recorded while a forward ran: on modules, and on records, objects that
+    exist for their attributes (`is_record`), such as a configuration. Both are called holders.
 
     Its methods named ``note_…`` are called at each access. ``modules``: all modules of the model, each once.
     """
@@ -83,7 +84,13 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that an attribute was read. ``holder``: the module or record."""
+        """Record that an attribute was read, unless the forward itself set it first.
+
+        Args:
+            holder: the module or record; another object is ignored.
+            name: the attribute's name.
+            value: its value.
+        """
         owner = self._owner(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
@@ -109,8 +116,13 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """Record a read of ``holder.__dict__``: the attributes that the reading code names count as read.
-        ``reader``: the frame of that code."""
+        """Record a read of ``holder.__dict__``: those attributes count as read whose names the reading code mentions.
+        Library code, and a record with a ``__getattr__``, are ignored.
+
+        Args:
+            holder: the module or record.
+            reader: the frame of the code that reads.
+        """
         known = self._owner(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
@@ -121,19 +133,22 @@ class Reads:
                     self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
-        """Record that an attribute is about to be looked up, whether or not it exists."""
+        """Record that an attribute of a module or record is about to be looked up, whether or not it exists."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
-        """Record that an attribute was looked up that neither the holder nor its class has."""
+        """Record that an attribute was looked up that neither the module or record nor its class has. A guard then
+        checks that it is still absent."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record the result of a record's ``__getattr__``."""
+        """Record that the ``__getattr__`` of a record (an object that exists for its attributes) returned ``value``
+        for ``name``. If ``value`` is such a record with a ``__getattr__`` itself, its answers are recorded from then
+        on, too."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -146,17 +161,19 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that an attribute of a module was set. If it was not looked up before, later reads of it do
-        not count, since the forward itself produces it."""
+        """Record that an attribute of a module was set. If it was not looked up before, later reads of it do not
+        count, since the forward itself produces its value."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
     def attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes that the forward set on a module before reading them: tensors, plain values
-        and containers of these.
+        """Return, by name, the attributes that the forward set on a module before it read them, if they are tensors,
+        plain values or containers of these, and differ from before.
 
-        ``before``: the module's attributes at the start of the forward.
+        Args:
+            module: the module.
+            before: the module's attributes at the start of the forward.
         """
         owner = self.owners[id(vars(module))]
         return {
@@ -166,8 +183,8 @@ class Reads:
         }
 
     def found_in_places(self) -> list[Found]:
-        """Return everything that a plan depends on, by place. Values that the forward itself changed are left
-        out: by now they differ from those that it read."""
+        """Return all attribute values that a plan depends on, by the place in which they were found. Values that the
+        forward itself changed are left out: by now they differ from those that it read."""
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for (owner, name), value in self.found.items():
             owned.setdefault(owner, {})[name] = value
@@ -187,7 +204,8 @@ class Reads:
         return [*own, *answers, *classes]
 
     def shared(self) -> list[SharedRecord]:
-        """Return the records that the forward read, each with all owners under which it is still found."""
+        """Return the records that the forward read, each with all owners (module and path of attributes) under which
+        it was found. Records that are no longer at one of them are left out."""
         attributes = [vars(module) for module in self.modules]
         return [
             SharedRecord(type(record), tuple(owners))
@@ -210,9 +228,11 @@ covers these."""
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Record what the block reads from the attributes of the modules and of the records in them.
+    """Record, inside the block, which attributes of the modules and of the records in them are read or set by this
+    thread. The block gets the recorded `Reads`.
 
-    Other threads may run the same modules; their accesses are not recorded.
+    Methods of the classes are replaced meanwhile. Other threads may run the same modules; their accesses are not
+    recorded.
     """
     reads = Reads(modules)
     thread = get_ident()  # all threads see the replaced methods

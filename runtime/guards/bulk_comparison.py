@@ -14,14 +14,14 @@ from rematplan.runtime.guards.snapshots import same
 
 
 def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function of a container that returns its items at ``keys`` (keys or positions), as a tuple."""
+    """Return a function that takes a container and returns its items at ``keys`` (keys or positions), as a tuple."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return lambda container: tuple(container[key] for key in keys)
 
 
 class Table:
-    """Values by name in several places, to be compared with the present ones.
+    """Values by place and name, to be compared with the present values in the same places.
 
     ``rows``: for each place, its position in the list of all places, and its values by name.
     """
@@ -33,7 +33,9 @@ class Table:
         self.values = [value for _, _, value in cells]
 
     def holds(self, places: Sequence[Any]) -> bool:
-        """Return whether the places still have these values, or ones that are the same by `snapshots.same`.
+        """Return whether all places still have these values, or values that are the same by `snapshots.same`.
+
+        ``places``: the list of all places, each indexed by name.
 
         Raises:
             LookupError, AttributeError, RuntimeError, ValueError: a value no longer exists.

@@ -23,18 +23,16 @@ _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 
 @cache
 def named_in(code: CodeType) -> Names:
-    """Return all names that a code object mentions: attributes, global variables and string constants, which
-    may be keys. Nested functions are included, local variables are not."""
+    """Return all names that a code object mentions: attributes, global variables and string constants (which may be
+    keys). Nested functions are included, local variables are not."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
 
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """Return the global variables that a code object reads or sets, nested functions included.
-
-    If the code calls ``globals()``, all its string constants count.
-    """
+    """Return the names of the global variables that a code object reads or sets, nested functions included. If the
+    code calls ``globals()``, all its string constants count as such names."""
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()
@@ -52,8 +50,14 @@ def packages_of(things: Iterable[Any]) -> Names:
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
-    """Return whether guards ignore a module's functions: those of PyTorch, of Python, of this package, and of
-    installed packages other than the model's ``own``. What library code depends on is too much to track."""
+    """Return whether guards ignore the functions of a Python module, because what library code depends on is too much
+    to track: modules of PyTorch, of Python, of this package, and of installed packages.
+
+    Args:
+        module: the full name of the Python module; None for the built-in functions.
+        own: top-level packages that are not ignored, since classes of the model are in them. (This package's planner
+            and runtime are ignored even then.)
+    """
     module = module or "builtins"
     package = module.partition(".")[0]
     if module.startswith(_OURS):

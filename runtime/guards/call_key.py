@@ -41,12 +41,12 @@ default type and device, and which kernels are enabled."""
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a hashable key of everything in a call that a plan depends on: the arguments, except the values
-    of tensors; autocast; and `SETTINGS`.
+    """Return a hashable key of everything in a call that a plan depends on: the arguments (of tensors all but the
+    values: shape, strides, type, device, identity among the arguments), autocast, and `SETTINGS`.
 
     Args:
         leaves: the leaves of the arguments.
-        spec: the structure of the arguments.
+        spec: the pytree structure of the arguments.
 
     Raises:
         ModelError: an argument can be neither hashed nor pickled.
@@ -55,7 +55,16 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
 
 
 def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return the same key as `call_key`, but without the sizes and strides of tensors."""
+    """Return the same key as `call_key`, but with the number of dimensions in place of the sizes and strides of each
+    tensor.
+
+    Args:
+        leaves: the leaves of the arguments.
+        spec: the pytree structure of the arguments.
+
+    Raises:
+        ModelError: an argument can be neither hashed nor pickled.
+    """
     return _key(leaves, spec, like_of_any_size)
 
 
@@ -73,7 +82,9 @@ def _key(
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return all properties of a tensor, except its values, on which the ops of a forward may depend."""
+    """Return all properties of a tensor, except its values, on which the ops of a forward may depend: shape, strides,
+    type, device, whether it requires a gradient, and lazy conjugation and negation. For a tensor without shape or
+    strides: layout, type, device and whether it requires a gradient."""
     try:
         lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
@@ -82,7 +93,7 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return all properties of a tensor, as `like` does, without sizes and strides."""
+    """Return a tensor's layout, number of dimensions, type, device and whether it requires a gradient."""
     return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad
 
 

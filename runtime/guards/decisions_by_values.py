@@ -64,8 +64,8 @@ _UNDECIDED = object()
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """The recorded calls from a module's inputs to the values by which its forward decided, and the
-    outcomes."""
+    """The recorded calls (``entries``) that lead from a module's inputs and buffers to the values by which its
+    forward decided, and these values."""
 
     entries: tuple[_Entry, ...] = ()
     sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
@@ -75,8 +75,13 @@ class ValueGuard:
     """The numbers of those source tensors whose memory a call writes to."""
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the forward would decide in the same way for these real tensors. The tensors are not
-        changed."""
+        """Return whether the forward would decide in the same way for these tensors: the recorded calls are made
+        again, and their outcomes compared. The tensors are not changed.
+
+        Args:
+            buffers: the real parameters and buffers by name.
+            batch: the real tensors among the arguments.
+        """
         if not self.entries:
             return True
         pools: _Pools = {"batch": batch, "buffer": buffers}
@@ -87,11 +92,14 @@ class ValueGuard:
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The values by which the forward decided, as text."""
+        """The values by which the forward decided, as text, in the order of the decisions."""
         return tuple(repr(e.expected) for e in self.entries if e.decides)
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
-        """Return the same guard for other sizes. ``change``: replaces sizes in the arguments of the calls."""
+        """Return a copy of this guard whose recorded calls have other sizes.
+
+        ``change``: a function from the nested arguments of a call to those with other sizes.
+        """
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
 
@@ -139,14 +147,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class ValueGuardRecorder(TorchDispatchMode):
-    """A context manager that records by which values a forward decides while the forward and its backward are
-    traced inside it. (The backward indexes with the same masks.)
+    """A context manager that records by which values a forward decides while the forward and its backward are traced
+    inside it. (The backward indexes with the same masks.)
 
     Args:
         buffers: the real parameters and buffers by name.
         batch: the real tensors among the arguments.
 
-    ``now`` replaces symbolic sizes in nested arguments by those of the real tensors.
+    The attribute ``now`` replaces symbolic sizes in nested arguments by those of the real tensors.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
@@ -166,11 +174,12 @@ class ValueGuardRecorder(TorchDispatchMode):
         self._asking.__exit__(*raised)
 
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
-        """Start the trace of a forward. If it is traced several times, the last trace counts.
+        """Start the trace of a forward: forget what was recorded before. If a forward is traced several times, the
+        last trace counts.
 
         Args:
-            buffers: the traced tensors in place of the real buffers, by name.
-            batch: the traced tensors in place of the real inputs.
+            buffers: the traced tensors in place of the real parameters and buffers, by name.
+            batch: the traced tensors in place of the real inputs, by position.
         """
         self._tape = OpTape(self)
         for name, tensor in buffers.items():
@@ -190,8 +199,8 @@ class ValueGuardRecorder(TorchDispatchMode):
 
 
 class OpTape:
-    """A record of the calls whose arguments are known before a step runs. It answers questions about their
-    values.
+    """A record of those calls of a traced forward whose arguments' values are known before a step runs. It answers
+    questions about their values.
 
     ``decisions``: the recorder, which has the real tensors.
     """
@@ -210,12 +219,16 @@ class OpTape:
         self.made = 0  # the number of entries whose results are in `real`
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
-        """Add a tensor with which recorded calls may begin. ``source``: where its real tensor comes from, or
-        the tensor itself."""
+        """Add a tensor whose value is known before any call, so that calls that read it are recorded.
+
+        Args:
+            tensor: the traced tensor.
+            source: where the real tensor comes from; or the real tensor.
+        """
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """Return a guard with the decisions on the tape, and all calls and sources that they depend on."""
+        """Return a guard with the decisions on the tape, and all calls and source tensors that they depend on."""
         needed: set[int] = set()
         entries = []
         for entry in reversed(self.entries):
@@ -227,8 +240,9 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call and return its result, or, if the forward decides by it, compute its result from the
-        known values."""
+        """Make a call of a traced forward and return its result. If the op returns a number to Python and the values
+        are known, compute the number from the real tensors and record it as a decision. If the op's result shape
+        depends on values, make a call with a fixed shape instead (`static_shapes.STATIC`)."""
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)
         instead = STATIC.get(func)
@@ -237,7 +251,8 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call and return its result. Record the call if everything that it depends on is known."""
+        """Make a call and return its result. Record the call if the values of all tensors among its arguments are
+        known and it draws no random numbers."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
@@ -249,19 +264,19 @@ class OpTape:
         return result
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
-        of the guard.
+        """Return ``of(*arguments)``, computed on the real tensors behind the traced ones. The result becomes part of
+        the guard.
 
         Raises:
-            DataDependentOutputException: the values of the tensors are unknown.
+            DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
         if not self.knows(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
-        becomes part of the guard."""
+        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown before the step runs.
+        The result becomes part of the guard."""
         return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

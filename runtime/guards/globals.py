@@ -50,7 +50,9 @@ class _Shelf:
 
 
 class GlobalReads:
-    """Everything outside some modules to which the code of their forwards refers, as found at construction.
+    """All values that the code of some modules' forwards refers to and that are not in these modules: global
+    variables, closure cells, default arguments, environment variables, and attributes of objects and classes. They
+    are looked up at construction.
 
     Args:
         modules: all modules of the model, each once.
@@ -86,8 +88,9 @@ class GlobalReads:
                     self._note(thing, holder, values, name, named)
 
     def found_in_places(self, model: str) -> list[Found]:
-        """Return everything that a plan depends on, by place. Values that the forward has changed meanwhile
-        are left out; a warning says that a planned forward will not change them.
+        """Return the values to which the code refers, by the namespace in which they were found. Values that the
+        forward has changed since construction are left out; a warning says that a planned forward will not change
+        them.
 
         ``model``: the model's name, for the warning.
         """

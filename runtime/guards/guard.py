@@ -31,13 +31,14 @@ _GONE = (LookupError, AttributeError, RuntimeError, ValueError)
 
 
 class Guard:
-    """A check that tracing a forward again would give the same graph. It covers what `call_key` and
-    `ModuleState` do not.
+    """A check that tracing a forward again would give the same graph: that what the forward read still has the same
+    value. It covers what `call_key` and `ModuleState` do not: attributes, values outside of the modules, and values
+    of inputs and buffers that decided the control flow.
 
     Args:
         modules: the number of modules.
-        found: what the forward found, by place.
-        shared: records that are the same object in several places.
+        found: the values that the forward read, by place.
+        shared: records (objects with attributes, such as a configuration) that are the same object in several places.
         decided: the control-flow decisions that depended on values of inputs and buffers.
     """
 
@@ -56,8 +57,11 @@ class Guard:
         self.decided = decided
 
     def mapped(self, change: Callable[[Any], Any]) -> Guard:
-        """Return the same guard for other sizes. ``change``: replaces sizes in the arguments of the calls
-        that lead to decisions."""
+        """Return a copy of this guard whose recorded calls have other sizes. (The recorded calls compute from inputs
+        and buffers the values that decided the control flow.)
+
+        ``change``: a function from the nested arguments of a call to those with other sizes.
+        """
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         return other
@@ -83,7 +87,11 @@ class Guard:
         return self.holds_for(state) and self.decided.holds(state.named, tensors)
 
     def holds_for(self, state: ModuleState) -> bool:
-        """Return whether everything but the values of inputs and buffers is as it was."""
+        """Return whether everything is as it was, apart from the values of inputs and buffers, which are not looked
+        at.
+
+        ``state``: the module's present state.
+        """
         attributes = state.attributes
         try:
             places = [*attributes, *self.fixed, *[place.find(attributes) for place in self.others]]

@@ -22,8 +22,8 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class StateKey:
-    """A key whose hash is computed once. Keys that were found equal share their value from then on, so that
-    comparing them again is fast."""
+    """A hashable wrapper of a tuple that computes its hash once. Wrappers that were found equal share their tuple
+    from then on, so that comparing them again is fast."""
 
     __slots__ = ("_hash", "value")
 
@@ -44,12 +44,12 @@ class StateKey:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state of a module at a call.
+    """What a plan depends on in a module and its submodules, as found at a call.
 
-    ``attributes``: the ``__dict__`` of the module and of each submodule, each once, in a fixed order.
-    ``named``: parameters and buffers, each once, under the names of ``named_parameters`` and
-    ``named_buffers``. ``key``: classes, modes and hooks of the modules, and the properties of the tensors,
-    without their values.
+    ``attributes``: the ``__dict__`` of the module and of each submodule, each once, in the order of
+    ``named_modules()``. ``named``: parameters and buffers, each once, under the names of ``named_parameters`` and
+    ``named_buffers``. ``key``: classes, training modes and hooks of the modules, and the names and properties of the
+    tensors, without their values.
     """
 
     attributes: list[dict[str, Any]]
@@ -70,10 +70,11 @@ class _Seen:
 
 
 class ModuleTree:
-    """A module and its submodules, listed once and checked at every call.
+    """A module and its submodules, listed once; `state` then reads their state at every call.
 
-    A network has hundreds of submodules and each call looks at all of them, so as much as possible is
-    compared in C.
+    A network has hundreds of submodules and each call looks at all of them, so as much as possible is compared in C.
+
+    ``module``: the module. No reference to it is kept, except to its ``__dict__``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -105,8 +106,11 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's state; None if by now it has other submodules, or its tensors have other names
-        or are tied differently."""
+        """Return the module's state. Return None if it has other submodules than at construction, or if its tensors
+        have other names or are tied differently: then a new tree must be made.
+
+        ``module``: the module with which the tree was made.
+        """
         tensors = _values(self.holders)
         if (
             self.attributes[0] is not module.__dict__

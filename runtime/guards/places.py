@@ -16,10 +16,10 @@ Owner = tuple[int, tuple[str, ...]]
 
 
 def record_of(owner: Owner, attributes: Attributes) -> Any:
-    """Return the record that an owner denotes.
+    """Return the record (an object that exists for its attributes, such as a configuration) that an owner denotes.
 
     Args:
-        owner: the position of a module, and the names of the attributes that lead from it to the record.
+        owner: the position of a module, and the names of the attributes that lead from the module to the record.
         attributes: the ``__dict__`` of each module, by position.
 
     Raises:
@@ -30,36 +30,51 @@ def record_of(owner: Owner, attributes: Attributes) -> Any:
 
 
 class Place(Protocol):
-    """A namespace in which a forward found values."""
+    """A namespace in which a forward found values, so that a guard can look the values up again."""
 
     def find(self, attributes: Attributes) -> Any:
-        """Return the namespace, which is indexed by names.
+        """Return the namespace as it is now, as an object that is indexed by names.
+
+        ``attributes``: the ``__dict__`` of each module, by position.
 
         Raises:
-            LookupError, AttributeError: it no longer exists.
+            LookupError, AttributeError: the namespace no longer exists.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A namespace that is the same object at every call: the variables of a Python module, a class, the cells
-    of a closure."""
+    """A namespace that is the same object at every call: the variables of a Python module, a class, the cells of a
+    closure.
+
+    ``values``: the namespace.
+    """
 
     values: Any
 
     def find(self, _attributes: Attributes) -> Any:
-        """Return the namespace."""
+        """Return the namespace. ``_attributes`` is not used."""
         return self.values
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """The ``__dict__`` of a module or record."""
+    """The ``__dict__`` of a module, or of a record (an object that exists for its attributes) in a module's
+    attributes.
+
+    ``owner``: the module's position, and the attributes that lead from it to the record (none for the module itself).
+    """
 
     owner: Owner
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
-        """Return the ``__dict__``."""
+        """Return the ``__dict__``.
+
+        ``attributes``: the ``__dict__`` of each module, by position.
+
+        Raises:
+            LookupError, AttributeError: the record no longer exists.
+        """
         at, path = self.owner
         place = attributes[at]
         for name in path:
@@ -69,18 +84,27 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The results of a record's ``__getattr__``, for names that are no attributes (a configuration may keep
-    its entries in a dictionary, for example)."""
+    """The results of a record's ``__getattr__`` for names that are no attributes of the record. (A configuration may
+    keep its entries in a dictionary, for example.)
+
+    ``owner``: the position of a module, and the attributes that lead from it to the record.
+    """
 
     owner: Owner
 
     def find(self, attributes: Attributes) -> Asked:
-        """Return the record, wrapped so that indexing it reads attributes."""
+        """Return the record, wrapped so that indexing it by a name reads the attribute of that name.
+
+        ``attributes``: the ``__dict__`` of each module, by position.
+
+        Raises:
+            LookupError, AttributeError: the record no longer exists.
+        """
         return Asked(record_of(self.owner, attributes))
 
 
 class Asked:
-    """A wrapper that reads an object's attributes by indexing."""
+    """A wrapper of an object: indexing it by a name reads the object's attribute of that name."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
@@ -91,10 +115,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a forward found in one place.
+    """What a forward found in one place (a namespace).
 
-    ``objects``: by name, values that are compared by identity first. ``copies``: by name, copies of values
-    whose content may change. ``absent``: names that the forward looked up in vain.
+    ``place``: the place. ``objects``: by name, values that are still the same objects. ``copies``: by name, copies of
+    values whose content may change. ``absent``: names that the forward looked up and did not find.
     """
 
     place: Place
@@ -105,7 +129,11 @@ class Found:
 
 @dataclass(frozen=True)
 class SharedRecord:
-    """A record that a forward read: its class, and all owners under which it is found."""
+    """A record (an object that exists for its attributes, such as a configuration) that a forward read.
+
+    ``kind``: its class. ``owners``: all places in which it was found, each as a module's position and a path of
+    attributes. A guard checks that they still have one and the same object.
+    """
 
     kind: type
     owners: tuple[Owner, ...]

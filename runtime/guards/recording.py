@@ -18,10 +18,10 @@ from rematplan.runtime.guards.guard import Guard
 
 @dataclass(frozen=True)
 class Record:
-    """What a forward depends on.
+    """What a forward depends on, as recorded while it is traced.
 
-    ``reads``: the attributes that it reads. ``global_reads``: what its code refers to outside the modules.
-    ``values``: the decisions that depend on values of inputs and buffers.
+    ``reads``: the attributes that it reads from its modules. ``global_reads``: the values that its code refers to
+    outside of the modules. ``values``: the decisions that depend on values of inputs and buffers.
     """
 
     reads: Reads
@@ -30,12 +30,11 @@ class Record:
 
     @property
     def generators(self) -> Collection[Any]:
-        """The random number generators, other than PyTorch's, to which the code refers."""
+        """The random number generators, such as those of NumPy and Python, to which the code of the forward refers."""
         return self.global_reads.generators.values()
 
     def guard(self, model: str) -> Guard:
-        """Return the guard of the traced graph. Warn about values outside the modules that the forward
-        changes.
+        """Return the guard of the traced graph. Warn about values outside of the modules that the forward changes.
 
         ``model``: the model's name, for the warning.
         """

@@ -13,7 +13,7 @@ ATEN = torch.ops.aten
 
 
 def sizes_of(result: Any) -> list[int]:
-    """Return the shapes of an op's results as one flat list."""
+    """Return the shapes of an op's tensor results as one flat list: all sizes of the first, then those of the next."""
     return [size for tensor in pytree.tree_leaves(result) for size in tensor.shape]
 
 
@@ -55,7 +55,7 @@ WITH_SIZES = {
         ATEN.unique_dim.default,
     )
 }
-"""The variant of each op."""
+"""By op, its variant that takes the shapes of its results as the keyword argument ``sizes``."""
 
 
 @torch.library.custom_op("rematplan::ctc_loss", mutates_args=())

@@ -40,8 +40,14 @@ _DEEPEST = 4
 
 
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the found values that ``place`` still has under the same names, as two dictionaries: those that
-    are the same object, and those that are equal copies."""
+    """Return those values that a place still has under the same names, as two dictionaries by name: values that are
+    the same object as when they were found, and values that are equal to the copy that was kept. Changed values are
+    in neither.
+
+    Args:
+        found: the values by name, as `kept` returned them.
+        place: the namespace in which they were found, indexed by name.
+    """
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
         with suppress(LookupError, AttributeError, ValueError):  # it no longer exists, or its cell is empty
@@ -52,8 +58,9 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return what to store of a value for a later comparison by `same`: a copy of a container or array, whose
-    content may change, unless it is large or nested deeply; any other value itself."""
+    """Return what to store of a value for a later comparison by `same`: a copy of a container or NumPy array, whose
+    content may change; any other value itself. A container of more than 1000 entries or nested deeper than ``depth``,
+    and an array of more than 65536 numbers, are returned themselves, too."""
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()
@@ -68,8 +75,8 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """Yield a value, or, if it is a container, the values in it and in the containers that it contains.
-    Containers that are large or nested deeply are left out."""
+    """Yield a value itself; or, if it is a container, the values in it and in the containers that it contains, down
+    to a nesting ``depth``. Containers of more than 1000 entries are left out."""
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
@@ -79,7 +86,7 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a value is plain, a tensor, or a container of such values."""
+    """Return whether a value is of a plain type (`PLAIN`), a tensor, or a container of such values."""
     kind = type(value)
     if kind in (*_CONTAINERS, torch.Size):
         return all(map(is_data, value.values() if kind is dict else value))
@@ -87,10 +94,10 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether a value equals one that was kept.
+    """Return whether a value equals another one that `kept` returned earlier.
 
-    Plain values are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by content,
-    and everything else, tensors and large arrays included, by identity.
+    Values of plain types are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by
+    content, and everything else, tensors and large arrays included, by identity.
     """
     if a is b:
         return a is not UNSET

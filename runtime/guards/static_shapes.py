@@ -16,24 +16,30 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """The part of `decisions_by_values.OpTape`, which records calls, that the rewriting functions need."""
+    """The part of `decisions_by_values.OpTape`, which records calls on traced tensors, that the rewriting functions
+    in this file need."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call and return its result. Record the call if everything that it depends on is known."""
+        """Make a call and return its result. Record the call if the values of all tensors among its arguments are
+        known."""
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*given)``, computed on the real tensors behind the traced ones. The result becomes part
-        of the guard."""
+        """Return ``of(*arguments)``, computed on the real tensors behind the traced ones. The result becomes part of
+        the guard.
+
+        Raises:
+            DataDependentOutputException: the values of the tensors are unknown before the step runs.
+        """
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown. The result
-        becomes part of the guard."""
+        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown before the step runs.
+        The result becomes part of the guard."""
 
     def knows(self, value: Any) -> bool:
-        """Return whether the values of all tensors in nested arguments are known."""
+        """Return whether the values of all tensors in nested arguments are known before the step runs."""
 
 
 def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:

@@ -22,13 +22,14 @@ TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
 
 @contextmanager
 def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
-    """Let ``answer`` return the results of `Tensor.tolist` and `Tensor.numpy` inside the block.
+    """Let ``answer`` return the results of `Tensor.tolist` and `Tensor.numpy` inside the block, if this thread calls
+    them.
 
-    These methods call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or
-    returns arbitrary memory.
+    These methods call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
+    arbitrary memory.
 
-    ``answer``: a function of the method and the tensor. For `numpy` it is called with a function that returns
-    type, shape and bytes of the array.
+    ``answer``: is called as ``answer(read, tensor)`` and returns what ``read(tensor)`` returns for the real tensor.
+    For `tolist`, ``read`` is that method; for `numpy`, it returns type, shape and bytes of the array.
     """
     thread = get_ident()  # all threads see the replaced methods
 
@@ -55,11 +56,11 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Refuse `Tensor.tolist` and `Tensor.numpy` inside the block, as a tracer refuses other decisions that
-    depend on values.
+    """Refuse `Tensor.tolist` and `Tensor.numpy` inside the block, as a tracer refuses other control flow that depends
+    on values.
 
     Raises:
-        DataDependentOutputException: the block calls one of them.
+        DataDependentOutputException: the block calls one of these methods.
     """
 
     def refuse(read: Any, _: torch.Tensor) -> Any:
@@ -71,6 +72,6 @@ def undecided() -> Iterator[None]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run calls inside the block on real tensors, without dispatch modes, gradients or autocast."""
+    """Run the block's calls on real tensors: without dispatch modes (such as a tracer's), gradients and autocast."""
     with disable_current_modes() if any_mode() else nullcontext(), torch.no_grad(), DisableAutocast():
         yield

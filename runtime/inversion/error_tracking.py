@@ -28,19 +28,20 @@ present error."""
 
 
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
-    """Record the errors of a tensor that an inverse has recomputed.
+    """Record the relative errors of a tensor that an inverse has recomputed: as predicted at planning time, and with
+    the present scales.
 
     Args:
         reads: the inverse's arguments.
         made: the recomputed tensor.
-        gain: the factor by which the inverse multiplies a relative error, as planned
+        gain: the factor by which the inverse multiplies a relative error of its arguments, as planned
             (`planner.core.inversion_error`).
-        noise: the relative error that its rounding adds, as planned.
-        drift: the factor by which its scales have increased the gain since planning.
+        noise: the relative error that the inverse's rounding adds, as planned.
+        drift: the factor by which changed scales have increased the gain since planning.
 
     Raises:
-        ModelError: the present error is more than `GROWN` times the planned one, and also above the limit for
-            the tensor's type.
+        ModelError: the present error is more than `GROWN` times the predicted one, and also above the limit for the
+            tensor's type.
     """
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error

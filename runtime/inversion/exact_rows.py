@@ -10,7 +10,8 @@ from rematplan.runtime.inversion.row_types import Facts, Found, Undone, fits, re
 
 
 def copied(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a copy, possibly into a wider type: copy the result."""
+    """Yield the rule that recovers the argument of a copy, possibly into a wider type: copy the result. Nothing is
+    yielded for a copy into a narrower type, to another device or of another shape."""
     x, y = facts.arguments(call)["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
@@ -20,7 +21,8 @@ def copied(call: Call, facts: Facts) -> Found:
 
 
 def concatenated(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a concatenation: copy its slice of the result."""
+    """Yield a rule for each argument of a concatenation: copy its slice of the result. Arguments of another type than
+    the result have no rule."""
     arguments, y = facts.arguments(call), result(call, facts)
     start = 0
     for x in arguments["tensors"]:
@@ -34,7 +36,8 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 
 def stacked(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a stack: copy its entry of the result."""
+    """Yield a rule for each argument of a stack: copy its entry of the result. Arguments of another type than the
+    result have no rule."""
     arguments, y = facts.arguments(call), result(call, facts)
     for index, x in enumerate(arguments["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
@@ -54,7 +57,8 @@ def padded(call: Call, facts: Facts) -> Found:
 
 
 def scattered(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the source of a slice scatter: copy its slice of the result."""
+    """Yield the rule that recovers the source of a slice scatter, the tensor written into a slice: copy that slice of
+    the result."""
     arguments, y = facts.arguments(call), result(call, facts)
     whole = y.fake.shape[arguments["dim"]]
     start = 0 if arguments["start"] is None else arguments["start"]
@@ -91,7 +95,7 @@ def shuffled(call: Call, facts: Facts) -> Found:
 
 def picked(call: Call, facts: Facts) -> Found:
     """Yield the rule that recovers the argument of an indexing op whose index is a known permutation of one
-    dimension: reorder the result."""
+    dimension: write the result's entries to their old positions. Nothing is yielded for other indices."""
     arguments, y = facts.arguments(call), result(call, facts)
     x = arguments["self"]
     at = (

@@ -36,16 +36,19 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Invertible:
-    """A step with its inverses. ``refused``: one line for each tensor that has no inverse for a reason that a
-    user can change."""
+    """A captured step with the inverses that were found for it.
+
+    ``step``: the step; its field ``inverses`` has them. ``refused``: one line for each tensor that has no inverse for
+    a reason that a user can change.
+    """
 
     step: CapturedStep
     refused: tuple[str, ...] = ()
 
 
 def with_exact_inverses(step: CapturedStep) -> CapturedStep:
-    """Return the step with those inverses that only move numbers (of concatenations, copies, pads), so that
-    every plan computes the same bits."""
+    """Return the step with only those inverses added that move numbers without computing (of concatenations, copies,
+    pads). Every plan with them computes the same bits."""
     return _with_inverses(step, {}, exact=True).step
 
 
@@ -55,18 +58,17 @@ def with_inverses(
     renormalise: bool = False,
     own_seeds: bool = False,
 ) -> Invertible:
-    """Return the step with all inverses that were found. Storages are split (`split_storages`) where an
-    inverse needs it.
+    """Return the step with all inverses added that were found. Storages are split into parts (`split_storages`) where
+    an inverse needs that.
 
     Args:
         step: the captured step.
-        named: the real parameters and buffers by name. Their present values decide which scales are too close
-            to zero.
-        renormalise: add, for every batch norm in training, an op without running statistics that computes the
-            same result. Needed if an op that makes an output, such as new running statistics, may run only
-            once.
-        own_seeds: whether each random call has a separate seed, so that it may run again even if its result
-            is small.
+        named: the real parameters and buffers by name. Their present values decide which scales are too close to
+            zero.
+        renormalise: whether to add, for every batch norm in training, an op without running statistics that computes
+            the same result. Needed if an op that makes an output, such as new running statistics, may run only once.
+        own_seeds: whether each random call has a separate seed, so that it may run again even if its result is
+            smaller than a saved generator state.
     """
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
@@ -74,7 +76,8 @@ def with_inverses(
 
 
 def is_exact(call: Call) -> bool:
-    """Return whether an inverse recomputes the same bits if its arguments have the bits they had."""
+    """Return whether an inverse recomputes exactly the bits of the original tensor, provided that its arguments have
+    their original bits."""
     return not call.noise
 
 

@@ -24,11 +24,11 @@ scale that training may change returns the root mean square factor by which it i
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One piece of an inverse: a kernel of `KERNELS` writes one view of the storage.
+    """One piece of an inverse: a kernel of `KERNELS` that writes one view of the recomputed storage.
 
-    ``kernel``, ``constants``: the kernel's name and its further arguments. ``arity``: how many of the
-    inverse's tensors it reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: what the
-    kernel returned at planning time; 0 if it returns nothing.
+    ``kernel``, ``constants``: the kernel's name and its further arguments. ``arity``: how many of the inverse's
+    tensors the kernel reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: the factor by which
+    the kernel's scale increased errors at planning time; 0 if it divides by no scale that training may change.
     """
 
     kernel: str
@@ -42,11 +42,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """A function of tensors that recomputes the first value of a storage.
+    """A function of tensors that recomputes a storage from tensors that were computed from it. It returns the first
+    value in that storage.
 
-    ``size``, ``stride``, ``dtype``: of that value. ``fills``: its pieces. ``gain``: the factor by which it
-    multiplies a relative error of its arguments. ``noise``: the relative error that its rounding adds; 0 if
-    it only moves numbers, so that its result is exact.
+    ``size``, ``stride``, ``dtype``: of that value. ``fills``: the pieces that together write it. ``gain``: the factor
+    by which the inverse multiplies a relative error of its arguments. ``noise``: the relative error that its rounding
+    adds; 0 if it only moves numbers, so that its result is exact.
     """
 
     size: tuple[int, ...]
@@ -58,14 +59,15 @@ class Inverse:
 
     @property
     def exact(self) -> bool:
-        """Whether it recomputes the same bits."""
+        """Whether the inverse recomputes the original bits, provided that its arguments have theirs."""
         return self.noise == 0.0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the recomputed tensor.
+        """Return the recomputed tensor. ``tensors``: the arguments of all pieces, one piece after the other.
 
         Raises:
-            ModelError: scales have changed since planning so that the result would be wrong.
+            ModelError: scales or indices by which the inverse computes have changed since planning so that the result
+                would be wrong.
         """
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
         at, drift = 0, 1.0
@@ -85,7 +87,7 @@ class Inverse:
 
     @property
     def source_name(self) -> str:
-        """The function's name in generated source."""
+        """The inverse's function name in generated source."""
         return "invert_" + "_".join(dict.fromkeys(fill.kernel for fill in self.fills))
 
 

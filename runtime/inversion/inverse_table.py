@@ -42,8 +42,14 @@ margin."""
 
 
 def undo(call: Call, facts: Facts) -> Found:
-    """Yield the rules that recover values from a call's result, and the values that cannot be recovered for a
-    reason that a user can change."""
+    """Yield the rules of the inverse table for a call: those that recover an argument from the call's result and its
+    other arguments; and the arguments that cannot be recovered for a reason that a user can change. Nothing is
+    yielded for an op without a row.
+
+    Args:
+        call: the call.
+        facts: the step, and what is known about its values.
+    """
     packet = getattr(call.target, "overloadpacket", None)
     for row in TABLE.get(packet, ()):
         yield from row(call, facts)
@@ -350,4 +356,4 @@ TABLE: Mapping[Any, tuple[Row, ...]] = {
     aten.flip: (flipped,),
     aten.pixel_shuffle: (shuffled,),
 }
-"""The rows of each ATen op."""
+"""By ATen op, the functions that yield the rules for its calls."""

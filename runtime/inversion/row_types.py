@@ -16,13 +16,13 @@ from rematplan.runtime.graph.value_ranges import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A rule that recovers a value: ``value`` can be recomputed from ``reads`` by a kernel of
-    `inverse_ops.KERNELS`.
+    """A rule that recovers a value: a kernel recomputes it from other values.
 
-    ``constants``: further arguments of the kernel. ``gain``: the factor by which it multiplies relative errors.
-    ``exact``: whether it only moves numbers. ``scale``: the factor by which dividing by a scale increases
-    errors, as the kernel returned it at planning time; 0 if the kernel divides by no scale that training may
-    change.
+    ``value``: the name of the value. ``reads``: the names of the values that the kernel reads. ``kernel``: its name
+    in `inverse_ops.KERNELS`. ``constants``: its further arguments. ``gain``: the factor by which it multiplies
+    relative errors. ``exact``: whether it only moves numbers. ``scale``: the factor by which dividing by a scale
+    increases errors, as the kernel returned it at planning time; 0 if the kernel divides by no scale that training
+    may change.
     """
 
     value: str
@@ -36,8 +36,10 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value that cannot be recovered for a reason that a user can change. ``why``: the reason, in one
-    line."""
+    """A value that cannot be recovered for a reason that a user can change.
+
+    ``value``: its name. ``why``: the reason, in one line.
+    """
 
     value: str
     why: str
@@ -45,11 +47,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Facts:
-    """A step, with what is known about its values before it runs.
+    """A captured step, with what is known about its values before it runs.
 
-    ``known``: the real tensors of values that are computed only from parameters, buffers and constants.
-    ``scales``: by storage, the factor by which undoing a scaling multiplies errors, for storages that are
-    scaled tensors; rows fill it in.
+    ``step``: the step. ``known``: the real tensors of values that are computed only from parameters, buffers and
+    constants. ``scales``: for storages that are scaled tensors, by name, the factor by which undoing the scaling
+    multiplies errors; rows of the inverse table add to it.
     """
 
     step: CapturedStep
@@ -58,11 +60,11 @@ class Facts:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The range of each value of the step, derived on demand."""
+        """Intervals that contain the values of the step for all inputs, derived on demand."""
         return Ranges(self.step, self.known)
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """Return a call's arguments by name, defaults included."""
+        """Return a call's arguments by the names in the op's schema, defaults included."""
         found = {}
         for i, a in enumerate(call.target._schema.arguments):  # type: ignore[attr-defined]
             value = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
@@ -70,7 +72,7 @@ class Facts:
         return found
 
     def value(self, ref: Ref) -> Value:
-        """Return the value that a reference names."""
+        """Return the value to which a `Ref` refers."""
         return self.step.values[ref.value]
 
 
@@ -84,8 +86,8 @@ def result(call: Call, facts: Facts) -> Value:
 
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
-    """Return whether an argument ``x`` is a floating-point tensor with the shape of ``y`` and no more
-    precision than ``y``."""
+    """Return whether ``x``, an argument of a call, is a floating-point tensor with the shape of ``y`` that has no
+    more precision than ``y``, so that it can be recomputed from ``y``."""
     if not isinstance(x, Ref):
         return False
     fake = facts.value(x).fake

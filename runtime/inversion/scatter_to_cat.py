@@ -24,9 +24,13 @@ aten = torch.ops.aten
 
 
 def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
-    """Return the step with scatters of the forward half replaced by concatenations, where no strides change.
+    """Return the step with those ops of the forward half that write a slice into a copy of a tensor (scatters)
+    replaced by concatenations, where all results keep their strides and bits. Known evenly spaced indices become
+    slices, and needless copies are removed. The step itself is returned if nothing can be replaced.
 
-    ``named``: the real parameters and buffers by name, from which indices may be computed.
+    Args:
+        step: the captured step.
+        named: the real parameters and buffers by name, from which indices may be computed.
     """
     if not any(_row(call) for call in step.calls):
         return step

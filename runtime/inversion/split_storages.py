@@ -36,8 +36,8 @@ TOGETHER = (aten.cat.default, aten.stack.default)
 class SplitStep:
     """A step in which the parts of each split storage have their own storages.
 
-    ``copied``: by the storage that was split, the storages of those parts that had to be copied out of it. (The
-    other parts existed before it.)
+    ``step``: the step. ``copied``: by the name of each storage that was split, the storages of those parts that had
+    to be copied out of it. (The other parts existed before it.)
     """
 
     step: CapturedStep
@@ -45,13 +45,17 @@ class SplitStep:
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Return the step in which storages of the forward half are split into their parts, each with its own
-    storage.
+    """Return the step in which storages of the forward half are split into their parts, each with its own storage.
 
-    A storage is split if its views, or the tensors from which it is concatenated, tile it, and if all views of
-    it can be made from the parts.
+    A storage is split if its views, or the tensors from which it is concatenated, tile it, and if all its views can
+    be made from the parts.
 
-    ``leave``: the names of storages that are not split.
+    Args:
+        step: the captured step.
+        leave: the names of storages that are not split.
+
+    Returns:
+        The new step, and the parts that were copied; the given step if no storage is split.
     """
     return _Parter(step, frozenset(leave)).part()
 

@@ -9,7 +9,8 @@ from threading import Condition, get_ident
 
 
 class CaptureLock:
-    """A reentrant lock that threads hold together (`shared`) or one thread holds exclusively (`alone`)."""
+    """A reentrant lock that either any number of threads hold together (`shared`), to look at modules, or one thread
+    holds exclusively (`alone`), to capture one."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -18,7 +19,8 @@ class CaptureLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Run the block while no other thread captures."""
+        """Run the block while no other thread holds the lock exclusively. Other threads may run such blocks at the
+        same time."""
         me = get_ident()
         with self._changed:
             if self._alone not in (None, me):  # tested first, since every call comes here
@@ -35,7 +37,8 @@ class CaptureLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Run the block while no other thread captures or looks at modules."""
+        """Run the block while no other thread holds the lock, neither exclusively nor shared. A thread that holds it
+        shared may call this: it releases its share while it waits."""
         me = get_ident()
         with self._changed:
             # Give up the shared lock while waiting, so that two threads that share it can both wait for `alone`. That

@@ -22,22 +22,22 @@ _checked: set[str] = set()
 def check_first_plan(
     model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
 ) -> None:
-    """Compare the first planned step of this process with eager mode, if PyTorch's version is not a tested
-    one.
+    """Compare the first planned step of this process with eager mode, if the test suite was not run with this version
+    of PyTorch. Do nothing with a tested version, or if a step of this process was compared before.
 
-    Both run once, forward and backward, on copies of the model and the arguments; the random state is
-    restored. A warning says that the version is not tested, and whether the comparison was possible. (It is
-    not if there is too little memory for this run, which no plan limits, or if the model cannot be copied.)
+    The step runs planned and in eager mode, forward and backward, on copies of the model and the arguments; the
+    random state is restored. A warning says that the version is not tested, and whether the comparison was possible.
+    (It is not if memory is too small for these runs, which no plan limits, or if the model cannot be copied.)
 
     Args:
         model: the original model.
         planned: the planned module.
-        args: the arguments of a call.
+        args: the positional arguments of a call.
         kwargs: its keyword arguments.
-        tolerance: the relative error that gradients may have; 0 if the plan has no inverses that round.
+        tolerance: the relative error that gradients may have; 0 (bit-equal) if the plan has no inverses that round.
 
     Raises:
-        ModelError: an output, gradient or buffer differs from eager mode, although eager mode repeats itself.
+        ModelError: an output, gradient or buffer differs from eager mode, although two runs in eager mode agree.
     """
     version = torch.__version__
     if is_tested(version) or version in _checked:

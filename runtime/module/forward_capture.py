@@ -36,7 +36,8 @@ from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 
 class Planned(Protocol):
-    """A planned module, as `Runner` and `Tracing` see it."""
+    """A planned module, as `Runner` and `Tracing` see it: its original model, that model's forward, and a call
+    without a plan."""
 
     def _rematplan_model(self) -> nn.Module: ...
 
@@ -47,10 +48,10 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class Tracing:
-    """A trace of a forward for given arguments.
+    """Traces a planned module's forward for given arguments: with fixed sizes (`fixed`) or with open ones (`opened`).
 
-    ``name``: the model's name. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and the
-    structure of the arguments. ``state``: the module's state.
+    ``name``: the model's name, for messages. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and
+    the pytree structure of the arguments. ``state``: the module's state when it is called.
     """
 
     name: str
@@ -61,20 +62,20 @@ class Tracing:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The original model."""
+        """The original model, which the planned module wraps."""
         return self.planned._rematplan_model()
 
     @cached_property
     def batch(self) -> list[torch.Tensor]:
-        """The tensors among the arguments, detached."""
+        """The tensors among the arguments, in order, detached from the autograd graph."""
         return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
 
     def check(self) -> None:
-        """Refuse models and arguments that cannot be planned. Warn about hooks, which run only when a step is
-        traced.
+        """Refuse a model or arguments that cannot be planned. Warn if the model has hooks: they run only while a step
+        is traced.
 
         Raises:
-            ModelError: they cannot be planned. The message has the reason.
+            ModelError: the model or an argument cannot be planned. The message has the reason.
         """
         check_traceable(self.model)
         check_dense(
@@ -89,10 +90,11 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """Trace the forward for these sizes.
+        """Trace the forward and the backward for the sizes of these arguments.
 
         Raises:
-            ModelError: it cannot be captured.
+            ModelError: the step cannot be captured.
+            Exception: whatever the forward raises in eager mode, if that is why it cannot be captured.
         """
         with self._recording() as record:
             forward = self.planned._rematplan_forward_of(self.model)
@@ -111,11 +113,12 @@ class Tracing:
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
     def opened(self) -> OpenForward:
-        """Trace the forward for all sizes on which its graph does not depend.
+        """Trace the forward and the backward with symbolic sizes: the result serves all sizes for which its graph is
+        the same.
 
         Raises:
             NotSymbolic: some size must be fixed.
-            ModelError: it cannot be captured.
+            ModelError: the step cannot be captured.
         """
         symbols = BatchSymbols()
         with self._recording() as record:

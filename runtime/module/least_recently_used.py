@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass
 class Recent:
-    """Keeps a number of entries: those of the keys that were used last.
+    """Drops the cache entries that were not used for longest, so that a limited number of them remains.
 
-    Noting a use is one assignment, so that threads may do it at the same time. ``dropped``: the number of entries
-    dropped so far.
+    ``use`` makes one assignment, so that threads may call it at the same time. ``limit``: the largest number of
+    entries. ``dropped``: the number of entries dropped so far.
     """
 
     limit: int
@@ -22,12 +22,15 @@ class Recent:
     _clock: Any = field(default_factory=count)
 
     def use(self, key: Hashable) -> None:
-        """Note that a key is used now."""
+        """Note that the entries of a key are used now."""
         self._used[key] = next(self._clock)
 
     def trim(self, entries: dict[Any, list[Any]]) -> None:
-        """Drop entries until there are no more than the limit: first those of the keys that were used longest
-        ago, and within a key the oldest. The newest entry of the key that was used last is kept."""
+        """Drop entries, in place, until there are no more than ``limit``: first those of the key that was not used
+        for longest, and within a key the oldest.
+
+        ``entries``: by key, the entries with that key, the oldest first. Keys without entries are removed.
+        """
         while sum(map(len, entries.values())) > self.limit:
             oldest = min(entries, key=lambda key: self._used.get(key, -1))
             del entries[oldest][0]

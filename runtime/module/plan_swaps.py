@@ -11,9 +11,10 @@ from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 @dataclass(eq=False)
 class Running:
-    """A compiled plan, and the search for a better one (None if there is none).
+    """The compiled plan that calls follow now, and a background search for a better one.
 
-    ``swaps``: how often a better plan has replaced it.
+    ``plan``: the plan. ``compiled``: its compiled form. ``refinement``: the search; None if there is none. ``swaps``:
+    how often a better plan has replaced the present one.
     """
 
     plan: Plan
@@ -23,7 +24,7 @@ class Running:
 
     @classmethod
     def of(cls, found: StepPlan) -> Running:
-        """Compile a plan, and begin the search for a better one."""
+        """Compile a plan, and begin its search for a better plan if it has one."""
         running = cls(found.plan, compiled(found), found.refinement)
         if found.refinement is not None:
             found.refinement.begin(compiled)
@@ -31,8 +32,8 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan that calls follow, with the largest lower bound known so far. Its status is ``refining``
-        while a better plan is being searched for."""
+        """The plan that calls follow now, with the largest lower bound that it or the search has proved. Its status
+        is ``refining`` while the search runs."""
         plan, search = self.plan, self.refinement
         if search is None:
             return plan
@@ -42,12 +43,12 @@ class Running:
 
     @property
     def improved(self) -> bool:
-        """Whether a better plan is ready."""
+        """Whether the search has found a better plan that is compiled and can replace the present one (`swap`)."""
         return self.refinement is not None and self.refinement.ready
 
     def swap(self) -> StepPlan:
-        """Replace the plan by the better one, which is compiled already, and return that. Calls in progress
-        continue with their plan."""
+        """Replace the present plan by the better one that the search has found, and return the better one. Calls in
+        progress continue with the old plan. To be called only if `improved`."""
         assert self.refinement is not None
         found, self.compiled = self.refinement.take()
         self.plan = found.plan
@@ -56,5 +57,5 @@ class Running:
 
 
 def compiled(found: StepPlan) -> CompiledPlan:
-    """Return a step's plan, compiled for autograd."""
+    """Return a step's plan as a `CompiledPlan`, which takes part in autograd."""
     return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)

@@ -39,18 +39,20 @@ def planned_module(
     shapes: ShapeOptions = DEFAULT_SHAPES,
     statistics: Kronecker | None = None,
 ) -> nn.Module:
-    """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares
-    all its state.
+    """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares all its
+    state.
+
+    Plans are made at the first call with each kind of arguments.
 
     Args:
-        model: the model. A planned module is planned again.
+        model: the model. A module that is planned already is planned again.
         planner: makes the plans.
         shapes: which shapes are planned, and how many plans are kept.
-        statistics: the statistics to compute in its steps; None for none.
+        statistics: the Kronecker-factored statistics that the module's steps compute; None for none.
 
     Raises:
-        ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is
-            planned and its forward was replaced since; or its class allows no subclass.
+        ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is planned
+            and its forward was replaced since; or its class allows no subclass.
     """
     check_traceable(model)
     if isinstance(model, _Planned):
@@ -132,15 +134,16 @@ class _Forward:
 
 @dataclass(frozen=True)
 class PlanningStats:
-    """Statistics of a module's planning.
+    """Figures about the plans, searches and captures of a planned module.
 
-    ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus the proven lower bound,
-    as a share of the step's time; None without a bound. ``searching``: the number of plans for which a better
-    one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how often
-    a better plan has replaced another. ``captures``: the number of shapes that were captured separately.
-    ``open_captures``: the number of captures with open sizes. ``instances``: how often a shape got its step
-    from a capture with open sizes. ``dropped``: the number of plans that were dropped because others were used
-    later (``max_plans``). ``reasons``: why shapes are captured separately, if they are.
+    ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus its proven lower bound, as a
+    share of the step's time without recomputation; None without a bound. ``searching``: the number of plans for which
+    a better one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how
+    often a better plan has replaced another. ``captures``: the number of shapes that were captured separately.
+    ``open_captures``: the number of captures with open sizes, each of which serves several shapes. ``instances``: how
+    often a shape got its step from a capture with open sizes. ``dropped``: the number of plans that were dropped
+    because ``max_plans`` others were used later. ``reasons``: why shapes are captured separately; empty if there is
+    no reason.
     """
 
     plans: int
@@ -156,10 +159,10 @@ class PlanningStats:
 
 
 class Planning:
-    """The plans of a planned module.
+    """The plans of a planned module, and the statistics that its steps compute.
 
-    Planned modules also have `plan`, `plans`, `source` and `prepare` as attributes, unless their model uses
-    these names itself.
+    Planned modules also have `plan`, `plans`, `source` and `prepare` as attributes, unless their model uses these
+    names itself.
 
     Raises:
         UsageError: the module is not planned.
@@ -172,18 +175,23 @@ class Planning:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the most recent call (or the plan made last, before any call). Its status is
-        ``refining`` while a better one is being searched for."""
+        """The plan of the most recent call (before any call: the plan made last). Its status is ``refining`` while a
+        better plan is being searched for.
+
+        Raises:
+            AttributeError: no plan was made yet.
+        """
         return self._planned._rematplan.last.running.shown
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans in use, one for each cache entry. Plans that were dropped or replaced are not among them."""
+        """The plans in use, one for each combination of argument shapes and types, modes and conditions that was
+        planned. Plans that were dropped or replaced are not among them."""
         return tuple(entry.plan for entry in self._planned._rematplan.entries())
 
     @property
     def source(self) -> str:
-        """The generated source code of `plan`."""
+        """The Python source code of the forward and the backward, as generated from `plan`."""
         return self._planned._rematplan.last.compiled.halves.source
 
     def wait(self, seconds: float | None = None) -> Planning:
@@ -202,7 +210,7 @@ class Planning:
         return self
 
     def stats(self) -> PlanningStats:
-        """Return figures about the planning so far: plans, searches and captures."""
+        """Return figures about the plans in use, background searches and captures."""
         entries = self._planned._rematplan.entries()
         shapes = self._planned._rematplan.shapes.values()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
@@ -220,9 +228,9 @@ class Planning:
         )
 
     def statistics(self) -> Statistics:
-        """Return the Kronecker-factored statistics of the present training step: the sum over its backwards
-        so far. They are available until the next step's first forward. A step without statistics has no
-        factors.
+        """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
+        They are available until the next training step's first forward. A training step that computes no statistics
+        has no factors.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -230,8 +238,8 @@ class Planning:
         return self._recorder.statistics()
 
     def statistics_layers(self) -> dict[str, Factors]:
-        """Return the factors that the present plans compute, by weight name, as tensors on the device
-        ``meta``.
+        """Return the Kronecker factors that the plans in use compute, by the name of the layer's weight, as tensors
+        on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -242,10 +250,10 @@ class Planning:
         return {name: factors for one in found for name, factors in one.items()}
 
     def take_statistics(self, wanted: bool | None = True) -> None:
-        """End the present training step, and decide whether the following steps compute statistics. A step of
-        an optimizer over the module's parameters ends the training step, too.
+        """End the present training step, and decide whether the following training steps compute statistics. (A step
+        of an optimizer over the module's parameters ends the training step, too.)
 
-        ``wanted``: True for all following steps, False for none, None for every n-th as planned.
+        ``wanted``: True for all following training steps, False for none, None for every n-th (``Kronecker.every``).
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -253,9 +261,9 @@ class Planning:
         self._recorder.take(wanted)
 
     def listen_to_statistics(self, listener: Listener) -> None:
-        """Call a method with the factors of each layer as soon as a backward has completed them.
+        """Register a method that is called with a layer's factors as soon as a backward has completed them.
 
-        See `Recorder.listen`.
+        ``listener``: see `Recorder.listen`.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -264,7 +272,7 @@ class Planning:
 
     @property
     def statistics_options(self) -> Kronecker:
-        """The options of the statistics.
+        """The options with which the module's statistics were planned.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -296,13 +304,19 @@ class Planning:
         return found
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan for these arguments without running the model. Return the planned module."""
+        """Make the plan for these arguments, unless there is one, without running the model. Return the planned
+        module.
+
+        Raises:
+            ModelError: the forward cannot be captured.
+            InfeasibleBudget: no plan fits the budget.
+        """
         self._planned._rematplan.prepare(self._planned, args, kwargs)
         return self._planned
 
 
 def compiled_plan(planned: nn.Module) -> CompiledPlan:
-    """Return the compiled plan of a planned module's most recent call.
+    """Return the compiled plan of a planned module's most recent call (before any call: of the plan made last).
 
     Raises:
         UsageError: the module is not planned.
@@ -311,7 +325,12 @@ def compiled_plan(planned: nn.Module) -> CompiledPlan:
 
 
 def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-    """Return the step that is planned for these arguments of a planned module, without a plan of it.
+    """Return the captured training step for these arguments of a planned module, before planning.
+
+    Args:
+        planned: the planned module.
+        args: the positional arguments of a call.
+        kwargs: its keyword arguments.
 
     Raises:
         UsageError: the module is not planned.
@@ -374,7 +393,7 @@ class _Planned:
         return cast(nn.Module, self) if further else self._rematplan_origin
 
     def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
-        """Return the forward of the model itself."""
+        """Return the forward of the model itself, without a plan."""
         further = isinstance(model, _Planned) and "forward" not in self.__dict__
         return cast(Callable[..., Any], super().forward if further else model.forward)  # type: ignore[misc]
 

@@ -23,11 +23,10 @@ def check_counters(
     step: CapturedStep,
     again: Callable[[], tuple[FlatModel, CapturedStep]],
 ) -> None:
-    """Refuse a forward that changes a number in an attribute and would have another graph with the changed
-    number.
+    """Refuse a forward that changes a number in an attribute and would have another graph with the changed number.
 
-    A counter that is not used in a computation, or a size that is stored for the next call, gives the same
-    graph.
+    A counter that is not used in a computation, or a size that is stored for the next call, gives the same graph and
+    is allowed.
 
     Args:
         name: the model's name, for the message.
@@ -37,7 +36,7 @@ def check_counters(
         again: traces the model once more.
 
     Raises:
-        ModelError: the graph would change. The message names the numbers.
+        ModelError: the graph would change. The message names the attributes.
     """
     if not flat.counted:
         return

@@ -54,41 +54,47 @@ LOCK = CaptureLock()
 
 
 class Planner(Protocol):
-    """Makes plans of captured steps: schedules of their `loss_boundary.with_loss_boundary`."""
+    """Makes plans of captured training steps: schedules of the planning problem that
+    `loss_boundary.with_loss_boundary` returns for the step."""
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """Return the plan of a step. ``first``: whether it is the first step of its kind (with statistics,
-        for example), even if others have plans.
+        """Return a plan of a step.
+
+        Args:
+            step: the captured training step.
+            first: whether an infeasible budget is treated as for a module's first plan, even if other steps have
+                plans. By default that raises, while later steps get the plan with the smallest peak.
 
         Raises:
-            InfeasibleBudget: no plan fits the budget, and the options allow no other.
+            InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
         """
 
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step during which gradients of earlier steps exist; None if ``plan`` fits, or is
-        to be used anyway.
+        """Return a plan for a step during which gradients of earlier steps exist. Return None if ``plan`` fits the
+        budget together with these gradients, or is to be used although it does not fit.
 
         Args:
             step: the captured step.
             plan: its plan without such gradients.
             gradients: the bytes of these gradients.
-            names: the step's names of the parameters that have them.
+            names: the parameters that have such gradients, as named in the step.
 
         Raises:
-            InfeasibleBudget: no plan fits the budget, and the options allow no other.
+            InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
         """
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A compiled plan for one combination of shapes, types, modes and outcomes of guards."""
+    """A compiled plan for one combination of argument shapes and types, modes (training, autocast), module state and
+    outcomes of guards (checks that what the traced forward read is unchanged)."""
 
     running: Running
     outputs: pytree.TreeSpec
-    """The structure of three things: the results of the forward; the attributes that it sets (a dictionary by
-    module, of dictionaries); and the arguments, if it changes lists or dictionaries among them."""
+    """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
+    position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
     """The leaves of ``outputs``: `Place` for a tensor of the results, `Given` for a leaf of the arguments,
     `Own` for a tensor of the model, or a constant."""
@@ -108,27 +114,29 @@ class CacheEntry:
 
     @property
     def plan(self) -> Plan:
-        """The plan that calls follow now."""
+        """The plan that calls follow now. A background search may replace it by a better plan between two steps."""
         return self.running.plan
 
     @property
     def compiled(self) -> CompiledPlan:
-        """The plan that calls follow now, compiled."""
+        """The compiled form of `plan`."""
         return self.running.compiled
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """The parameters that get gradients: for each name in the model, the name in the step. They are
-        assumed to have gradients of earlier steps either all or none, so that looking at one is enough."""
+        """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
+        step. Code that looks for gradients of earlier steps looks at the first parameter only: all are assumed to
+        have such gradients, or none."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """Return this entry. If its plan counts gradients of earlier steps, register it for these.
+        """Return this entry. If ``gradients`` is not 0, also register the entry in `with_gradients`, so that steps
+        with gradients of earlier steps use it.
 
         Args:
-            gradients: the bytes that the plan counts.
-            names: the parameters that may have them.
+            gradients: the bytes of gradients of earlier steps for which the plan leaves room.
+            names: the parameters that may have such gradients.
         """
         if gradients:
             self.with_gradients[names, gradients] = self
@@ -145,13 +153,13 @@ FORWARDS = _Forwards()
 
 
 class Runner:
-    """Plans and runs one model.
+    """The calls of one planned module: captures, plans, compiles and runs its steps.
 
     Args:
         name: the model's name.
         planner: makes the plans.
         asked: which shapes are planned, and how many plans are kept.
-        statistics: the statistics to compute; None for none.
+        statistics: the statistics that the steps compute; None for none.
     """
 
     def __init__(
@@ -173,8 +181,11 @@ class Runner:
         version."""
 
     def twin(self, cache: dict[Any, list[CacheEntry]] | None = None) -> Runner:
-        """Return a runner for a copy of the planned module, with the same plans, or with those of
-        ``cache``."""
+        """Return a runner for a copy of the planned module.
+
+        ``cache``: the cache entries of the new runner, as in `Runner.cache`; None for the same entries as in this
+        runner.
+        """
         twin = copy.copy(self)
         twin.tree = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
@@ -186,8 +197,15 @@ class Runner:
         return twin
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model and return its outputs; their backward follows the plan. If gradients are disabled, or
-        another tracer traces the call, the original model runs."""
+        """Run the model on these arguments and return its outputs; their backward follows the plan. The first call of
+        its kind captures and plans the step. The original model runs without a plan if gradients are disabled, no
+        tensor requires a gradient, or another tracer traces the call.
+
+        Raises:
+            ModelError: the forward cannot be captured, needs another plan although ``asked.dynamic`` is false, or is
+                called within a torch.func transform or forward-mode derivative.
+            InfeasibleBudget: no plan fits the budget.
+        """
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return planned._rematplan_plain(args, kwargs)
@@ -239,20 +257,30 @@ class Runner:
                     del entry.with_gradients[key]
 
     def entries(self) -> list[CacheEntry]:
-        """Return all entries, each once."""
+        """Return all cache entries in use, each once: those that calls select, those that compute statistics, and
+        those that leave room for gradients of earlier steps."""
         plain = [entry for entries in self.cache.values() for entry in entries]
         every = [w for entry in plain for w in (entry, *entry.measured)]
         return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for these arguments without running the model."""
+        """Make the plan for these arguments, unless there is one, without running the model. If the module computes
+        statistics, also make the plan of the step that computes them.
+
+        Raises:
+            ModelError, InfeasibleBudget: as `__call__`.
+        """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             entry = self.find(planned, args, kwargs)
             if self.recorder:
                 self._measured(entry, self.recorder)
 
     def step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-        """Return the step that is planned for these arguments, without a plan of it."""
+        """Return the captured step for these arguments, before planning and without statistics.
+
+        Raises:
+            ModelError: the forward cannot be captured.
+        """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             leaves, spec = flattened_call(args, kwargs)
             state = self._state(planned)
@@ -282,7 +310,12 @@ class Runner:
         return self.last
 
     def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
-        """Return the entry for these arguments whose guard holds, or a new one."""
+        """Return the cache entry for these arguments whose guard holds. If there is none, capture, plan and compile a
+        new one.
+
+        Raises:
+            ModelError, InfeasibleBudget: as `__call__`.
+        """
         leaves, spec = flattened_call(args, kwargs)
         return self._entry(planned, leaves, spec, self._state(planned))
 

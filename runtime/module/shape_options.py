@@ -1,4 +1,4 @@
-"""What a user asks of the shapes of calls: whether further ones are planned, their ranges, how many plans are kept."""
+"""Options for the shapes of calls: whether further shapes are planned, their ranges, how many plans are kept."""
 
 from __future__ import annotations
 
@@ -48,11 +48,16 @@ class ShapeOptions:
                     )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the sizes of a call with their ranges.
+        """Check that the sizes of a call are in their ranges. Arguments that are absent or None are not checked.
+
+        Args:
+            model: the model, for the names of the forward's arguments.
+            args: the positional arguments of the call.
+            kwargs: its keyword arguments.
 
         Raises:
-            UsageError: an argument has a size outside its range, has no such dimension, or is no tensor; or the
-                forward has no such argument.
+            UsageError: an argument has a size outside its range, lacks a dimension that has a range, or is no tensor;
+                or the forward has no argument of that name.
         """
         for name, tensor in self._tensors(model, args, kwargs).items():
             for dim, (low, high) in self.ranges[name].items():
@@ -69,13 +74,15 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments to plan for first: of the largest sizes, those given, and of the smallest sizes. The
-        largest and the smallest are those given, with their numbers repeated or left out.
+        """Return the arguments of the calls to plan for first: with the largest sizes, as given, and with the
+        smallest sizes. Without ranges: only those given.
 
-        A smallest size of 0 or 1 counts as 2: smaller ones have graphs of their own.
+        The calls with the largest and the smallest sizes have the given tensors, resized in the dimensions that have
+        ranges (`call_of_sizes`). A smallest size of 0 or 1 counts as 2, since PyTorch treats the sizes 0 and 1
+        specially and they need a separate capture.
 
         Raises:
-            UsageError: see `check`.
+            UsageError: as `check`.
         """
         arguments = tuple(args), dict(kwargs)
         if not self.ranges:
@@ -98,8 +105,18 @@ class ShapeOptions:
     def call_of_sizes(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other sizes, their numbers repeated or left out. A dimension that is not among
-        ``sizes`` has its largest one."""
+        """Return the arguments of a call with other sizes. Along each dimension that has a range, the given tensor's
+        entries are repeated, or the last ones are left out.
+
+        Args:
+            model: the model, for the names of the forward's arguments.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            sizes: the wanted size of each of `axes`; a dimension that is not among them gets its largest size.
+
+        Raises:
+            UsageError: the forward has no argument with a range's name, or the argument is no tensor.
+        """
         wanted = {
             name: {dim: sizes.get((dim, low, high), high) for dim, (low, high) in dims.items()}
             for name, dims in self.ranges.items()

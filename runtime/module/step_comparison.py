@@ -13,8 +13,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
-    """Return the names in ``other`` by the names in ``step``, matched by position; None if the steps differ
-    in calls, arguments, sizes, strides or storages."""
+    """Return a dictionary from the names of calls, values and storages in ``step`` to those in ``other``, matched by
+    position. None if the steps differ in calls, arguments, constants, sizes, strides or storages."""
     return _Comparison(step, other).names
 
 

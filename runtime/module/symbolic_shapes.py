@@ -35,10 +35,11 @@ REMEMBERED = 4
 
 @dataclass(frozen=True)
 class Found:
-    """The result of tracing a forward.
+    """The result of tracing a forward and its backward for one combination of sizes.
 
-    ``step``: its step before planning. ``outputs``, ``constants``: the structure and the leaves of its
-    outputs, as in `FlatModel`. ``guard``: what else it depends on.
+    ``step``: the captured step, before planning. ``outputs``, ``constants``: the pytree structure and the leaves of
+    the forward's outputs, as in `FlatModel`. ``guard``: the check that everything else on which the trace depends is
+    unchanged.
     """
 
     step: CapturedStep
@@ -51,16 +52,16 @@ class Found:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Represents a `torch.Size` among the outputs."""
+    """A `torch.Size` among the outputs, with open sizes."""
 
     sizes: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class OpenForward:
-    """A forward with open sizes.
+    """The result of tracing a forward and its backward with open sizes: expressions of the sizes of the arguments.
 
-    ``step``, ``constants``, ``guard``: as in `Found`, with open sizes. ``outputs``, ``count``: as in `Found`.
+    ``step``, ``constants``, ``guard``: as in `Found`, but with open sizes. ``outputs``, ``count``: as in `Found`.
     ``attributes``: as in `FlatModel`.
     """
 
@@ -72,9 +73,12 @@ class OpenForward:
     count: int
 
     def found(self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]) -> Found | None:
-        """Return the forward for a batch; None if it does not hold for that batch.
+        """Return the trace with the sizes of a batch put in; None if the batch or the state does not satisfy the
+        guard.
 
-        ``state``: the module's state; None if it is known to be the same.
+        Args:
+            state: the module's state; None if it is known to satisfy the guard.
+            batch: the tensors among the arguments.
 
         Raises:
             NotSymbolic: the sizes of the batch cannot be used, although the guard holds.
@@ -92,10 +96,14 @@ class OpenForward:
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
-    """Return the leaves of a forward's outputs, with open sizes.
+    """Return the leaves of a forward's outputs with each symbolic size replaced by an expression of the table.
+
+    Args:
+        constants: the leaves, as in `FlatModel.constants`.
+        table: the expressions of the trace; expressions that it lacks are added.
 
     Raises:
-        NotSymbolic: one has a type that may contain hidden sizes.
+        NotSymbolic: a leaf has a type that may contain hidden sizes.
     """
     return [_open(c, table) for c in constants]
 
@@ -128,7 +136,7 @@ def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 @dataclass
 class OpenShapes:
-    """The forwards with open sizes for calls that differ only in sizes.
+    """The captures for calls that differ only in sizes: those with open sizes, and a record of the others.
 
     ``forwards``: the newest first. ``known``: shapes that were captured separately: fake batches, and the
     results. ``met``: all shapes of calls so far. ``misses``: how many captures with open sizes in a row served
@@ -148,7 +156,7 @@ class OpenShapes:
     exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
-        """Return a copy, for a copy of the module."""
+        """Return a copy for a copy of the module: later captures of one of them do not appear in the other."""
         return replace(
             self,
             forwards=list(self.forwards),
@@ -159,7 +167,7 @@ class OpenShapes:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why shapes are captured separately; empty if there is no reason."""
+        """Why shapes are captured separately, without repetition; empty if captures with open sizes served all."""
         return tuple(filter(None, (self.reason, *self.exceptions)))
 
     def find(
@@ -169,19 +177,18 @@ class OpenShapes:
         opened: Callable[[], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return the forward for a batch: from a forward with open sizes, or by capturing it.
+        """Return the trace for a batch: from a capture with open sizes, or by capturing the batch's shape separately.
 
-        The first shape is captured separately, so that training does not wait for the longer capture with
-        open sizes.
+        The first shape is captured separately, so that training does not wait for the longer capture with open sizes.
 
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
             opened: captures with open sizes.
-            fixed: captures for these sizes.
+            fixed: captures for the sizes of this batch.
 
         Raises:
-            ModelError: the forward cannot be captured.
+            ModelError: the step cannot be captured.
         """
         shapes = tuple(t.shape for t in batch)
         try:

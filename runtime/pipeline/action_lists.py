@@ -22,8 +22,10 @@ Lists = tuple[tuple[tuple[str, int, int], ...], ...]
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A class in `torch.distributed.pipelining`, by name. ``each``: the number of stages per rank that it
-    requires; None for any."""
+    """A schedule class in `torch.distributed.pipelining`.
+
+    ``cls``: its name. ``each``: the number of stages per rank that it requires; None for any.
+    """
 
     cls: str
     each: int | None
@@ -49,7 +51,8 @@ class _Stage:
 
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
-    """Return the action lists of all ranks.
+    """Return the actions of all ranks, in the order in which a PyTorch schedule runs them: kind (F forward, B
+    backward, I input gradients, W weight gradients), stage, micro-batch.
 
     Args:
         name: a key of `SCHEDULES`.

@@ -27,10 +27,10 @@ ACKNOWLEDGEMENT = 1
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbouring rank.
+    """A neighbouring rank, as one end of the messages of one direction. These messages arrive in order.
 
-    ``group``: the processes of the pipeline. ``rank``: its rank in the group. ``tag``: distinguishes the
-    messages of one direction from all others. Messages of one direction arrive in order.
+    ``group``: the processes of the pipeline. ``rank``: the neighbour's rank in the group. ``tag``: distinguishes the
+    messages of this direction from all others.
     """
 
     group: ProcessGroup
@@ -58,7 +58,7 @@ class Peer:
             return distributed.irecv(tensor, group=self.group, group_src=self.rank, tag=self._tag(number))
 
     def wait(self, work: Any) -> None:
-        """Wait until a pending operation is finished.
+        """Wait until an operation that `sending` or `receiving` has begun is finished.
 
         Raises:
             ProcessEnded: the neighbour has ended.
@@ -70,7 +70,8 @@ class Peer:
         return self.tag * (MOST_TENSORS + 1) + number
 
     def reached(self) -> _Reached:
-        """Return a context manager that reports errors of the connection in one line, as a ProcessEnded."""
+        """Return a context manager that turns errors of the connection inside its block into a ProcessEnded with a
+        message of one line."""
         return _Reached(self.rank)
 
 
@@ -90,12 +91,12 @@ class _Reached:
 
 
 class Sender:
-    """The sending end of one direction, for one step.
+    """The sending end of the messages of one direction between two ranks, for one training step.
 
     Args:
         peer: the receiving neighbour.
         like: tensors with the shapes and types of a message; they may be on the meta device.
-        credits: the largest number of messages that are not acknowledged.
+        credits: the largest number of messages that are sent and not acknowledged yet.
         messages: the number of messages in the step.
     """
 
@@ -106,8 +107,14 @@ class Sender:
         self.acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy a message into a free buffer and begin to send it. Wait for a credit first if there is none.
-        None is sent as zeros."""
+        """Copy a message into a free buffer and begin to send it. If ``credits`` messages are not acknowledged yet,
+        first wait for an acknowledgement.
+
+        ``tensors``: the message; None is sent as zeros.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         at = self.count % self.credits
         if self.count >= self.credits:
             self._one_back()
@@ -120,7 +127,11 @@ class Sender:
         self.count += 1
 
     def finish(self) -> None:
-        """Wait until all messages are acknowledged and sent."""
+        """Wait until all messages are sent and acknowledged.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         while self.acknowledged:
             self._one_back()
         for at in range(len(self.works)):
@@ -137,7 +148,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of one direction, for one step.
+    """The receiving end of the messages of one direction between two ranks, for one training step.
 
     Args:
         peer: the sending neighbour.
@@ -155,7 +166,12 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message and return its tensors, which are not reused."""
+        """Wait for the next message, acknowledge it, post the receive of a later one, and return the message's
+        tensors. Their memory is not reused for later messages.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         tensors, works = self.posted.popleft()
         for work in works:
             self.peer.wait(work)
@@ -167,7 +183,11 @@ class Receiver:
         return tensors
 
     def finish(self) -> None:
-        """Wait until the last acknowledgements are sent."""
+        """Wait until the last acknowledgements are sent.
+
+        Raises:
+            ProcessEnded: the neighbour has ended.
+        """
         while self.answers:
             self.peer.wait(self.answers.popleft())
 

@@ -1,5 +1,6 @@
-"""Code generation for a stage of a dataflow pipeline: its schedule as two functions without autograd, which
-call hooks to exchange messages with the neighbouring stages.
+"""Code generation for a stage of a dataflow pipeline (a pipeline of invertible stages, in which the next stage returns
+what a stage sent it): its schedule as two functions without autograd, which call hooks to exchange messages with the
+neighbouring stages.
 
 The forward function returns a list of the values that the backward function needs. If inverses recover the
 stage's whole input, the list is empty.
@@ -22,36 +23,48 @@ from rematplan.runtime.problem.loss_boundary import LOSS
 
 
 class Hooks(Protocol):
-    """Callbacks that the two functions of a stage call for their results, at the positions that the plan
-    chooses."""
+    """Callbacks by which the compiled forward and backward of a pipeline stage hand over their results, at the
+    positions that the plan chooses."""
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Receive the outputs, in order: for the next stage, or for the loss."""
+        """Take the stage's outputs, in order: to send them to the next stage, or, on the last stage, to compute the
+        loss."""
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Receive the buffers' new content, in the order of `StageCode.buffers`."""
+        """Take the new content of the stage's buffers, in the order of `StageCode.buffers`."""
 
     def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Receive the recovered inputs, and the gradients of the inputs in `StageCode.returned`, in that
-        order."""
+        """Take what goes to the previous stage.
+
+        Args:
+            recovered: the stage's inputs, as inverses have recomputed them, in order.
+            gradients: the gradients of the inputs in `StageCode.returned`, in that order.
+        """
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Receive a parameter's gradient. ``parameter``: its name in the step."""
+        """Take a parameter's gradient.
+
+        Args:
+            parameter: the parameter's name in the step.
+            gradient: the gradient of one micro-batch.
+        """
 
     def seed(self, draw: int) -> None:
-        """Seed the generator for the next random call. ``draw``: the number of that call."""
+        """Seed the random number generator for the next random call. ``draw``: the position of that call among the
+        random calls of the stage."""
 
 
 @dataclass(frozen=True)
 class StageCode:
-    """A compiled stage.
+    """The compiled forward and backward of one stage.
 
-    ``source``: the source of both functions. ``forward(handed, hooks, *inputs)`` returns the list of values
-    that are kept for the backward; ``backward(handed, hooks, held, *inputs)`` takes that list and empties it.
-    ``handed``: names of the values that messages contain; the functions take each out of a dictionary when
-    they use it. ``inputs``: the inputs that exist during the whole step. ``buffers``: the outputs that are
-    new contents of buffers. ``returned``: positions of the inputs that get gradients. ``crossing``: names of
-    the values that are kept for the backward. ``draws``: the number of random calls.
+    ``source``: the source of both functions. ``forward(handed, hooks, *inputs)`` returns the list of values that are
+    kept for the backward; ``backward(handed, hooks, held, *inputs)`` takes that list as ``held`` and empties it. In
+    both, ``handed`` is a dictionary of received tensors, out of which the function takes each at its use. The field
+    ``handed``: the names of the values that messages contain. ``inputs``: the inputs that exist during the whole
+    step. ``buffers``: the outputs that are new contents of buffers. ``returned``: positions of the inputs that get
+    gradients. ``crossing``: names of the values that are kept for the backward. ``draws``: the number of random
+    calls.
     """
 
     source: str
@@ -66,15 +79,15 @@ class StageCode:
 
 
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
-    """Compile a schedule of a stage into a forward and a backward function.
+    """Compile a schedule of a pipeline stage into a forward and a backward function.
 
     Args:
         step: the stage's step, made by `dataflow_step`.
         schedule: a schedule of its problem, made by `with_dataflow_boundary`.
-        last: whether the stage is the last one.
+        last: whether the stage is the last of the pipeline.
 
     Raises:
-        ProblemError: the schedule names an op that the step does not have.
+        ProblemError: the schedule has an op that the step lacks, or reads or frees a tensor that is not resident.
     """
     writer = _StageWriter(step, schedule, last)
     source = writer.stage()
@@ -94,10 +107,11 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 
 
 def check_crossing(code: StageCode) -> None:
-    """Refuse a compiled stage that keeps a value from its forward for its backward.
+    """Refuse a compiled stage that keeps a value from the forward of a micro-batch for its backward: memory would
+    grow with the number of micro-batches in flight.
 
     Raises:
-        ProblemError: it keeps some. The message names them.
+        ProblemError: the stage keeps values. The message names up to three.
     """
     if code.crossing:
         raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")
@@ -135,7 +149,7 @@ class _StageWriter(Writer):
         return tuple(o for o in self.step.outputs if o.kind == kind)
 
     def stage(self) -> str:
-        """Return the source of both functions."""
+        """Return the source of the functions ``forward`` and ``backward``."""
         boundary, values = self.schedule.index(Run(LOSS)), [i.value for i in self.fixed]
         names = self.take(values)
         self.steps(0, boundary)
@@ -171,7 +185,8 @@ class _StageWriter(Writer):
             self.alive.pop(storage, None)
 
     def steps(self, start: int, end: int) -> None:
-        """Write the steps of the schedule from ``start`` to ``end`` (exclusive)."""
+        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive), and the calls of hooks
+        between them."""
         for at in range(start, end):
             one: Step = self.schedule[at]
             if isinstance(one, Free) and self.leaves.get(one.tensor) == at:

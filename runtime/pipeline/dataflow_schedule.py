@@ -28,10 +28,12 @@ FORWARD_TAG, BACKWARD_TAG = 7001, 7002
 
 @dataclass(frozen=True)
 class Updates:
-    """When a stage of an `async` pipeline updates its weights.
+    """When a stage updates its weights in a pipeline whose updates are `async`: after some backwards, not after the
+    whole batch.
 
-    ``every``: the number of backwards between two updates, with the mean of their gradients. ``optimizer``:
-    makes the updates. ``most_drift``: the largest accepted relative error of a recovered input.
+    ``every``: the number of backwards between two updates; an update uses the mean of their gradients. ``optimizer``:
+    makes the updates. ``most_drift``: the largest accepted relative error of a recovered input, which differs from
+    the received one because weights were updated between forward and backward.
     """
 
     every: int
@@ -41,15 +43,16 @@ class Updates:
 
 @dataclass
 class DataflowSchedule:
-    """Runs the stage of one rank.
+    """Runs the stage of one rank in a dataflow pipeline: the next stage returns what this stage sent it, together
+    with its gradient, and inverses recompute this stage's input from that.
 
-    ``actions``: kind (F or B) and micro-batch, in order. ``microbatches``: their number in a batch.
-    ``credits``: the largest number of messages of one direction that are not in use yet by the receiver.
-    ``loss_fn``: a function of the last stage's output and a micro-batch of targets. ``scale_grads``: whether
-    the gradients of a step are divided by the number of micro-batches. ``updates``: the updates of an `async`
-    pipeline; None for `sync`. ``seed``: the seed of random calls. ``steps``: the number of steps run so far,
-    which also enters the seeds. ``drift``: the largest relative error of a recovered input so far, measured
-    only with ``updates``.
+    ``stage``: the stage. ``actions``: kind (F forward or B backward) and micro-batch, in order. ``microbatches``:
+    their number in a batch. ``credits``: the largest number of messages of one direction that the receiver has not
+    begun to use. ``loss_fn``: a function of the last stage's output and a micro-batch of targets. ``scale_grads``:
+    whether the gradients of a step are divided by the number of micro-batches. ``updates``: when an `async` pipeline
+    updates its weights; None for `sync`, whose gradients are summed over the batch. ``seed``: the seed of random
+    calls. ``steps``: the number of steps run so far, which also enters the seeds. ``drift``: the largest relative
+    error of a recovered input so far, measured only with ``updates``.
     """
 
     stage: DataflowStage
@@ -73,24 +76,26 @@ class DataflowSchedule:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run all micro-batches of a batch.
+        """Run the forwards and backwards of all micro-batches of a batch. Gradients are added to ``.grad`` of the
+        parameters.
 
         Args:
-            args: the model's positional arguments, on the first rank; tensors are split along their first
-                dimension.
+            args: the model's positional arguments for the whole batch, on the first rank; tensors are split along
+                their first dimension.
             target: the targets of the whole batch, on the last rank.
             losses: a list to which the last rank appends the loss of each micro-batch.
-            return_outputs: whether the last rank keeps and returns the outputs of the whole batch. By default
-                it does not, so that memory does not grow with the number of micro-batches.
+            return_outputs: whether the last rank keeps and returns the outputs of the whole batch. By default it does
+                not, so that memory does not grow with the number of micro-batches.
             kwargs: the model's keyword arguments, on the first rank.
 
         Returns:
-            The outputs of the batch, on the last rank with ``return_outputs``; else None.
+            The outputs of the batch, a tensor or a tuple, on the last rank with ``return_outputs``; else None.
 
         Raises:
-            ModelError: a recovered input has a larger error than is accepted, because of updates.
+            ModelError: a recovered input has a larger error than is accepted, because of updates; or an argument that
+                is not a tensor differs from the planned one.
             ProcessEnded: a neighbour has ended.
-            UsageError: the batch differs from the one for which the pipeline was planned.
+            UsageError: the batch or the targets do not fit the batch for which the pipeline was planned.
         """
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         state = torch.get_rng_state() if self.stage.code.draws else None
@@ -113,9 +118,8 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a backward. If ``updates`` is given and ``updates.every`` backwards have run since the last
-        update, divide the gradients by that number, let the optimizer update the weights, and set the gradients
-        to zero."""
+        """Count a finished backward. With ``updates``, after every ``updates.every`` backwards: divide the gradients
+        by that number, let the optimizer update the weights, and set the gradients to zero."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return
@@ -258,8 +262,11 @@ class _Step:
 
 
 def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
-    """Return the expected relative error of a pipeline's gradients. ``stages``: the error and the gain of
-    each stage, in order (see `DataflowStage`)."""
+    """Return the expected relative error of the gradients of a pipeline whose inverses round; 0 if they do not.
+
+    ``stages``: for each stage, in order: the relative error of what it sends back if what it gets back is exact, and
+    the factor by which it multiplies an error of what it gets back.
+    """
     error = worst = 0.0
     for own, gain in reversed(stages):
         error = gain * error + own

@@ -26,12 +26,13 @@ WRAPPER = "model."
 
 @dataclass(eq=False)
 class DataflowStage:
-    """One stage of a dataflow pipeline, on its rank.
+    """One stage of a dataflow pipeline, on its rank. The next stage returns what this stage sent it, together with
+    its gradient, and inverses recompute this stage's input from that.
 
-    ``number``: its index among ``stages``. ``stage``: its module and the shapes of its messages. ``step``,
-    ``code``: its step, captured and compiled. ``group``: the processes of the pipeline. ``kept``: bytes per
-    micro-batch that are kept from forward to backward. ``error``: the predicted relative error of what it
-    sends back, if what it gets back is exact. ``gain``: the factor by which it multiplies an error of what it
+    ``number``: the stage's index. ``stages``: the number of stages. ``stage``: its module and the shapes of its
+    messages. ``step``, ``code``: its step, captured and compiled. ``group``: the processes of the pipeline. ``kept``:
+    bytes per micro-batch that are kept from forward to backward. ``error``: the predicted relative error of what the
+    stage sends back, if what it gets back is exact. ``gain``: the factor by which it multiplies an error of what it
     gets back. ``saved``: the values kept for the backward, by micro-batch.
     """
 
@@ -56,42 +57,38 @@ class DataflowStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage reads the batch."""
+        """Whether the stage is the first: it reads the batch instead of messages."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed from the stage's outputs."""
+        """Whether the stage is the last: the loss is computed from its outputs."""
         return self.number == self.stages - 1
 
     @property
     def onwards(self) -> list[torch.Tensor]:
-        """Meta tensors with the shapes and types of the stage's outputs, which it sends to the next stage."""
+        """Meta tensors with the shapes and types of the message that this stage sends to the next one in the forward:
+        its outputs."""
         return list(self.stage.outputs)
 
     @property
     def back(self) -> list[torch.Tensor]:
-        """Meta tensors like those that this stage sends to the previous one in the backward.
-
-        They are its own inputs, which are the previous stage's outputs and go back to it, and the gradients of the
-        inputs that require them.
-        """
+        """Meta tensors with the shapes and types of the message that this stage sends to the previous one in the
+        backward: the inputs that it had received, and the gradients of those inputs that require them."""
         return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Meta tensors like those that the next stage sends to this one in the backward.
-
-        They are this stage's outputs, which the next stage has recovered, and the gradients of the outputs that require
-        them.
-        """
+        """Meta tensors with the shapes and types of the message that this stage gets from the next one in the
+        backward: its own outputs, as the next stage has recovered them, and the gradients of those outputs that
+        require them."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
-        """Run the forward of a micro-batch.
+        """Run the forward of a micro-batch, and keep in ``saved`` what its backward needs.
 
         Args:
-            microbatch: its number.
+            microbatch: the number of the micro-batch.
             hooks: get the results.
             inputs: the received tensors, or on the first stage those of the batch. The list is emptied.
         """
@@ -104,14 +101,14 @@ class DataflowStage:
     def backward(
         self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
     ) -> None:
-        """Run the backward of a micro-batch.
+        """Run the backward of a micro-batch whose forward has run.
 
         Args:
-            microbatch: its number.
+            microbatch: the number of the micro-batch.
             hooks: get the results.
             batch: the micro-batch's tensors, on the first stage; else empty.
-            answer: the outputs as returned by the next stage (none on the last stage), and their gradients.
-                The list is emptied.
+            answer: the outputs as returned by the next stage (none on the last stage), followed by the gradients of
+                those that require them. The list is emptied.
         """
         received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward
@@ -151,11 +148,11 @@ def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Callbacks for one forward or backward of a stage; see `dataflow_code.Hooks`.
+    """Callbacks that take the results of one forward or backward of a stage; see `dataflow_code.Hooks`.
 
-    ``sends``: is called with the outputs. ``returns``: is called with the recovered inputs and the gradients
-    of those that require them, None where there is none. ``key``: seed, step and micro-batch, for random
-    calls.
+    ``stage``: the stage. ``key``: the pipeline's seed, the step and the micro-batch, from which random calls are
+    seeded. ``sends``: is called with the outputs. ``returns``: is called with the recovered inputs, followed by the
+    gradients of the inputs that require them (None where there is none).
     """
 
     stage: DataflowStage
@@ -164,37 +161,39 @@ class StageHooks:
     returns: Callable[[Sequence[torch.Tensor | None]], None]
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Pass the outputs on."""
+        """Pass the outputs to ``sends``."""
         self.sends(outputs)
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Write the buffers' new content."""
+        """Write the buffers' new content into the buffers."""
         for o, new in zip(self.stage.code.buffers, buffers, strict=True):
             self.stage.named[o.target].copy_(new)
 
     def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Pass the recovered inputs and their gradients on."""
+        """Pass the recovered inputs and the gradients to ``returns``."""
         found = dict(zip(self.stage.code.returned, gradients, strict=True))
         wanted = (at for at, t in enumerate(self.stage.stage.inputs) if t.requires_grad)
         self.returns([*recovered, *(found.get(at) for at in wanted)])
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Add a gradient to ``.grad`` of a parameter."""
+        """Add a gradient to ``.grad`` of a parameter, given by its name in the step."""
         add_gradient(self.stage.named[parameter], gradient)
 
     def seed(self, draw: int) -> None:
-        """Seed the default generator for a random call."""
+        """Seed PyTorch's default generator for a random call. ``draw``: the position of that call among the random
+        calls of the stage."""
         torch.default_generator.manual_seed(seed_of(*self.key, self.stage.number, draw))
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return at most `SAMPLED` elements, evenly spaced, of each floating-point tensor."""
+    """Return, for each floating-point tensor, at most `SAMPLED` of its elements, evenly spaced."""
     flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
     return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
 
 
 def distance(found: Sequence[Sequence[float]], true: Sequence[Sequence[float]]) -> float:
-    """Return the L2 norm of the difference of two samples divided by that of ``true``; 0 if that is 0."""
+    """Return the relative error of a sample: the L2 norm of the difference of ``found`` and ``true``, divided by the
+    norm of ``true``; 0 if that norm is 0. Both are as `sample` returns them."""
     pairs = [(a, b) for one, other in zip(found, true, strict=True) for a, b in zip(one, other, strict=True)]
     norm = math.sqrt(math.fsum(b * b for _, b in pairs))
     return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / norm if norm else 0.0

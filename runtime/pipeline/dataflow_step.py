@@ -36,7 +36,7 @@ KEPT_BACK = (*LATE, "recovered input")
 
 @dataclass(frozen=True)
 class Handed:
-    """The target of a call that takes its result from a message. It costs nothing and allocates nothing.
+    """The target of a call whose result is a tensor from a message. The call costs nothing and allocates nothing.
 
     ``size``, ``stride``: of the result, a view of the received tensor.
     """
@@ -48,11 +48,11 @@ class Handed:
 
     @classmethod
     def like(cls, fake: torch.Tensor) -> Handed:
-        """Return the target for a result with the shape and strides of ``fake``."""
+        """Return the target of a call whose result has the shape and strides of ``fake``."""
         return cls(tuple(fake.shape), tuple(fake.stride()))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the received tensor with that shape and these strides."""
+        """Return a view of the received tensor with ``size`` and ``stride``."""
         return tensor.as_strided(self.size, self.stride)
 
     def __str__(self) -> str:
@@ -62,13 +62,14 @@ class Handed:
 def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
-    """Return the step of a stage that takes its inputs from messages, with its inverses.
+    """Return the step of a pipeline stage that takes its inputs, its outputs (as the next stage returns them) and
+    their gradients from messages, with inverses that recompute the inputs from the outputs.
 
     Args:
         step: the stage's captured step.
         named: the real parameters and buffers by name.
-        first: whether the stage is the first. Its batch is no message, and it returns nothing.
-        last: whether the stage is the last. The loss is computed from its outputs, which nobody returns.
+        first: whether the stage is the first. Its batch is no message, and it sends nothing back.
+        last: whether the stage is the last. The loss is computed from its outputs, which no stage returns.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -135,15 +136,16 @@ def _whole(fake: torch.Tensor) -> bool:
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """Return the problem of a `dataflow_step`, in which outputs are freed before the next stage returns them.
+    """Return the planning problem of a `dataflow_step`, in which outputs are freed before the next stage returns
+    them.
 
-    New buffers, and outputs that are sent, leave at `SEND` in the forward half; the last stage's outputs
-    leave when the loss has been computed from them; recovered inputs and their gradients leave at `RETURN`.
-    Ops that read a buffer which gets new content run once.
+    New buffers, and outputs that are sent, leave at `SEND` in the forward half; the last stage's outputs leave when
+    the loss has been computed from them; recovered inputs and their gradients leave at `RETURN`. Ops that read a
+    buffer which gets new content run once.
 
     Args:
-        step: the stage's step.
-        graph: its planning problem.
+        step: the stage's step, made by `dataflow_step`.
+        graph: its planning problem without a boundary.
         last: whether the stage is the last.
         loss_bytes: the peak bytes of the loss, without the outputs.
     """

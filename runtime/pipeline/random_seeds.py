@@ -19,20 +19,28 @@ STATE = 5056
 
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int:
-    """Return the seed of a random call: the ``draw``-th call in the forward of a stage, for one micro-batch
-    of a step."""
+    """Return the seed of a random call in a dataflow pipeline (a pipeline of invertible stages), an integer below
+    2⁶³. It depends on all arguments.
+
+    Args:
+        seed: the pipeline's seed.
+        step: the number of the training step.
+        microbatch: the number of the micro-batch.
+        stage: the number of the stage.
+        draw: the position of the call among the random calls of the stage.
+    """
     text = struct.pack("<5q", seed, step, microbatch, stage, draw)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Seeded(TorchDispatchMode):
-    """Draws, inside the block, the numbers that a stage of a dataflow pipeline draws in one forward, in a
-    single process. To this end it seeds PyTorch's default generator before each random call, and does not
-    restore its state.
+    """A context manager that draws, inside the block and in a single process, the numbers that a stage of a dataflow
+    pipeline draws in one forward. It seeds PyTorch's default generator before each random call, and does not restore
+    the generator's state.
 
     Args:
         seed: the pipeline's seed.
-        step: the number of the step.
+        step: the number of the training step.
         microbatch: the number of the micro-batch.
         stage: the number of the stage.
     """

@@ -27,11 +27,11 @@ WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.deta
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage.
+    """One stage of a pipeline.
 
-    ``args``, ``kwargs``: its arguments; tensors are meta tensors of the same shape, strides and type that say
-    whether they require gradients. Those of the first stage are the model's arguments. ``outputs``: its
-    results, as such meta tensors.
+    ``module``: its module, which shares the model's parameters and buffers. ``args``, ``kwargs``: the module's
+    arguments; tensors are meta tensors of the same shape, strides and type that say whether they require gradients.
+    Those of the first stage are the model's arguments. ``outputs``: the module's results, as such meta tensors.
     """
 
     module: nn.Module
@@ -46,10 +46,10 @@ class StageModule:
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """Return the model's forward for these arguments as a graph of ATen calls.
+    """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
 
     Raises:
-        ModelError: it cannot be exported, or returns something else than a tensor or a tuple of tensors. The
+        ModelError: the model cannot be exported, or returns something else than a tensor or a tuple of tensors. The
             message has the reason in one line.
     """
     try:
@@ -74,9 +74,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the names of the modules before which the graph can be cut: those whose ops are contiguous in the
-    graph and do not begin with its first op. They are sorted by their first ops, outer modules before inner
-    ones."""
+    """Return the names of the modules before which the graph can be cut: those whose ops are contiguous in the graph
+    and do not begin with the graph's first op. They are sorted by their first ops, outer modules before inner ones."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}
@@ -93,17 +92,18 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
 def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
-    """Return the stages of a model, one more than there are cuts.
+    """Return a model as a chain of stages, one more than there are cuts. A tensor that a later stage reads passes
+    through all stages in between.
 
     Args:
         model: the model.
         args: its positional arguments for one micro-batch. Arguments that are not tensors are fixed.
-        kwargs: its keyword arguments, likewise.
+        kwargs: its keyword arguments for one micro-batch, likewise.
         cuts: names of the modules that begin the second and later stages, in running order.
 
     Raises:
-        ModelError: the model cannot be exported; or two stages would share a parameter, or a buffer that
-            changes.
+        ModelError: the model cannot be exported; or an argument has tensors inside; or two stages would share a
+            parameter, or a buffer that changes.
         UsageError: a cut is not a module whose ops are contiguous, or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
@@ -150,7 +150,7 @@ def _modules(node: fx.Node) -> tuple[str, ...]:
 
 
 def cut_places(graph: fx.Graph) -> dict[str, int]:
-    """Return the position of each module's first op among all ops, by the module's name."""
+    """Return, by the name of each module in the graph, the position of the module's first op among all ops."""
     first: dict[str, int] = {}
     for at, node in enumerate(_ops(graph)):
         for name in _modules(node):
@@ -272,8 +272,13 @@ def _part(
 def check_fixed(value: object, fixed: object, name: str) -> None:
     """Refuse an argument that is not a tensor and differs from the value with which the stages were made.
 
+    Args:
+        value: the argument.
+        fixed: the value with which the stages were made.
+        name: the argument's name, for the message.
+
     Raises:
-        ModelError: ``value`` differs from ``fixed``. ``name``: the argument's name.
+        ModelError: ``value`` differs from ``fixed``.
     """
     if value != fixed:
         raise ModelError(f"the pipeline was planned for {name} = {fixed!r}, not {value!r}; plan it again")

@@ -23,10 +23,11 @@ def torch_stage(
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
-    """Return a PyTorch pipeline stage with known shapes of inputs and outputs.
+    """Return a stage of `torch.distributed.pipelining` that runs a planned module, with known shapes of inputs and
+    outputs.
 
-    PyTorch would otherwise infer them by running modules on uninitialised memory, which would spoil the
-    running statistics of batch norms.
+    PyTorch would otherwise infer the shapes by running modules on uninitialised memory, which would spoil the running
+    statistics of batch norms.
 
     Args:
         stage: the stage's arguments and results.
@@ -50,8 +51,9 @@ def torch_stage(
 
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
-    """Return a function that, called directly after a backward of the planned module, returns a function that
-    computes the gradients that this backward has left for later, if any."""
+    """Return the ``dw_builder`` of a stage with a split backward (input gradients first, weight gradients later).
+    Called directly after a backward of the planned module, it returns a function without arguments that computes the
+    weight gradients which that backward has left for later; the function does nothing if there are none."""
 
     def builder() -> Callable[..., None]:
         calls = compiled_plan(module).deferred

@@ -20,11 +20,10 @@ from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
 
 @dataclass(frozen=True)
 class Masked:
-    """An op that computes the gradients of its input and of its weights together, or only one of them on
-    request.
+    """An op that computes the gradients of its input and of its weights together, or only one of them on request.
 
-    ``mask``: the position of its argument that says which results are wanted. ``input``: the position of the
-    input's gradient among the results.
+    ``mask``: the position of the argument that says which results are wanted. ``input``: the position of the input's
+    gradient among the results.
     """
 
     mask: int
@@ -41,8 +40,8 @@ MASKED: Mapping[Any, Masked] = MappingProxyType(
 
 
 def with_separate_weights(step: CapturedStep) -> CapturedStep:
-    """Return the step with each call of an op of `MASKED` that computes both gradients replaced by two calls,
-    one for each."""
+    """Return the step with each call that computes the gradients of an input and of weights together (of an op in
+    `MASKED`) replaced by two calls, the second for the weights."""
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
@@ -75,15 +74,15 @@ def _split_call(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the planning problem with a second boundary: after everything that the inputs' gradients need,
-    and before all other ops that need a tangent.
+    """Return the planning problem of a backward in two parts: the gradients of the step's inputs, and, after a second
+    boundary, all other ops that need a tangent (the gradients of weights).
 
-    An op before that boundary runs only once. The outputs and the inputs' gradients leave at the boundary, so
-    an op that reads an input's gradient is before it too, even if it computes a weight's gradient.
+    An op before that boundary runs only once. The outputs and the inputs' gradients leave at the boundary, so an op
+    that reads an input's gradient is before it too, even if it computes a weight's gradient.
 
     Args:
         step: the captured step.
-        graph: its problem with a loss boundary.
+        graph: its planning problem with a loss boundary.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))

@@ -26,18 +26,19 @@ EARLIER = "earlier_gradients"
 
 
 class Refinement(Protocol):
-    """A search for a better plan of a step, which continues while the step is used."""
+    """A search in the background for a better plan of a step, while the step is used."""
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin the search. It calls ``compiled`` with each better plan that it finds, in another thread.
-        `ready` becomes true when that call has returned."""
+        """Begin the search. For each better plan that the search finds, it calls ``compiled`` with the plan in
+        another thread. When that call has returned, `ready` becomes true."""
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan was found since the last call of `take`."""
+        """Whether a better plan was found and compiled since the last call of `take`."""
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the better plan, and what the function passed to `begin` returned for it."""
+        """Return the best plan found so far, and what the function passed to `begin` returned for it. To be called
+        only if `ready`."""
 
     @property
     def working(self) -> bool:
@@ -59,12 +60,13 @@ class Refinement(Protocol):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan and the step that it plans, which may have inverses that the captured step lacks.
+    """A plan and the captured step that it plans. The step may have inverses (calls that recompute a tensor from
+    tensors computed from it) that the original captured step lacks.
 
-    ``spare``: the unused bytes of the budget at each step of the plan's schedule (see `spare_bytes`); empty
-    if the plan's problem charges new gradients until the step ends. ``gradients``: bytes of gradients of
-    earlier steps that the plan's problem counts. ``refinement``: a search for a better plan, not begun yet;
-    None if there is none.
+    ``step``: the step. ``plan``: its plan. ``spare``: the unused bytes of the budget at each position of the plan's
+    schedule (see `spare_bytes`); empty if the plan's problem keeps all new gradients until the step ends.
+    ``gradients``: bytes of gradients of earlier steps for which the plan leaves room. ``refinement``: a search for a
+    better plan, not begun yet; None if there is none.
     """
 
     step: CapturedStep
@@ -77,17 +79,18 @@ class StepPlan:
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """Return whose gradients a step computes, and how many bytes left by earlier steps may exist during it.
+    """Return the parameters whose gradients a step computes, and the bytes that gradients of earlier steps may occupy
+    during it.
 
     Args:
         step: the captured step.
-        named: all parameters of the model, under the names that the step uses. A parameter that requires a
-            gradient may have one from another step even if this step computes none for it.
+        named: all parameters of the model, under the names that the step uses. A parameter that requires a gradient
+            may have one from another step even if this step computes none for it.
 
     Returns:
-        The names of the parameters whose gradients the step computes; and the bytes of earlier gradients of these
-        and of all other parameters in ``named`` that require one, and of earlier values of the statistics that the
-        step returns.
+        The names of the parameters whose gradients the step computes; and the bytes of gradients of these and of all
+            other parameters in ``named`` that require a gradient, plus those of the statistics that the step returns,
+            which are summed over steps, too.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
@@ -117,13 +120,17 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """Return the problem of a step in which each gradient of the parameters ``names`` may be freed as soon as
-    it is computed.
+    """Return the problem of a step whose gradients autograd adds to those of earlier steps. Each gradient of the
+    parameters ``names`` may be freed as soon as it is computed.
 
-    Autograd adds each new gradient to that of earlier steps, whose bytes are charged outside the problem.
-    Outputs of zero bytes take the place of such gradients, so that each is computed. A gradient stays an output
-    if its storage contains anything else, or is larger than the gradients in it. `spare_bytes` charges the
-    gradients that wait for the end of their segment.
+    The bytes of earlier gradients are charged outside this problem. Outputs of zero bytes take the place of the new
+    gradients, so that each is computed. A gradient stays an output if its storage contains anything else, or is
+    larger than the gradients in it. `spare_bytes` charges the gradients that wait for the end of their segment.
+
+    Args:
+        step: the captured step.
+        graph: its planning problem, loss boundary included.
+        names: the parameters, as the step names them, that have gradients of earlier steps.
     """
     added = _added(step, names)
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}
@@ -159,22 +166,22 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return the unused bytes of the budget at each step of a schedule; None if the gradients that wait for
-    the end of their segment exceed them somewhere.
+    """Return the unused bytes of the budget at each position of a schedule; None if the gradients that wait for the
+    end of their segment exceed them somewhere.
 
-    A gradient that the schedule has freed stays allocated until its segment ends. Segments end early where
-    the budget requires it, except that an op may have to run between the computation of a gradient and the
-    earliest end of a segment.
+    Autograd gets the gradients of a segment (a part of the backward) when the segment ends. A gradient that the
+    schedule has freed stays allocated until then. Segments end early where the budget requires it, except that an op
+    may have to run between the computation of a gradient and the earliest end of a segment.
 
     Args:
         step: the captured step.
-        graph: its `adding_problem`.
+        graph: its problem, from `adding_problem`.
         schedule: a schedule of that problem.
         budget: bytes.
         names: the parameters as in `adding_problem`.
 
     Returns:
-        Bytes by step of the schedule. Waiting gradients are not subtracted.
+        The bytes; those of waiting gradients are not subtracted.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     waiting = waiting_bytes(step, schedule, spare, names)
@@ -184,13 +191,13 @@ def spare_bytes(
 def waiting_bytes(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
 ) -> tuple[int, ...]:
-    """Return the bytes of gradients that the schedule has freed and that still wait for the end of their
-    segment, at each step.
+    """Return, for each position of a schedule, the bytes of gradients that the schedule has freed and that are still
+    allocated because their segment (a part of the backward) has not ended.
 
     Args:
         step: the captured step.
-        schedule: a schedule of its `adding_problem`.
-        spare: the unused bytes of the budget at each step, without waiting gradients.
+        schedule: a schedule of the step's problem from `adding_problem`.
+        spare: the unused bytes of the budget at each position, without waiting gradients.
         names: the parameters as in `adding_problem`.
     """
     own, added = split_at_loss(step, schedule), _added(step, names)

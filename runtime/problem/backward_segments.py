@@ -21,8 +21,11 @@ LEAST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps ``start`` to ``end`` (exclusive) of a schedule. At its end the gradients ``outputs`` are ready.
-    ``statistics``: the statistics that it computes."""
+    """A part of the backward half of a schedule, at whose end some gradients are returned.
+
+    ``start``, ``end``: its positions in the schedule; ``end`` is excluded. ``outputs``: the gradients that are ready
+    at its end. ``statistics``: the statistics that it computes.
+    """
 
     start: int
     end: int
@@ -39,21 +42,23 @@ def gradient_segments(
     least: int = LEAST_SEGMENT_BYTES,
     late: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Divide the backward half of a schedule into segments with about equal bytes of gradients.
+    """Divide the backward half of a schedule into segments with about equal bytes of gradients. The gradients of a
+    segment are returned when the segment ends.
 
     Args:
         step: the captured step.
         schedule: the schedule, without the loss.
-        start: the index of the backward's first step.
-        spare: the unused bytes of the budget at each step. A segment ends early where waiting gradients would
-            exceed them, so there may be more than ``most`` segments. Empty: no limit.
-        most: the largest number of segments.
-        least: the smallest number of gradient bytes of a segment.
-        late: an index at which a segment must end; None if there is none.
+        start: the position of the backward's first entry in the schedule.
+        spare: the unused bytes of the budget at each position. A segment ends early where the gradients that wait for
+            its end would exceed them, so there may be more than ``most`` segments. Empty: no limit.
+        most: the largest number of segments, apart from such early ends.
+        least: the smallest number of gradient bytes of a segment, apart from such early ends and the last segment.
+        late: a position at which a segment must end, where the second part of a split backward begins; None if there
+            is none.
 
     Returns:
-        At least one segment. If the backward communicates, segments end only at ``late``: a data-parallel
-        model reduces gradients between segments, which must happen at the same place in all processes.
+        At least one segment, in order. If the backward communicates, segments end only at ``late``: a data-parallel
+            model reduces gradients between segments, which must happen at the same place in all processes.
     """
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)

@@ -21,19 +21,18 @@ Name = str | Callable[..., Any]
 def ops_that_run_once(
     step: CapturedStep, keep: Iterable[Name] = (), never_rerun: Iterable[Name] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the ops that a plan may run only once, in the step's order and without views, so that
-    their results stay resident until their last reader.
+    """Return the names of the ops that a plan may run only once, in the step's order and without views. The result of
+    such an op stays resident until its last reader has run.
 
     Args:
         step: the captured step.
-        keep: modules or ops. Of a module, the forward ops whose results are outputs of the step or are read by
-            forward ops outside the module; of an op, all its calls.
-        never_rerun: modules or ops. Of a module, all its ops; of an op, all its calls. Ops with side effects,
-            collectives among them, always count.
+        keep: modules or ops whose results are kept. Of a module, those are the forward ops whose results are outputs
+            of the step or are read by forward ops outside the module; of an op, all its calls.
+        never_rerun: modules or ops that never run again. Of a module, all its ops; of an op, all its calls. Ops with
+            side effects, collectives among them, are always returned.
 
     Raises:
-        UsageError: neither a module nor an op of the step has one of the names. The message suggests similar
-            ones.
+        UsageError: neither a module nor an op of the step has one of the names. The message suggests similar ones.
     """
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     for name in keep:

@@ -54,10 +54,11 @@ shape, type and device."""
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Bytes that a backward needs in addition to the captured one.
+    """Bytes that a backward needs in addition to the captured one, if its tangents have other strides than at
+    capture.
 
-    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name,
-    bytes of copies that live as long as that storage.
+    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name, bytes
+    of copies that are freed together with that storage.
     """
 
     workspace: Mapping[str, int]
@@ -69,12 +70,11 @@ NONE = Copies({}, {})
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A step whose tangents, and the values computed from them, have one of the `LAYOUTS`.
+    """A step whose tangents have one of the `LAYOUTS`, and the values computed from them the strides that follow.
 
-    ``step``: the step, with fakes of these strides. ``read``: by the name of each call that reads a value
-    with other strides than at capture, the bytes of a copy of all such values. ``kept``: as in `Copies`.
-    ``spare``: bytes that are charged for the tangents but not needed in this layout (an expanded tangent is
-    one number).
+    ``step``: the step, with fakes of these strides. ``read``: by the name of each call that reads values with other
+    strides than at capture, the bytes of a copy of all these values. ``kept``: as in `Copies`. ``spare``: bytes that
+    are charged for the tangents but not needed in this layout (an expanded tangent is one number).
     """
 
     step: CapturedStep
@@ -84,7 +84,8 @@ class OtherLayout:
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """Yield the step for each of `LAYOUTS` in which some tangent has other strides than at capture."""
+    """Yield an `OtherLayout` of the step for each of `LAYOUTS` in which some tangent has other strides than at
+    capture."""
     opened = for_any_layout(step)
     for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():

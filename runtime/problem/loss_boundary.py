@@ -35,24 +35,24 @@ LATE = ("gradient", "input gradient", "statistic")
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step that hands its outputs and new buffers to the caller before its tangents
-    arrive.
+    """Return the problem of a step that hands its outputs and the new content of its buffers to the caller, who
+    computes a loss, before the tangents (gradients of the outputs) arrive.
 
-    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after
-    all ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is the peak
-    of the loss; a tensor that it writes represents the bytes that the loss keeps.
+    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after all
+    ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is the peak of the
+    loss; a tensor that it writes represents the bytes that the loss keeps.
 
-    Every op that reads a tangent or is marked as late also reads all outputs and new buffers, so that they
-    exist at the boundary. Outputs are computed once and stay resident from then on, since the caller holds
-    them; no inverse recovers them. New buffers are copied at the boundary; the ops that make them (batch norm,
-    for example) may run again, from copies of the old buffers, which are charged as one more input.
+    Every op that reads a tangent or is marked as late (`Call.late`) also reads all outputs and new buffers, so that
+    they exist at the boundary. Outputs are computed once and stay resident from then on, since the caller holds them;
+    no inverse recomputes them. New buffers are copied at the boundary; the ops that make them (batch norm, for
+    example) may run again, from copies of the old buffers, which are charged as one more input.
 
     Args:
         step: the captured step.
         graph: its planning problem.
         loss: the bytes that the loss needs.
-        copies: bytes that the backward needs if a loss produces tangents with other strides. They are charged
-            to the ops and storages that they belong to; copies of tangents are charged to the tensor of the
+        copies: bytes that the backward needs if a loss produces tangents with other strides. They are charged to the
+            calls and storages by which ``copies`` lists them; copies of tangents are charged to the tensor of the
             loss.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
@@ -101,8 +101,10 @@ def with_loss_boundary(
 
 
 def without_room(graph: TrainingGraph) -> TrainingGraph:
-    """Return the planning problem without bytes for the loss: what the step itself needs. ``graph``: a
-    problem made by `with_loss_boundary`."""
+    """Return a planning problem with 0 bytes for the loss, so that its peaks are those of the step alone.
+
+    ``graph``: a problem made by `with_loss_boundary`.
+    """
     free = {LOSS, LOSS_VALUE}
     return replace(
         graph,
@@ -112,19 +114,23 @@ def without_room(graph: TrainingGraph) -> TrainingGraph:
 
 
 def set_aside(graph: TrainingGraph) -> int:
-    """Return the bytes that a problem made by `with_loss_boundary` reserves for the loss."""
+    """Return the bytes that a planning problem reserves for the loss: its workspace and what it keeps.
+
+    ``graph``: a problem made by `with_loss_boundary`.
+    """
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSchedule:
-    """The part of a schedule that the plan runs, split at the loss boundary.
+    """The part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward and
+    backward).
 
-    ``schedule``, ``lanes``: without the ops in `OUTSIDE`, which the caller runs, and without the last free of
-    each gradient, since the caller takes it. ``positions``: the position of each of these steps in the
-    original schedule. ``boundary``: the index in ``schedule`` of the first step after the loss. ``late``: the
-    index of the first step of the second part of a split backward, after `WEIGHTS`; None if the backward is
-    not split.
+    ``schedule``, ``lanes``: without the ops in `OUTSIDE`, which the caller runs, and without the last free of each
+    gradient, since the caller takes the gradient. ``positions``: the position of each entry of ``schedule`` in the
+    original schedule. ``boundary``: the index in ``schedule`` of the first entry after the loss. ``late``: the index
+    of the first entry of the second part of a split backward (input gradients first, weight gradients later); None if
+    the backward is not split.
     """
 
     schedule: Schedule
@@ -135,12 +141,17 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that the plan runs, with the index of the loss boundary in that part.
+    """Return the part of a schedule that a compiled plan runs, with the index in it of the loss boundary (the moment
+    between forward and backward).
 
     Args:
         step: the captured step.
-        schedule: a schedule of its problem with a loss boundary.
-        lanes: the placement of the schedule's runs on two lanes; None for one lane.
+        schedule: a schedule of its planning problem with a loss boundary.
+        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
+            lane.
+
+    Raises:
+        ValueError: the schedule has no loss boundary.
     """
     leaving = _leaving(step, schedule)
     outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}

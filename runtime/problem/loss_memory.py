@@ -24,11 +24,11 @@ SCALARS = 8
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """Bytes that a loss needs in addition to the outputs and their gradients.
+    """Bytes that a loss outside of the model needs in addition to the outputs and their gradients.
 
-    ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller
-    of backward holds the loss and its gradient meanwhile. (The scalar that `mse_loss` or `smooth_l1_loss`
-    returns keeps a storage of the outputs' size alive.)
+    ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller of
+    backward holds the loss and its gradient meanwhile. (The scalar that `mse_loss` or `smooth_l1_loss` returns keeps
+    a storage of the outputs' size alive.)
     """
 
     peak: int
@@ -36,20 +36,25 @@ class LossMemory:
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak in bytes is known. Of that peak it is assumed to keep the loss
+        """Return the memory of a loss whose peak is known. Of that peak the loss is assumed to keep the scalar loss
         and its gradient, and one tensor of the size of each output that it reads.
 
-        ``used``: positions of the outputs that the loss does not read.
+        Args:
+            step: the captured step.
+            peak: bytes, in addition to the outputs and their gradients.
+            used: positions (as text) of the outputs that the loss does not read.
         """
         scalars = 2 * _scalar(step)
         return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak is ``copies`` tensors of the outputs' size, gradients of the
-        outputs included.
+        """Return the memory of a loss whose peak is given in tensors of the outputs' size.
 
-        ``used``: positions of the outputs that the loss does not read.
+        Args:
+            step: the captured step.
+            copies: the number of these tensors, of float32 or wider, gradients of the outputs included.
+            used: positions (as text) of the outputs that the loss does not read.
         """
         tangents = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
         more = max(0, int(copies * _each(step, used)) - tangents)
@@ -57,14 +62,16 @@ class LossMemory:
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss.
+        """Return the assumed memory of an unknown loss: `COPIES` tensors of the outputs' size, or `FEWER` if the
+        outputs are large.
 
-        A scalar output is assumed to be a loss that the model computes. That output, and the outputs it is
-        computed from, need no bytes here, except those for which a gradient has arrived before
-        (`CapturedStep.arrived`). Other outputs, from which no scalar output is computed, are assumed to have
-        a loss outside the model.
+        A scalar output is assumed to be a loss that the model computes. That output, and the outputs from which it is
+        computed, need no bytes here, except those for which a gradient has arrived before (`CapturedStep.arrived`).
+        Other outputs, from which no scalar output is computed, are assumed to have a loss outside the model.
 
-        ``peak``: bytes, of the step without recomputation and without a loss.
+        Args:
+            step: the captured step.
+            peak: bytes, of the step without recomputation and without a loss.
         """
         used = in_own_losses(step) - step.arrived
         if not _read(step, used):

@@ -17,15 +17,17 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """Return the planning problem of a captured step.
+    """Return the planning problem of a captured step, without a loss boundary (an op between forward and backward).
 
-    Views are folded into the storage that they view. Random calls must draw the same numbers when they run
-    again: their saved generator states are charged as one more input. A random call whose results take no
-    more bytes than its state never runs again. Bytes that libraries keep allocated are charged as another
-    input. Collectives run once, in a fixed order among themselves and random calls, since the plans of other
-    processes may differ.
+    Views are folded into the storage that they view. Random calls must draw the same numbers when they run again:
+    their saved generator states are charged as one more input. A random call whose results take no more bytes than
+    such a state never runs again. Bytes that libraries keep allocated are charged as another input. Collectives run
+    once, in a fixed order among themselves and random calls, since the plans of other processes may differ.
 
-    ``costs``: the cost of each call that is not a view, and of each inverse, by name.
+    Args:
+        step: the captured step.
+        costs: the cost of each call that is not a view, and of each inverse (a call that recomputes a tensor from
+            later ones), by name.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)

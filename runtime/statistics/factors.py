@@ -34,17 +34,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The two Kronecker factors of one weight. Both are symmetric, in float32 or in the weight's type if that
-    is wider.
+    """The two Kronecker factors of one weight, for a layer that computes W a and gets the gradient g of that product.
+    Both are symmetric, in float32 or in the weight's type if that is wider.
 
-    ``a``: (d_in, d_in), Σ a aᵀ, not divided by anything; a bias is the last row and column. Layers with the
-    same input share the tensor, so do not change it in place. ``g``: (d_out, d_out), Σ g gᵀ. With ``groups``
-    > 1 both have a leading dimension of that size, with one block for each group. A factor with more rows
-    than ``diagonal_above`` is only its diagonal: a vector in place of a matrix. ``rows``: the number of rows
-    summed in ``a``. (If parts of a weight have different inputs, it is the maximum over the parts, and the
-    sums of the others are scaled to it.) ``samples``: the number of terms of the loss. ``bias``: whether the
-    last input is one, for the bias parameter ``bias_name`` (None without a bias). ``split``, ``order``: how
-    the weight becomes a matrix; see `matrix`.
+    ``a``: (d_in, d_in), Σ a aᵀ over the rows (samples, positions or tokens), not divided by anything; a bias is the
+    last row and column. Layers with the same input share the tensor, so do not change it in place. ``g``: (d_out,
+    d_out), Σ g gᵀ. With ``groups`` > 1 both have a leading dimension of that size, with one block for each group. A
+    factor with more rows than ``Kronecker.diagonal_above`` is only its diagonal: a vector in place of a matrix.
+    ``rows``: the number of rows summed in ``a``. (If parts of a weight have different inputs, it is the maximum over
+    the parts, and the sums of the others are scaled to it.) ``samples``: the number of terms of the loss. ``bias``:
+    whether the layer has a bias, so that the last input is always one. ``bias_name``: the name of that bias
+    parameter; None without a bias. ``split``, ``order``: how the weight becomes a matrix; see `matrix`.
     """
 
     a: Tensor
@@ -58,8 +58,8 @@ class Factors:
     order: tuple[int, ...]
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the weight, or its gradient, as the matrix between the factors: (d_out, d_in), with a leading
-        dimension if there are several groups.
+        """Return a weight, or its gradient, as the matrix (d_out, d_in) whose rows belong to ``g`` and whose columns
+        to ``a``, with a leading dimension if there are several groups.
 
         Args:
             weight: the weight or its gradient.
@@ -72,14 +72,14 @@ class Factors:
         return found if self.groups > 1 else found[0]
 
     def tensors(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias whose matrix is ``matrix``: the inverse of `matrix`.
+        """Return the weight and the bias that `matrix` turns into ``matrix``.
 
         Args:
             matrix: (d_out, d_in), with a leading dimension if there are several groups.
             shape: the weight's shape.
 
         Returns:
-            The weight; and the bias, (groups · d_out,), or None if there is none.
+            The weight; and the bias, (groups · d_out,), or None if the layer has none.
         """
         matrix = matrix.reshape(self.groups, self.g.shape[-1], -1)
         weight = matrix[..., :-1] if self.bias else matrix
@@ -91,14 +91,13 @@ class Factors:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of one training step, summed over its micro-batches.
+    """The Kronecker factors of one training step, summed over its micro-batches.
 
-    ``factors``: by the weight's name; empty if the step takes no statistics. A weight that is computed from
+    ``factors``: by the weight's name; empty if the step computes no statistics. A weight that is computed from
     parameters has the name of the parametrised attribute, or its parameters' names joined by ``+``; with an
-    apostrophe if a parameter has that name. ``skipped``: by the parameter's name, the reason why it has no
-    factors. Biases that are included in a weight's factors are in neither. ``step``: the number of the
-    training step, from 0. The tensors are not counted in any later step's budget, so keep them only as long
-    as needed.
+    apostrophe if a parameter has that name. ``skipped``: by the parameter's name, the reason why it has no factors.
+    Biases that are included in a weight's factors are in neither. ``step``: the number of the training step, from 0.
+    The tensors are not counted in any later step's budget, so keep them only as long as needed.
     """
 
     factors: Mapping[str, Factors]

@@ -15,19 +15,24 @@ MOST_COLUMNS = 64
 
 
 def samples_of(step: CapturedStep) -> int:
-    """Return the size of the first dimension of the module's first input; 0 if there is none."""
+    """Return the size of the first dimension of the module's first input tensor; 0 if the module has no input tensor
+    or the tensor has no dimension."""
     first = next((i for i in step.inputs if i.kind == "batch"), None)
     shape = step.values[first.value].fake.shape if first else ()
     return shape[0] if shape else 0
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return the number of terms of the loss: ``options.terms`` if given; else the number of elements of the
-    output divided by the number of classes; for a scalar output, the size of the first dimension of the first
-    input, at least 1.
+    """Return the number of terms of which the loss is the mean or sum: ``options.terms`` if given; else the number of
+    elements of the module's output divided by the number of classes. For a scalar output, that is the size of the
+    first dimension of the module's first input, at least 1.
+
+    Args:
+        step: the captured step.
+        options: say which output the loss is computed from, and which dimension is that of the classes.
 
     Raises:
-        ModelError: the output from which the loss is computed does not exist, or has no dimension of classes.
+        ModelError: that output does not exist, or has no dimension of classes.
     """
     if options.terms is not None:
         return options.terms
@@ -38,7 +43,13 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """Return the additional backwards; none if the statistics come from the backward of the user's loss.
+    """Return the backwards that the statistics need in addition to that of the user's loss; an empty list if the
+    statistics come from that one (``fisher="empirical"``).
+
+    Args:
+        step: the captured step.
+        options: the kind of Fisher matrix, the likelihood, and the output from which the loss is computed.
+        draws: the random numbers for drawing labels.
 
     Raises:
         ModelError: the step's output does not fit the likelihood and the kind of Fisher matrix.

@@ -24,13 +24,13 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Gram:
-    """The sum Σ r rᵀ over rows r of a tensor, in float32 or wider, packed: (groups, `packed_size`).
+    """The op of a statistic: the sum Σ r rᵀ over rows r of a tensor, in float32 or wider, as packed symmetric
+    matrices (groups, `packed_size`).
 
-    ``read``: how rows are read. ``places``: with ``each``, every place is a row; with ``mean`` or ``sum``, a
-    sample is one row, the mean or sum over its places. ``share``: the share of the rows that are used.
-    ``ones``: whether each row ends with an additional one. ``scale``: a factor of the sum. ``diagonal``:
-    whether only the diagonals are computed: (groups, `size`). If it is called with a second tensor, the sum
-    of an earlier use of the same weight, it adds to that tensor in place.
+    ``read``: how rows are read. ``places``: with ``each``, every place of a sample is a row; with ``mean`` or
+    ``sum``, a sample is one row, the mean or sum over its places. ``share``: the share of the rows that are used.
+    ``ones``: whether each row ends with an additional one, for a bias. ``scale``: a factor of the sum. ``diagonal``:
+    whether only the diagonals are computed: (groups, `size`).
     """
 
     read: Reading
@@ -42,29 +42,31 @@ class Gram:
 
     @property
     def size(self) -> int:
-        """The number of rows of the matrix."""
+        """The number of rows of each matrix: the features, and one more with ``ones``."""
         return self.read.sizes[1] + self.ones
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The result's shape."""
+        """The result's shape: (groups, numbers stored for a matrix)."""
         groups, features, _, _ = self.read.sizes
         return groups, self.size if self.diagonal else packed_size(features, self.ones)
 
     @property
     def all_rows(self) -> int:
-        """The number of rows that the tensor has, of which ``share`` are used."""
+        """The number of rows that the tensor has, whether or not they are used."""
         _, _, samples, places = self.read.sizes
         return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
 
     def rows(self, dtype: torch.dtype) -> int:
-        """Return the number of rows that are used of a tensor of that type."""
+        """Return the number of rows that are used of a tensor whose elements have this type. (It depends on the type,
+        since rows are read in chunks of limited bytes, and some are selected of each chunk.)"""
         per_sample = self.all_rows // max(1, self.read.sizes[2][0])
         return sum(_taken(per_sample * n, self.share) for _, n in self._chunks(dtype))
 
     @property
     def flops(self) -> float:
-        """The number of arithmetic operations of a call, for the roofline model."""
+        """The number of arithmetic operations of a call, for the roofline model: of the products of rows; or of the
+        products of shifted inputs, where these are used for a convolution (`shifts_of`)."""
         groups, features, _, _ = self.read.sizes
         if shifts := self._shifts(torch.float32):
             channels = features // math.prod(shifts.read.kernel)
@@ -78,7 +80,8 @@ class Gram:
         return None
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Return the packed sum, added to ``previous`` if that is given."""
+        """Return the packed sum over the rows of ``tensor``. If ``previous`` is given (the sum of an earlier use of
+        the same weight), the sum is added to that tensor in place, and that tensor is returned."""
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None
@@ -182,7 +185,7 @@ class Gram:
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which products of numbers of type ``dtype`` are summed: float32, or ``dtype`` if it is
+    """Return the type in which products of numbers of type ``dtype`` are summed: float32, or ``dtype`` if that is
     wider."""
     return torch.promote_types(dtype, torch.float32)
 

@@ -33,11 +33,13 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums for one block of a weight, as the targets of the step's statistic outputs.
+    """The two sums for one block of a weight's rows, Σ a aᵀ over inputs and Σ g gᵀ over gradients, as outputs of the
+    step.
 
-    ``a``, ``g``: the targets. ``d_in``, ``d_out``: the numbers of features. ``ones``: whether the last input
-    is one. ``rows``: the number of rows in ``a``. ``count``: as of `Block`. ``diagonal``: for each sum,
-    whether it is only the diagonal.
+    ``a``, ``g``: the targets of these outputs. ``d_in``, ``d_out``: the numbers of features of inputs and gradients.
+    ``ones``: whether a further input is always one, for a bias. ``rows``: the number of rows summed in ``a``.
+    ``count``: the number of equal groups of output rows, all with the same inputs, into which the block is divided.
+    ``diagonal``: for ``a`` and for ``g``, whether only the diagonal is computed.
     """
 
     a: str
@@ -52,7 +54,12 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight with statistics: the fields of `Weight`, and its ``sums``, one for each block."""
+    """A weight with statistics.
+
+    ``name``: the parameter's name. ``bias``: the name of the bias that is added to its outputs; None if there is
+    none. ``groups``, ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: one entry for
+    each block of rows with separate statistics.
+    """
 
     name: str
     bias: str | None
@@ -64,10 +71,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class StatisticsStep:
-    """A step with statistics.
+    """A captured step that also computes statistics.
 
-    ``layers``: the weights that have statistics. ``terms``: the number of terms of the loss. ``skipped``:
-    trained parameters without statistics, and the reasons.
+    ``step``: the step; the sums are its outputs of kind ``statistic``. ``layers``: the weights that have statistics.
+    ``skipped``: trained parameters without statistics, and the reasons. ``terms``: the number of terms of the loss.
     """
 
     step: CapturedStep
@@ -77,7 +84,13 @@ class StatisticsStep:
 
 
 def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
-    """Return the step with statistics of all weights for which they can be computed.
+    """Return the step with further ops that compute Kronecker-factored statistics of all weights for which that is
+    possible.
+
+    Args:
+        step: the captured step.
+        options: which statistics are computed, and how.
+        draws: the random numbers for drawing labels.
 
     Raises:
         ModelError: no output fits the requested likelihood, or no weight can have statistics.

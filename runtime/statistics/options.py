@@ -21,15 +21,16 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker:
-    """Options for Kronecker-factored statistics of training steps. `Factors` says what they are and how they
-    are scaled.
+    """Options for Kronecker-factored statistics of training steps: for each layer, Σ a aᵀ over its inputs and
+    Σ g gᵀ over the gradients of its outputs, whose Kronecker product approximates the Fisher matrix. `Factors` says
+    how they are scaled.
 
-    ``every``: compute statistics in every n-th training step. A training step ends with the optimizer's step,
+    ``every``: n, to compute statistics in every n-th training step. A training step ends with the optimizer's step,
     so either all of its micro-batches have statistics or none has. ``approx``: with ``expand``, every row of
     a layer's matrix product counts; with ``reduce``, each sample counts as one row: the mean of its inputs
     and the sum of its gradients over places or tokens (Eschenhagen et al. 2023). ``share``: the share of the
-    rows that are used, above 0 and up to 1. ``diagonal_above``: for a factor with more rows (that of a
-    vocabulary, for example) only the diagonal is computed; the matrix would need gigabytes.
+    rows that are used, above 0 and up to 1. ``diagonal_above``: the number of rows above which only the diagonal of
+    a factor is computed (that of a vocabulary, for example, whose matrix would need gigabytes).
 
     ``fisher``: ``mc`` draws labels from the model's own distribution and runs one more backward for them,
     without gradients of weights. ``type-2`` uses the exact Hessian of the loss with respect to the outputs,

@@ -19,17 +19,18 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Draws:
-    """The random numbers of ``mc``. Each draw has a new generator, so that the global generators are not
-    used.
+    """The random numbers with which labels are drawn (``fisher="mc"``). Each draw has a new generator, so that the
+    global generators are not used.
 
-    ``count``: the number of draws so far. It and ``seed`` are the whole state.
+    ``seed``: the seed of all draws. ``count``: the number of draws so far. These two fields are the whole state.
     """
 
     seed: int
     count: int = 0
 
     def next(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the next draw. Each process of a distributed run draws other numbers."""
+        """Return the generator of the next draw on a device, and count the draw. Each process of a distributed run
+        draws other numbers."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
         generator = torch.Generator(device).manual_seed(hash((self.seed, rank, self.count)) % 2**63)
@@ -39,11 +40,12 @@ class Draws:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """One gradient of an output.
+    """An op that computes a gradient of a module's output, for a backward that the statistics need.
 
-    ``kind``: a key of `KINDS`. ``dim``: the dimension of classes. ``column``: for ``type-2``, the class or
-    number for which this is the gradient: a column of a root of the Hessian. ``weight``: the weight w of a
-    Gaussian term.
+    ``kind``: the kind of Fisher matrix and the likelihood, a key of `KINDS`. ``dim``: the output's dimension of
+    classes. ``column``: for ``type-2``, the class (or the number of a Gaussian's output) for which this is the
+    gradient: a column of a root of the Hessian. ``weight``: the factor of ‖y − t‖² in a Gaussian's loss. ``draws``:
+    the random numbers for ``mc``.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class OutputGradient:
     draws: Draws = field(compare=False)
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Return the gradient, with the shape, strides and type of the output."""
+        """Return the gradient with respect to ``output``, with the shape, strides and type of ``output``."""
         found = KINDS[self.kind](self, output.detach().to(torch.promote_types(output.dtype, torch.float32)))
         return torch.empty_like(output).copy_(found)
 

@@ -21,8 +21,8 @@ COLUMNS = 16
 
 
 def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
-    """Yield for each block column its first column, its end column (exclusive), and its offset in the packed
-    tensor."""
+    """Yield, for each block column of a packed d × d matrix: its first column, its end column (exclusive), and its
+    offset in the packed tensor."""
     width, offset = max(LEAST_WIDTH, -(-d // COLUMNS)), 0
     for start in range(0, d, width):
         end = min(start + width, d)
@@ -37,8 +37,16 @@ def packed_size(d: int, border: bool = False) -> int:
 
 
 def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
-    """Return a block column as a view (..., d − start, end − start) of packed matrices (..., `packed_size`).
-    ``start``, ``end``, ``offset``: as `block_columns` yields them."""
+    """Return a block column of packed matrices (..., `packed_size`) as a view (..., d − start, end − start): the rows
+    from ``start`` on.
+
+    Args:
+        packed: the packed matrices.
+        d: their number of rows, without a border.
+        start: the first column, as `block_columns` yields it.
+        end: the end column (exclusive).
+        offset: the block column's offset in the packed tensor.
+    """
     rows, width = d - start, end - start
     column: Tensor = packed[..., offset : offset + rows * width].unflatten(-1, (rows, width))
     return column
@@ -46,7 +54,12 @@ def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> T
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
     """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border).
-    ``border``: as in `packed_size`."""
+
+    Args:
+        packed: the packed matrices.
+        d: their number of rows, without a border.
+        border: whether they have one more row and column, which is stored at the end.
+    """
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):
@@ -59,7 +72,7 @@ def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
 
 
 def packed_trace(packed: Tensor, d: int) -> Tensor:
-    """Return the traces (...) of packed matrices without a border (..., `packed_size`)."""
+    """Return the traces, of shape (...), of packed d × d matrices without a border (..., `packed_size`)."""
     diagonals = (
         block_column(packed, d, *at)[..., : at[1] - at[0], :].diagonal(dim1=-2, dim2=-1).sum(-1)
         for at in block_columns(d)
@@ -68,8 +81,8 @@ def packed_trace(packed: Tensor, d: int) -> Tensor:
 
 
 def pack(dense: Tensor) -> Tensor:
-    """Return dense symmetric matrices (..., d, d) packed, without a border. Only the block columns of the
-    lower triangle are read."""
+    """Return dense symmetric matrices (..., d, d) in packed form (..., `packed_size`), without a border. Only entries
+    on and below the diagonal blocks are read."""
     d = dense.shape[-1]
     packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
     for start, end, offset in block_columns(d):

@@ -19,11 +19,11 @@ Role: TypeAlias = Literal["batch", "out", "in", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A call that computes the gradient of a weight as a product of two operands' rows.
+    """A call that computes the gradient of a weight as a product of two operands' rows: Σ g_r a_rᵀ.
 
-    ``inputs``, ``gradients``: the values of the operands: the layer's input and the gradient of its output.
-    ``weight``: the value of the weight, if the call has it as an argument; else None. ``axes``: the
-    dimensions of the call's result in row-major order, as size and role. (Whether a matrix product's
+    ``call``: the call. ``inputs``, ``gradients``: the values of the operands: the layer's input, and the gradient of
+    the layer's output. ``weight``: the value of the weight, if the call has it as an argument; else None. ``axes``:
+    the dimensions of the call's result in row-major order, each as size and role. (Whether a matrix product's
     ``batch`` dimension is summed later is not known yet.)
     """
 
@@ -40,8 +40,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The leading dimension of a batched matrix product, split into ``sizes``. ``groups``: the positions of
-    those sizes that are dimensions of the weight; the gradient is summed over the others."""
+    """The leading dimension of a batched matrix product, split into several dimensions.
+
+    ``sizes``: their sizes. ``groups``: the positions of those that are dimensions of the weight; the gradient is
+    summed over the others.
+    """
 
     sizes: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
@@ -51,7 +54,8 @@ Row: TypeAlias = Callable[[Call, CapturedStep], Product | None]
 
 
 def product_of(call: Call, step: CapturedStep) -> Product | None:
-    """Return a call of the backward half as a product; None if it is not one."""
+    """Return a call of the backward half as a product that computes the gradient of a weight; None if the call is no
+    such product."""
     row = PRODUCTS.get(getattr(call.target, "overloadpacket", None))
     return row(call, step) if row else None
 
@@ -171,5 +175,5 @@ operands."""
 
 
 def matrix_size(product: Product) -> int:
-    """Return the number of elements of the gradient as the call computes it."""
+    """Return the number of elements of the gradient that the call of a product computes."""
     return math.prod(size for size, _ in product.axes)

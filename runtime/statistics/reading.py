@@ -14,8 +14,12 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How to read rows from a tensor: view it in ``shape``; each of its dimensions belongs to ``groups``,
-    ``features``, ``samples`` or ``places`` (the position of a row within a sample)."""
+    """How to read rows from a tensor: as a view of shape ``shape``, each dimension of which is listed in exactly one
+    of the other fields.
+
+    ``groups``: the dimensions of separate blocks. ``features``: those of the numbers of a row. ``samples``: those
+    that count samples. ``places``: those of the position of a row within a sample (pixel, token).
+    """
 
     shape: Dims
     groups: Dims
@@ -24,7 +28,7 @@ class Rows:
     places: Dims
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return a view of shape (groups..., features..., samples..., places...)."""
+        """Return a view of a tensor, of shape (groups..., features..., samples..., places...)."""
         return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
 
     @property
@@ -38,13 +42,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """How to read rows from the input of a convolution (batch, channels, *sizes): for each position of the
-    output the window that it reads, of channels / groups × kernel numbers.
+    """How to read rows from the input of a convolution, a tensor (batch, channels, *sizes): for each position of the
+    output, the row is the window that it reads, of channels / groups × kernel numbers.
 
-    ``padding``: before and after each spatial size; negative to crop. ``spread``: for a transposed
-    convolution, its stride: its inputs are spaced with spread − 1 zeros between them. ``flipped``: whether
-    the windows are reversed, as for a transposed convolution. ``positions``: the spatial sizes of the output.
-    ``per_sample``: how many entries of the batch belong to one sample.
+    ``batch``, ``channels``: of the tensor. ``groups``, ``kernel``, ``stride``, ``dilation``: of the convolution.
+    ``padding``: before and after each spatial size; negative to crop. ``spread``: for a transposed convolution its
+    stride, between whose inputs there are spread − 1 zeros; else ones. ``flipped``: whether the windows are reversed,
+    as for a transposed convolution. ``positions``: the spatial sizes of the output. ``per_sample``: how many entries
+    of the batch belong to one sample.
     """
 
     batch: int
@@ -60,8 +65,8 @@ class Patches:
     per_sample: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a view of a padded copy, of shape (groups, channels / groups, *kernel, samples, per_sample,
-        *positions)."""
+        """Return all rows as a view of a padded copy of the input, of shape (groups, channels / groups, *kernel,
+        samples, per_sample, *positions)."""
         n = len(self.kernel)
         if any(s > 1 for s in self.spread):
             sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
@@ -80,7 +85,8 @@ class Patches:
         return x.permute(2, 3, *kernel, 0, 1, *positions)
 
     def sums(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sums over each sample's windows, (groups, channels / groups, *kernel, samples).
+        """Return, for each sample, the sum over its rows, of shape (groups, channels / groups, *kernel, samples), in
+        the type ``dtype``.
 
         A window is a product of intervals, so one dimension is summed after the other, without a copy of the windows.
         """

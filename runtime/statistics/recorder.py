@@ -33,16 +33,25 @@ NO_GRADIENT = "no gradient reached it in this step"
 
 @dataclass(frozen=True)
 class LayerSums:
-    """The sums of one weight: its `Layer`, and the number of rows of each block."""
+    """The sums of one weight that were computed so far in a training step.
+
+    ``layer``: how the sums become factors. ``rows``: the number of rows summed so far, for each block of the weight's
+    rows.
+    """
 
     layer: Layer
     rows: tuple[int, ...]
 
 
 class PackedFactors(Mapping[str, Factors]):
-    """Factors by the weight's name, stored as packed triangles. Dense factors are made on access; while a dense
-    factor of the inputs is in use, accesses to weights with the same input return the same
-    tensor."""
+    """Kronecker factors by the weight's name, stored as packed triangles. Dense factors are made on access. While a
+    dense factor of the inputs is in use, accesses to weights with the same input return the same tensor.
+
+    Args:
+        layers: the sums of each weight, by its name.
+        tensors: the packed sums, by the targets of the step's outputs.
+        samples: the number of terms of the loss.
+    """
 
     def __init__(self, layers: Mapping[str, LayerSums], tensors: Mapping[str, Tensor], samples: int) -> None:
         self._layers, self._tensors, self._samples = dict(layers), dict(tensors), samples
@@ -55,8 +64,12 @@ class PackedFactors(Mapping[str, Factors]):
         return len(self._layers)
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the packed a and g, (groups, `packing.packed_size`), of each block of a weight's rows. There
-        is one block, unless parts of the weight have different inputs."""
+        """Return the factors ``a`` and ``g`` of a weight in packed form, (groups, `packing.packed_size`), as a pair
+        for each block of the weight's rows. There is one block, unless parts of the weight have different inputs.
+
+        Raises:
+            KeyError: the weight has no factors.
+        """
         sums = self._layers[name].layer.sums
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
 
@@ -108,7 +121,8 @@ class PackedFactors(Mapping[str, Factors]):
 
 
 def shapes(of: StatisticsStep) -> Mapping[str, Factors]:
-    """Return the factors that a step will compute, as tensors on the device ``meta``."""
+    """Return the factors that a step with statistics will compute, by weight name, as tensors on the device ``meta``
+    (shapes and types only)."""
     outputs = {o.target: of.step.values[o.value].fake for o in of.step.outputs if o.kind == "statistic"}
     tensors = {
         target: torch.empty(fake.shape, dtype=fake.dtype, device="meta") for target, fake in outputs.items()
@@ -121,10 +135,10 @@ def _layer_sums(layer: Layer) -> LayerSums:
 
 
 class Recorder:
-    """Collects the statistics of one planned module.
+    """Collects the statistics of one planned module and sums them over the micro-batches of a training step.
 
-    ``step``: the number of the present training step, from 0. It can be set, for example when training
-    resumes.
+    ``options``: the options of the statistics. ``draws``: the random numbers for drawing labels. ``step``: the number
+    of the present training step, from 0. It can be set, for example when training resumes.
     """
 
     def __init__(self, options: Kronecker) -> None:
@@ -141,18 +155,20 @@ class Recorder:
         _watch_optimizers()
 
     def take(self, wanted: bool | None) -> None:
-        """End the present training step, and decide whether the following ones have statistics.
+        """End the present training step, and decide whether the following training steps compute statistics.
 
         ``wanted``: True for all, False for none, None for every n-th (``Kronecker.every``).
         """
         self._asked, self._ended = wanted, True
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
-        """Begin a forward and return whether it computes statistics.
+        """Begin a forward and return whether it computes statistics. If the present training step has ended, the next
+        one begins, without the statistics of the last one.
 
         Args:
             parameters: the module's parameters.
-            accumulating: whether gradients of earlier micro-batches exist.
+            accumulating: whether gradients of earlier micro-batches exist. If they do not, and a backward has run,
+                the training step has ended.
         """
         if self._ended or (self._backwards and not accumulating):
             self.step += 1
@@ -162,23 +178,30 @@ class Recorder:
         return self.step % self.options.every == 0 if self._asked is None else self._asked
 
     def ends_with(self, optimizer: Optimizer) -> None:
-        """End the training step if this optimizer, which has stepped, has a parameter of the module."""
+        """End the training step if the optimizer, which has just stepped, has a parameter of the module; else do
+        nothing."""
         groups = (group["params"] for group in optimizer.param_groups)
         if any(id(p) in self._parameters for parameters in groups for p in parameters):
             self._ended = True
 
     def listen(self, listener: Listener) -> None:
-        """Call a method with the factors of each layer as soon as a backward has completed them.
+        """Register a method that is called with the factors of each layer as soon as a backward has completed them.
+        It replaces the previous one.
 
-        Later backwards of a training step report their own factors, without those of earlier ones. The method's object
-        is referenced weakly.
+        Later backwards of a training step report their own factors, without those of earlier backwards.
+
+        ``listener``: a bound method that takes the factors by weight name and the number of the training step. Its
+        object is referenced weakly.
         """
         self._listener = weakref.WeakMethod(listener)
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """Return a function that is called after each segment of a forward's backward, with the statistics that
-        the segment computed and whether it was the last. ``of``: the step with statistics; None if it computes
-        none."""
+        """Return a function to call after each segment (part) of a forward's backward, with the statistics that the
+        segment computed, by target, and whether it was the last segment. The function adds them to those of the
+        training step.
+
+        ``of``: the forward's step with statistics; None if it computes none.
+        """
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def told(found: Mapping[str, Tensor | None], last: bool) -> None:
@@ -213,14 +236,14 @@ class Recorder:
 
     @property
     def held(self) -> dict[int, int]:
-        """Bytes of the statistics of earlier micro-batches, by the storage's address."""
+        """The bytes of the statistics of earlier micro-batches, by an address that identifies the storage."""
         storages = [t.untyped_storage() for t in self._tensors.values()]
         devices = [t.device for t in self._tensors.values()]
         return {s._cdata: allocated(s.nbytes(), d) for s, d in zip(storages, devices, strict=True)}
 
     def statistics(self) -> Statistics:
-        """Return the statistics of the present training step, summed over its micro-batches so far. Without
-        statistics in this step, there are no factors."""
+        """Return the statistics of the present training step, summed over its micro-batches so far. There are no
+        factors if the step computes no statistics."""
         factors = PackedFactors(self._layers, self._tensors, self._samples)
         left = {name: why for name, why in self._skipped.items() if name not in self._layers}
         return Statistics(factors, left, self.step)
@@ -283,7 +306,7 @@ class Recorder:
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of one or more tensors as a new tensor."""
+    """Return the sum of tensors of the same shape as a new tensor. The list must not be empty."""
     found = tensors[0].clone()
     for tensor in tensors[1:]:
         found += tensor

@@ -28,12 +28,13 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """A copy of a step's backward in which ``cotangent`` replaces the tangent ``tangent``, and all other outputs
-    have no tangent.
+    """A copy of a step's backward with another gradient of one output; all other outputs have no gradient.
 
-    ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the names of calls and values.
-    ``made``: by value of the first backward, its counterpart; None where that is zero. ``behind``: the new
-    calls, by the call of the step after which they are placed. ``values``: the new values.
+    ``step``: the captured step. ``tangent``: the value of the gradient that is replaced. ``cotangent``: the value
+    that replaces it. ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the names of copied
+    calls and values. ``made``: by value of the first backward, its counterpart; None where that is zero. ``behind``:
+    the new calls, by the name of the call of the step after which they are placed. ``values``: the new values by
+    name.
 
     Raises:
         ModelError: a call of the backward draws random numbers.
@@ -123,14 +124,27 @@ class SecondBackward:
 def call_of(
     name: str, target: Any, args: tuple[Any, ...], result: str, kwargs: Mapping[str, Any] | None = None
 ) -> Call:
-    """Return a backward call with one result that runs after the loss boundary even if it reads no
-    tangent."""
+    """Return a new call of the backward half with one result. It runs after the gradients of the outputs have
+    arrived, even if it reads none of them.
+
+    Args:
+        name: the call's name.
+        target: the op.
+        args: its positional arguments, with a `Ref` for each tensor.
+        result: the name of its result.
+        kwargs: its keyword arguments; None for none.
+    """
     return single_call(name, target, args, kwargs, result=result, backward=True, late=True)
 
 
 def without_results(call: Call, needed: Collection[str]) -> Call:
-    """Return the call without results that nothing needs (gradients of weights, for example), if it has an
-    output mask."""
+    """Return a call without those results that nothing needs (gradients of weights, for example), if the op has an
+    argument ``output_mask``; else the call itself.
+
+    Args:
+        call: the call.
+        needed: the names of the values that are needed.
+    """
     arguments = [a.name for a in getattr(getattr(call.target, "_schema", None), "arguments", ())]
     at = arguments.index("output_mask") if "output_mask" in arguments else len(call.args)
     if at >= len(call.args):
@@ -149,7 +163,14 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """Return the step with further calls before and after some of its calls."""
+    """Return the step with further calls before and after some of its calls.
+
+    Args:
+        step: the captured step.
+        before: new calls, by the name of the call before which they are placed.
+        behind: new calls, by the name of the call after which they are placed.
+        values: the new values by name.
+    """
     calls: list[Call] = []
     for call in step.calls:
         calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]

@@ -36,10 +36,11 @@ LEAST_GAIN = 1.5
 
 @dataclass(frozen=True)
 class Term:
-    """Σ_q x[q] x[q + shift]ᵀ over a box of positions q.
+    """One product from which sums over a convolution's windows are computed: Σ_q x[q] x[q + shift]ᵀ over a box of
+    positions q of the input x.
 
-    ``box``: for each spatial dimension the positions q, of which x has both q and q + shift. ``whole``: whether these
-    are all such positions.
+    ``shift``: the shift along each spatial dimension. ``box``: for each spatial dimension, the interval of positions
+    q (end excluded), of which x has both q and q + shift. ``whole``: whether these are all such positions.
     """
 
     shift: tuple[int, ...]
@@ -49,23 +50,26 @@ class Term:
 
 @dataclass(frozen=True)
 class Shifts:
-    """How to sum the outer products of windows of stride 1.
+    """How to compute the sum of outer products of a convolution's windows of stride 1 from products of the input with
+    shifted copies of itself.
 
-    ``read``: the windows.
+    ``read``: how the windows are read from the input.
     """
 
     read: Patches
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The spatial sizes of the input."""
+        """The spatial sizes of the convolution's input, without padding."""
         read = self.read
         ends = zip(read.positions, read.dilation, read.kernel, read.padding, strict=True)
         return tuple(o + d * (k - 1) - sum(pad) for o, d, k, pad in ends)
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], tuple[tuple[Term, int], ...]]:
-        """The terms of each pair of kernel positions, the first not behind the second, with their signs."""
+        """For each pair of kernel positions, by their indices (the first not above the second): the terms whose sum,
+        with the signs given, is the entry of Σ r rᵀ for that pair. Empty if one of the two positions is always in the
+        padding."""
         positions = list(itertools.product(*map(range, self.read.kernel)))
         found = {}
         for (one, k), (other, to) in itertools.combinations_with_replacement(enumerate(positions), 2):
@@ -90,28 +94,39 @@ class Shifts:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """All terms, each once."""
+        """All terms of all pairs of kernel positions, each once."""
         return tuple(dict.fromkeys(term for terms in self.pairs.values() for term, _ in terms))
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The spatial sizes with zeros after each dimension, so that every shift of the flat input is exact."""
+        """The spatial sizes of the input with zeros after each dimension, so that every shift along one dimension is
+        a shift of the flattened input."""
         read = self.read
         return tuple(s + d * (k - 1) for s, d, k in zip(self.sizes, read.dilation, read.kernel, strict=True))
 
     @property
     def rows(self) -> float:
-        """The number of rows of all terms, for one entry of the batch; a whole term reads padding, too."""
+        """The number of rows that the products of all terms read, for one entry of the batch. (A whole term reads
+        padding, too.)"""
         boxes = (math.prod(b - a for a, b in term.box) for term in self.terms if not term.whole)
         return sum(boxes) + sum(term.whole for term in self.terms) * math.prod(self.padded)
 
     def entries(self, most_bytes: int, itemsize: int) -> int:
-        """Return how many entries of the batch are copied at once, at least one, within ``most_bytes``."""
+        """Return how many entries of the batch are processed at once, so that their padded copy takes at most
+        ``most_bytes``; at least one.
+
+        Args:
+            most_bytes: the bound, in bytes.
+            itemsize: the bytes of a number.
+        """
         return max(1, most_bytes // (self.read.channels * math.prod(self.padded) * itemsize))
 
     def products(self, x: Tensor, into: dict[Term, Tensor]) -> None:
-        """Add the terms of some entries of the batch, (batch, channels, *sizes), to ``into``. Each is (groups, channels
-        / groups, channels / groups).
+        """Compute all terms over some entries of the batch, and add them to ``into``.
+
+        Args:
+            x: these entries, (batch, channels, *sizes).
+            into: the terms so far, changed in place: each is (groups, channels / groups, channels / groups).
         """
         flat, steps = self._flat(x)
         for term in self.terms:
@@ -145,7 +160,13 @@ class Shifts:
         return rows.view(self.read.groups, -1, rows.shape[1])
 
     def add(self, terms: Mapping[Term, Tensor], out: Tensor, scale: float) -> None:
-        """Add the sum of the windows' outer products × ``scale`` to packed matrices."""
+        """Add the sum of the windows' outer products to packed matrices.
+
+        Args:
+            terms: all terms, summed over the batch.
+            out: the packed matrices, (groups, `packing.packed_size`), changed in place.
+            scale: a factor of the sum.
+        """
         count = math.prod(self.read.kernel)
         for (one, other), own in self.pairs.items():
             if not own:
@@ -180,10 +201,11 @@ def _add_entry(out: Tensor, entry: Tensor, row: int, column: int, count: int, sc
 
 @functools.lru_cache(maxsize=1024)
 def shifts_of(read: Patches, itemsize: int, most_bytes: int) -> Shifts | None:
-    """Return how to sum by shifts, if that takes less time than products of windows; else None.
+    """Return how to sum outer products of windows by shifts of the input, if that is estimated to take less time than
+    products of the windows; else None.
 
     Args:
-        read: the windows.
+        read: how the windows are read from the input.
         itemsize: the bytes of a number.
         most_bytes: a bound of the bytes of all terms.
     """

@@ -26,7 +26,10 @@ SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default,
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a parameter: ``size`` rows of its first dimension, from row ``start``."""
+    """A part of a parameter: some rows of its first dimension.
+
+    ``start``: the first row. ``size``: the number of rows.
+    """
 
     start: int
     size: int
@@ -34,10 +37,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Term(Generic[Found]):
-    """One summand of a gradient, or of a region of it.
+    """One summand of a parameter's gradient.
 
-    ``found``: what the function ``terminal`` of `terms` returned for the call that computes it. ``chain``: the
-    calls from it to the gradient. ``region``: None for the whole.
+    ``found``: what was searched for in the call that computes the summand (the result of ``terminal`` in `terms`).
+    ``chain``: the calls from that call to the gradient. ``region``: the rows of the gradient to which the summand
+    belongs; None for all.
     """
 
     found: Found
@@ -46,8 +50,10 @@ class Term(Generic[Found]):
 
 
 class NoRow(Exception):
-    """Raised for a gradient that is computed in a way without known statistics. The text is the reason;
-    ``at`` is the result of the call that is the reason."""
+    """Raised for a gradient that is computed in a way for which no statistics are known. The text is the reason.
+
+    ``at``: the result of the call that is the reason.
+    """
 
     def __init__(self, why: str, at: str) -> None:
         super().__init__(why)
@@ -55,16 +61,17 @@ class NoRow(Exception):
 
 
 def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
-    """Return the summands of a gradient, in the order in which they are computed.
+    """Return the summands of a gradient, in the order in which they are computed, by following its calls back through
+    additions, views, sums and concatenations.
 
     Args:
         step: the captured step.
-        value: the gradient.
-        terminal: a function of a call and the position of its result. It returns what is searched for, or
-            None.
+        value: the gradient's name.
+        terminal: a function of a call and the position of its result. It returns what is searched for, or None to
+            follow the call further.
 
     Raises:
-        NoRow: some part of the gradient comes from no such call.
+        NoRow: some part of the gradient comes from no call for which ``terminal`` returns something.
     """
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Term[Found]]] = []
@@ -149,8 +156,8 @@ def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 class Placement:
     """How a parameter, or a region of it, is viewed as the matrix of a product.
 
-    ``split``, ``order``, ``groups``: as of `Factors`. ``d_out``: the number of rows of the matrix. ``batch``:
-    how the product's leading dimension is split.
+    ``split``, ``order``, ``groups``: as of `Factors`. ``d_out``: the number of rows of the matrix. ``batch``: how the
+    leading dimension of a batched product is split.
     """
 
     split: tuple[int, ...]
@@ -171,11 +178,15 @@ class _Part:
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Return how the matrix that a product computes is arranged in a gradient: the result of a chain of views and sums
-    applied to it.
+    """Return how the matrix that a product computes is arranged in a gradient.
+
+    Args:
+        product: the call that computes the matrix.
+        chain: the views and sums that turn the matrix into the gradient.
 
     Raises:
-        NoRow: the result is not that matrix, reshaped and permuted, perhaps summed over (parts of) its batch dimension.
+        NoRow: the gradient is not that matrix, reshaped and permuted, perhaps summed over (parts of) its batch
+            dimension.
     """
     why = f"its gradient is not that of a matrix at {product.call.name}"
     try:

@@ -26,7 +26,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a weight, or of a region of it: a product, and how the weight is viewed as its matrix."""
+    """One use of a weight, or of a region of it.
+
+    ``product``: the product that computes the gradient of this use. ``placement``: how the weight is viewed as the
+    matrix of that product.
+    """
 
     product: Product
     placement: Placement
@@ -34,10 +38,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a weight with separate statistics.
+    """Rows of a weight with separate statistics, since they have separate inputs.
 
-    ``uses``: in the order in which their products are computed. ``count``: the number of equal groups of
-    output rows, all with the same inputs, into which the block is divided.
+    ``uses``: the uses of these rows, in the order in which their products are computed. ``count``: the number of
+    equal groups of output rows, all with the same inputs, into which the block is divided.
     """
 
     uses: tuple[Use, ...]
@@ -48,10 +52,10 @@ class Block:
 class Weight:
     """A weight with statistics.
 
-    ``blocks``: its rows, divided by the inputs with which they are multiplied. ``split``, ``order``,
-    ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the parameter that is added to all of its
-    outputs; None if there is none. ``parts``: the parameters from which an effective weight is computed;
-    empty for a parameter.
+    ``name``: its name. ``blocks``: its rows, divided by the inputs with which they are multiplied. ``split``,
+    ``order``, ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the parameter that is added to all of
+    its outputs; None if there is none. ``parts``: the names of the parameters from which it is computed, if it is an
+    effective weight (the result of a parametrisation, for example); empty for a parameter.
     """
 
     name: str
@@ -69,10 +73,10 @@ dimensions kept."""
 
 
 class Weights:
-    """The weights of a step.
+    """The weights of a captured step that can have statistics, found by the calls that compute their gradients.
 
-    ``found``: those with statistics, in the order of their first products. ``skipped``: the other trained
-    parameters, and the reasons.
+    ``found``: these weights, in the order of their first products. ``skipped``: the other trained parameters by name,
+    and the reasons.
     """
 
     def __init__(self, step: CapturedStep) -> None:

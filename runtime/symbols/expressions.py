@@ -31,29 +31,38 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotSymbolic(ModelError):
-    """Raised if a step cannot be captured with open sizes. The message has the reason."""
+    """Raised if a step cannot be captured with open sizes, i.e. with sizes that stay expressions of the batch's
+    sizes. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSize:
-    """A size that depends on the batch's sizes: its position in an `ExpressionTable`."""
+    """A size that depends on the batch's sizes.
+
+    ``at``: the position of its expression in an `ExpressionTable`.
+    """
 
     at: int
 
 
 @dataclass
 class ExpressionTable:
-    """The expressions of a step, each once. ``symbols``: the names of the batch's sizes on which they depend,
-    in order."""
+    """The expressions of the open sizes of a step, each once.
+
+    ``symbols``: the names of the batch's sizes on which they depend, in order. ``expressions``: their positions, by
+    expression.
+    """
 
     symbols: tuple[str, ...]
     expressions: dict[Any, int] = field(default_factory=dict)
 
     def add(self, size: Any) -> int | OpenSize:
-        """Return a size as an integer, or as its position in the table.
+        """Return a size as an integer if it is constant. Otherwise return the position of its expression in the
+        table, to which the expression is added if it is new.
 
         Raises:
-            NotSymbolic: it is not an integer, or depends on something other than the batch's sizes.
+            NotSymbolic: the size is a float or truth value, is computed in a way that may round, or depends on
+                something other than the batch's sizes.
         """
         if isinstance(size, (torch.SymFloat, torch.SymBool)):
             raise NotSymbolic("it computes a number that is not an integer from a size")
@@ -69,15 +78,20 @@ class ExpressionTable:
         return OpenSize(self.expressions.setdefault(expression, len(self.expressions)))
 
     def compiled(self) -> Callable[..., tuple[int, ...]]:
-        """Return a function from the batch's sizes, in the order of ``symbols``, to the values of all
-        expressions."""
+        """Return a function from the batch's sizes, as one argument for each of ``symbols``, to the values of all
+        expressions, in the order of their positions."""
         body = "".join(f"{PRINTER.doprint(e)}, " for e in self.expressions)
         source = f"lambda {', '.join(self.symbols)}: ({body})"
         return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
 
 
 def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., bool]:
-    """Return a function of the values of ``symbols`` that says whether all assumptions about them are true.
+    """Return a function of the values of ``symbols``, as one argument for each, that returns whether all assumptions
+    are true.
+
+    Args:
+        assumed: conditions on the symbols, as SymPy expressions.
+        symbols: the names of the symbols.
 
     Raises:
         NotSymbolic: an assumption depends on arithmetic that may round.
@@ -90,10 +104,12 @@ def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., b
 
 
 def check_whole(expression: Any) -> None:
-    """Refuse an expression that may round.
+    """Refuse an expression of sizes that may round.
+
+    ``expression``: a SymPy expression.
 
     Raises:
-        NotSymbolic: a part of it is not in `WHOLE`.
+        NotSymbolic: the class of a part of the expression is not in `WHOLE`.
     """
     todo = [expression]
     while todo:
@@ -104,15 +120,21 @@ def check_whole(expression: Any) -> None:
 
 
 def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
-    """Return nested arguments with ``add(size)`` in place of each symbolic size: an integer or an open size
-    (`ExpressionTable.add`)."""
+    """Return nested arguments with ``add(size)`` in place of each symbolic size.
+
+    Args:
+        given: the nested arguments.
+        add: returns an integer or an `OpenSize` for a symbolic size, as `ExpressionTable.add` does.
+    """
     return pytree.tree_map_only(SYMBOLIC, add, given)
 
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
     """Return nested arguments with an integer in place of each `OpenSize`.
 
-    ``sizes``: the values of all expressions of the `ExpressionTable` in which the open sizes are positions.
+    Args:
+        given: the nested arguments.
+        sizes: the values of all expressions of the `ExpressionTable`, in the order of their positions.
     """
     if isinstance(given, OpenSize):
         return sizes[given.at]
@@ -124,5 +146,5 @@ def resolved(given: Any, sizes: Sequence[int]) -> Any:
 
 
 def has_open(given: Iterable[Any]) -> bool:
-    """Return whether nested arguments contain an open size."""
+    """Return whether nested arguments contain an `OpenSize`, a size that depends on the batch's sizes."""
     return any(isinstance(leaf, OpenSize) for leaf in pytree.tree_leaves(given))

@@ -15,12 +15,12 @@ SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 
 
 def without_full_slices(step: CapturedStep) -> CapturedStep:
-    """Return the step, as it was read from the trace, without calls that eager mode skips: slices in an index
-    of several dimensions that cover a whole dimension, and their backwards.
+    """Return a step, as it was read from a trace with open sizes, without calls that eager mode skips: slices in an
+    index of several dimensions (``x[a, b]``) that cover a whole dimension, and the backwards of such slices.
 
     Raises:
-        NotSymbolic: the gradient of such a slice has other strides than the copy that its backward makes, or
-            shares its storage, so that eager mode may make other calls.
+        NotSymbolic: the gradient of such a slice has other strides than the copy that its backward makes, or shares
+            its storage, so that eager mode may make other calls.
     """
     names: dict[str, str] = {}
     storages: dict[str, str] = {}

@@ -19,11 +19,10 @@ from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, 
 
 
 class BatchSymbols:
-    """The symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes are equal
-    now.
+    """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes are equal now.
 
-    ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and
-    none for shapes that depend on values. ``fakes``: the traced batch.
+    ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and none for
+    shapes that depend on values. ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
     """
 
     def __init__(self) -> None:
@@ -34,11 +33,15 @@ class BatchSymbols:
         self._now: dict[Any, int] = {}
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because
-        other ops run for them.
+        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because PyTorch
+        runs other ops for them.
+
+        Args:
+            mode: the fake mode of the new tensors.
+            batch: the real tensors.
 
         Raises:
-            NotSymbolic: a tensor is not plain and dense.
+            NotSymbolic: a tensor is of a subclass, not dense, or lazily conjugated or negated.
         """
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
@@ -69,8 +72,8 @@ class BatchSymbols:
         return ExpressionTable(tuple(self.places))
 
     def now(self, value: Any) -> Any:
-        """Return nested arguments with the present sizes in place of symbolic ones. This adds no assumption
-        to the guard."""
+        """Return nested arguments with the sizes of the traced batch in place of symbolic ones. This adds no
+        assumption to the guard."""
         return pytree.tree_map_only(torch.SymInt, self._value, value)
 
     def _value(self, size: torch.SymInt) -> int:
@@ -78,8 +81,8 @@ class BatchSymbols:
 
     @property
     def fixed(self) -> tuple[tuple[int, int, int], ...]:
-        """The sizes of the batch that the trace assumes not to change. Each is a tuple: position of the tensor
-        in the batch, dimension, size."""
+        """The sizes of the batch that the trace assumes not to change, each as a tuple: position of the tensor in the
+        batch, dimension, size."""
         return tuple(
             (at, dim, int(size.node.expr if isinstance(size, torch.SymInt) else size))
             for at, fake in enumerate(self.fakes)
@@ -118,8 +121,8 @@ class SizeGuard:
         self.__init__(code)  # type: ignore[misc]
 
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the condition is true for this batch, so that the traced step is the step of a batch
-        of these sizes."""
+        """Return whether the condition is true for the sizes and strides of this batch. The traced step then serves
+        the batch."""
         sizes = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
         return bool(eval(self._compiled, self._names, {"L": sizes}))
 

@@ -27,10 +27,13 @@ AS_STRIDED = torch.ops.aten.as_strided
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """A value with open sizes.
+    """A tensor of a step with open sizes: each `Size` is an integer, or the position of an expression of the batch's
+    sizes.
 
-    ``memory``: the number of the memory that contains it. Several storages of a step are one memory if a call
-    returns an argument together with new results.
+    ``storage``: the name of its storage. ``call``: the name of the call that makes it; None for an input. ``memory``:
+    the number of the memory that contains it. Several storages of a step are one memory if a call returns an argument
+    together with new results. ``dtype``, ``device``, ``shape``, ``stride``, ``offset``: as of a tensor; strides and
+    offset in elements.
     """
 
     storage: str
@@ -45,12 +48,15 @@ class OpenValue:
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step for all batches for which ``guard`` holds.
+    """A captured step that serves all batches for which ``guard`` holds, because its sizes are expressions of the
+    batch's sizes.
 
-    ``calls``: with `OpenSize` in their arguments. ``memories``: bytes of each memory. ``expressions``: a
-    function of the batch's open sizes that returns the values of all expressions. ``places``: for each of its
-    arguments the tensor and the dimension. ``fixed``: the sizes of the batch that are not open: tensor,
-    dimension, size.
+    ``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`. ``calls``: with `OpenSize` in place of
+    sizes among their arguments. ``values``: the tensors by name. ``memories``: bytes of each memory, by its number.
+    ``guard``: the condition on the batch's sizes and strides. ``expressions``: a function of the batch's open sizes
+    that returns the values of all expressions. ``places``: for each argument of that function, the position of the
+    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open: position of the
+    tensor, dimension, size.
     """
 
     name: str
@@ -67,7 +73,7 @@ class OpenStep:
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
-        """Return the open step of what was read from a trace with symbols.
+        """Return the open step of a step that was read from a trace with symbolic sizes.
 
         Args:
             step: the step as it was read.
@@ -75,7 +81,8 @@ class OpenStep:
             table: the expressions that the step's calls contain; those of the values' sizes are added.
 
         Raises:
-            NotSymbolic: a size may round, or a tensor is lazily conjugated or negated.
+            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or
+                negated.
         """
         values, memories = _opened(step, table)
         return OpenStep(
@@ -94,14 +101,17 @@ class OpenStep:
 
     @staticmethod
     def of_graph(step: CapturedStep, table: ExpressionTable) -> OpenStep:
-        """Return the open step of a joint graph whose sizes another compiler guards.
+        """Return the open step of a joint graph from another compiler, which guards the graph's sizes itself: the
+        guard of the open step is always true.
 
         Args:
             step: the step as it was read.
-            table: the expressions that the step's calls contain; its symbols are that compiler's.
+            table: the expressions that the step's calls contain; its symbols are that compiler's. The expressions of
+                the values' sizes are added.
 
         Raises:
-            NotSymbolic: see `of`.
+            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or
+                negated.
         """
         values, memories = _opened(step, table)
         always, none = SizeGuard("True"), ()
@@ -109,10 +119,11 @@ class OpenStep:
         return OpenStep(step.name, *parts, always, table.compiled(), none, none)
 
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the values of all expressions for a batch for which the guard holds.
+        """Return the values of all expressions for a batch for which the guard holds, in the order of their
+        positions.
 
         Raises:
-            NotSymbolic: one is not an integer.
+            NotSymbolic: a value is not an integer.
         """
         found = self.expressions(*[batch[at].shape[dim] for at, dim in self.places])
         if any(type(size) is not int for size in found):
@@ -120,17 +131,17 @@ class OpenStep:
         return found
 
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
-        """Return the plain step for a batch, as if it had been read from a trace.
+        """Return the step with fixed sizes for a batch, as if it had been read from a trace of that batch.
 
         The inputs have the storages of the given tensors, which may be parts of larger ones.
 
         Args:
             batch: the tensors.
-            sizes: the values that `sizes` returns.
+            sizes: the values that `sizes` returns for the batch.
 
         Raises:
-            NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a
-                call refers to positions in storages.
+            NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a call refers
+                to positions in storages.
         """
         base = self._bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
@@ -138,11 +149,11 @@ class OpenStep:
         return self._plain(sizes, nbytes, offsets)
 
     def at_sizes(self, sizes: Sequence[int], nbytes: Mapping[str, int]) -> CapturedStep:
-        """Return the plain step for sizes of its inputs.
+        """Return the step with fixed sizes, without a batch.
 
         Args:
-            sizes: the values of all expressions.
-            nbytes: bytes of the storages of inputs, by their targets, where they may be larger than the inputs.
+            sizes: the values of all expressions, in the order of their positions.
+            nbytes: by the targets of inputs, the bytes of their storages, where these may be larger than the inputs.
         """
         held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
         return self._plain(sizes, held, {})
@@ -183,8 +194,10 @@ class OpenStep:
         return frozenset(c.name for c in self.calls if has_open((c.args, dict(c.kwargs))))
 
     def renamed(self, names: Mapping[str, str]) -> OpenStep:
-        """Return the same step with other names for calls, values and storages. ``names``: new names by old
-        ones; others are kept if they are free."""
+        """Return the same step with other names for calls, values and storages.
+
+        ``names``: new names by old ones. Another old name is kept, or extended by ``_`` if a new name is equal to it.
+        """
         taken = set(names.values())
         every = {*self.values, *(c.name for c in self.calls)}
         new = {name: names.get(name) or _free(name, taken) for name in every}

@@ -58,10 +58,11 @@ would print values."""
 
 
 class Checks(TorchDispatchMode):
-    """Replaces assertion ops inside the block by variants that return a tensor.
+    """Replaces assertion ops of a forward inside the block by variants that return an empty tensor, which a tracer
+    does not remove.
 
-    ``results``: these tensors, which the graph must return. ``assertions``: the speculated assertions, for
-    conditions on unknown values.
+    ``results``: these tensors, which the graph must return. ``assertions``: the outcomes to assume for conditions on
+    values that are unknown before the step runs.
     """
 
     supports_higher_order_operators = True  # they are not changed

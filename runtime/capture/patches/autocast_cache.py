@@ -24,11 +24,12 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
-    """Make autocast cast each of these tensors only once inside the block.
+    """Make autocast cast each of these tensors only once inside the block, if its cache is enabled, as eager mode
+    does.
 
     Args:
         leaves: the parameters and inputs.
-        enabled: whether autocast's cache is enabled outside the tracer.
+        enabled: whether autocast's cache is enabled in eager mode; inside the block it is set to this.
     """
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}

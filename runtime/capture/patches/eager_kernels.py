@@ -187,11 +187,11 @@ def _resizing_of(op: OpOverload) -> Callable[..., Any]:
 
 @contextmanager
 def native_kernels(open_sizes: bool = False) -> Iterator[None]:
-    """Make a trace in the block record the ops that eager mode runs, where PyTorch would decompose or replace
-    them only under tracing.
+    """Make a trace in the block record the ops that eager mode runs, where PyTorch would decompose or replace them
+    only under tracing.
 
-    ``open_sizes``: whether the sizes of the traced batch are open. Interpolations are then traced by Python
-    code, since their kernels refuse open sizes.
+    ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced by Python code,
+    since their kernels refuse symbolic sizes.
     """
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad = ATEN._pad_packed_sequence.default
@@ -223,8 +223,10 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
 
 @contextmanager
 def with_kernels(kernels: _Kernels) -> Iterator[None]:
-    """Replace Python kernels of ops inside the block. ``kernels``: the new kernel by op and dispatch key; None
-    removes the present one."""
+    """Replace Python kernels of ops inside the block, and restore the previous ones afterwards.
+
+    ``kernels``: the new kernel by op and dispatch key; None removes the present one.
+    """
     before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
     _put(kernels)
     try:

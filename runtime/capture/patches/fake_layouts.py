@@ -100,11 +100,13 @@ DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 class TrueLayouts(FakeTensorMode):
     """A fake mode in which results have the strides and types of real ones.
 
-    An op of `UNSURE` with a non-contiguous argument, one of `NORMS` with arguments of several types, or an op
-    of `REFUSED` that fails on fakes, is run once on real tensors with arbitrary numbers.
+    Some ops are therefore run once on real tensors with arbitrary numbers: those whose fakes have wrong strides for
+    non-contiguous arguments (`UNSURE`) or wrong types for arguments of several types (`NORMS`), and those that fail
+    on fakes (`REFUSED`).
 
-    ``symbols``: the symbols of the batch's sizes, if these are open. An op then runs for the sizes of the traced
-    batch, and only the order of its results' strides counts; `check_layouts` checks it for other sizes.
+    ``symbols``: the symbols of the batch's sizes; None if all sizes are fixed. With symbols, such an op runs for the
+    sizes of the traced batch, and only the order of its results' strides counts; `check_layouts` checks the strides
+    for other sizes.
     """
 
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
@@ -189,11 +191,11 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check_layouts(step: CapturedStep) -> None:
-    """Compare the strides of a step that was captured for other sizes with those of the kernels, for ops of
-    `UNSURE`.
+    """Check a step that was captured for other sizes: run those of its ops on real tensors whose fakes may have wrong
+    strides (`UNSURE`, with non-contiguous arguments), and compare the strides of their results with the step's.
 
     Raises:
-        NotSymbolic: an op's results have other strides.
+        NotSymbolic: an op's results have other strides or another shape than in the step.
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
@@ -251,12 +253,13 @@ _drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
 
 
 class InPlaceLayouts(TorchDispatchMode):
-    """Keeps, inside the block, the strides of tensors that are changed in place or filled with random
-    numbers, as eager mode does.
+    """Keeps, inside the block, the strides of tensors that are changed in place or filled with random numbers, as
+    eager mode does. It raises a ModelError if a forward writes into windows of a tensor (``unfold``) or into a
+    constant.
 
-    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (the
-    gates of a recurrent cell) would be dense from then on, and its sigmoid would have other last bits. Random
-    numbers are drawn in memory order, so they differ if a tensor is not dense.
+    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (the gates of a
+    recurrent cell) would be dense from then on, and its sigmoid would have other last bits. Random numbers are drawn
+    in memory order, so they differ if a tensor is not dense.
     """
 
     supports_higher_order_operators = True  # they are not changed

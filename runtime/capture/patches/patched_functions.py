@@ -26,9 +26,9 @@ RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 class Patch:
     """A change in PyTorch while capture runs.
 
-    ``what``: the changed names; ``*`` stands for any text. ``why``: what would go wrong without the change.
-    ``where``: our module that makes it. ``versions``: the versions of PyTorch that need it. ``threads``:
-    which threads it affects. ``undone``: when it ends.
+    ``what``: the changed names in PyTorch; ``*`` stands for any text. ``why``: what would go wrong without the
+    change. ``where``: the module of this package that makes the change. ``versions``: the versions of PyTorch that
+    need it. ``threads``: which threads it affects. ``undone``: when it ends.
     """
 
     what: tuple[str, ...]

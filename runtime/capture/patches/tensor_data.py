@@ -18,14 +18,14 @@ DATA: Any = torch.Tensor.data
 
 @contextmanager
 def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Turn assignments to ``.data`` of a parameter, buffer or input into in-place writes inside the block, so
-    that a tracer sees them.
+    """Turn assignments to ``.data`` of a parameter, buffer or input into in-place writes inside the block, in this
+    thread, so that a tracer sees them.
 
     ``tensors``: the parameters, buffers and inputs.
 
     Raises:
-        ModelError: the assigned data has another shape or type, or shares the memory of a parameter, buffer
-            or input; or it is assigned to a tensor that the forward computes.
+        ModelError: the assigned data has another shape or type, or shares the memory of a parameter, buffer or input;
+            or a tensor that the forward computes gets the data.
     """
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
