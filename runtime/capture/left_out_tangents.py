@@ -94,7 +94,7 @@ class _Reduced:
             yield replace(call, args=args, kwargs=kwargs)
 
     def _now(self, value: str, reader: Call) -> str:
-        """Return the name of the value that a call reads in place of another one."""
+        """Return the name of the value that the call ``reader`` reads in the reduced step in place of ``value``."""
         if value in self.zeros.values:
             return f"{value}_zeros_for_{reader.name}"
         return self.renamed.get(value, value)

@@ -145,8 +145,9 @@ def with_loss(
         seed: the seed of the random targets.
 
     Raises:
-        UsageError: the loss is unknown or does not fit the output; or the targets do not fit into memory.
-        ModelError: the model does not run on these inputs, or has no floating-point output.
+        UsageError: the loss is unknown or does not fit the output.
+        ModelError: the model does not run on these inputs, or has no floating-point output; or the targets do not fit
+            into memory.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")

@@ -23,8 +23,11 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 @dataclass
 class _Content:
-    """What is known of a file. ``stamp``: the file's identity when it was read or written. ``entries``: its own and
-    those that are ``unsaved``. ``due``: the time from which on it may be written again."""
+    """What this process knows of one cache file.
+
+    ``stamp``: the file's identity when it was read or written. ``entries``: the costs in the file and those in
+    ``unsaved``, which are not written yet. ``due``: the time from which on the file may be written again.
+    """
 
     stamp: Stamp = None
     entries: dict[str, CallCost] = field(default_factory=dict)

@@ -182,11 +182,11 @@ outputs."""
 
 @dataclass(frozen=True, slots=True)
 class _BackwardVariant:
-    """The conditions under which a backward starts, for each of which it is compiled separately.
+    """The conditions under which a backward runs, for each of which it is compiled separately.
 
-    ``missing``: tangents (value names) that did not arrive. ``kept``: whether the graph is retained, so that
-    the saved tensors must stay unchanged. ``strides``: the strides of the tangents; None if they are as
-    captured.
+    ``missing``: tangents (gradients of outputs, by value name) that did not arrive. ``kept``: whether the graph is
+    retained, so that the saved tensors must stay unchanged. ``strides``: the strides of the tangents; None if they
+    are as captured.
     """
 
     missing: frozenset[str] = frozenset()
@@ -232,12 +232,15 @@ def _own_name(target: str) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a compiled plan, with the state that is passed from segment to segment.
+    """One call of a compiled plan, with the state that is passed from segment to segment of its backward.
 
-    ``start``: the values that the forward half left for the backward; None once the backward has taken them.
-    ``held``: the values that one segment leaves for the next. ``rerun``: what is needed to run the forward
-    again, if tangents were left out. ``gradients``: gradients of the inputs by position, if the forward was
-    run again.
+    ``plan``, ``named``, ``inputs``, ``with_tangents``, ``statistics``: as given to the plan; after the forward only
+    those inputs that the backward reads. ``start``: the values that the forward half left for the backward; None once
+    the backward has taken them. ``held``: the values that one segment leaves for the next. ``rerun``: what is needed
+    to run the forward again, if the plan leaves out gradients of outputs. ``versions``, ``outputs``,
+    ``output_versions``: to notice in-place changes. ``variant``, ``segments``, ``notes``: the variant of the present
+    backward, its compiled segments, and the recorded strides. ``gradients``: gradients of the inputs by position, if
+    the forward was run again.
     """
 
     plan: CompiledPlan
@@ -332,8 +335,8 @@ class _Call:
             )
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
-        """Run the forward again, and then the whole backward, by a plan that also has the tangents
-        ``arrived``, which this plan leaves out."""
+        """Run the forward again, and then the whole backward, by a plan that also takes the gradients of the outputs
+        ``arrived`` (positions), for which this plan expects none."""
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.step.name)

@@ -78,8 +78,10 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
 
 
 class _Emitter:
-    """Builds one graph. ``before``: the emitter of an earlier graph, whose values become further inputs where
-    they are used."""
+    """Builds one fx graph.
+
+    ``before``: the emitter of an earlier graph; its values that this graph uses become further inputs of this graph.
+    """
 
     def __init__(self, step: CapturedStep, replayed: set[str], before: _Emitter | None = None) -> None:
         self.step, self.replayed, self.before = step, replayed, before

@@ -133,8 +133,8 @@ class StepInput:
 
     ``kind``, ``target``: what it is: a parameter or buffer (by its name), a tensor of the batch (by its position), a
     constant (by its name), a tangent, which is the gradient of an output (by the output's position), or an answer,
-    which another process computes from an output and sends back (by the output's position). ``value``: the name of
-    its `Value`.
+    which is an output as the next stage of a pipeline recovers it and sends it back (by the output's position).
+    ``value``: the name of its `Value`.
     """
 
     kind: InputKind

@@ -18,8 +18,8 @@ class KnownValues:
     """The real tensors of those values of a step that are computed only from parameters, buffers and constants. They
     are computed on demand and cached.
 
-    Values of more than `LARGEST_CONSTANT` elements, of random calls, and behind more than `DEEPEST` calls count as
-    unknown.
+    Values of more than `LARGEST_CONSTANT` elements, results of random calls and collectives, and values behind more
+    than `DEEPEST` calls count as unknown.
 
     Args:
         step: the captured step.

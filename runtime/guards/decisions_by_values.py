@@ -111,8 +111,13 @@ def _as_given(value: Any) -> Any:
 def _made(
     entries: Iterable[_Entry], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = _as_given
 ) -> Iterator[tuple[_Entry, Any]]:
-    """Make the calls again and yield each with its result. ``known``: tensors by number; the results are
-    added to it. ``now``: replaces symbolic sizes in nested arguments by integers."""
+    """Make recorded calls again and yield each with its result.
+
+    Args:
+        entries: the recorded calls, in order.
+        known: tensors by their number on the tape; the results are added to it.
+        now: replaces symbolic sizes in nested arguments by integers.
+    """
     for e in entries:
         args = [_filled(arg, known) for arg in now(e.args)]
         kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()}

@@ -43,7 +43,10 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 @dataclass
 class _Shelf:
-    """A namespace, and the values that were found in it by name."""
+    """The values that were found in one namespace.
+
+    ``values``: the namespace. ``found``: the found values by name.
+    """
 
     values: Mapping[str, Any]
     found: dict[str, Any] = field(default_factory=dict)

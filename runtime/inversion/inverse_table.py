@@ -111,7 +111,8 @@ def _fused(kernel: str, *names: str) -> Row:
 
 
 def _between(call: Call, facts: Facts) -> Found:
-    """Undo y = self + weight · (end − self). Solving it for self or end is again such an interpolation."""
+    """Yield the rules that undo y = self + weight · (end − self), for ``self`` and for ``end``. Each is again such an
+    interpolation."""
     arguments, y = facts.arguments(call), result(call, facts)
     start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
@@ -180,7 +181,7 @@ UNWATCHED = {"divide": "quotient", "multiply": "product"}
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Undo y = x · factor by ``divide``, or y = x ÷ factor by ``multiply``."""
+    """Yield the rule that undoes y = x · factor (kernel ``divide``) or y = x ÷ factor (kernel ``multiply``)."""
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )
@@ -209,7 +210,7 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
 
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
-    """Undo a scaling by an activation whose range excludes 0, such as exp(tanh(s)).
+    """Yield the rule that undoes a scaling by an activation whose range excludes 0, such as exp(tanh(s)).
 
     The average growth of errors is computed as if the logarithm of the scale were uniform over its range.
     """

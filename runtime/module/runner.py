@@ -292,7 +292,7 @@ class Runner:
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
-        """Return the entry of the same forward that computes statistics."""
+        """Return the entry of the same forward whose step also computes statistics. It is made if there is none."""
         if not entry.measured:
             with LOCK.alone():
                 if not entry.measured:
@@ -396,8 +396,9 @@ class Runner:
         return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
 
     def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
-        """Return the entry planned again with the tangents ``arrived`` (positions of outputs) and those that
-        arrived before. Calls of the same kind use that plan from now on."""
+        """Return an entry for the same forward that also expects the gradients of the outputs ``arrived``
+        (positions), and of those for which gradients arrived before. It is made if there is none. Calls of the same
+        kind use that entry from now on."""
         if entry.statistics and self.recorder:
             plain = replace(entry, statistics=None, measured=[])
             return self._measured(self._with_tangents(plain, arrived), self.recorder)

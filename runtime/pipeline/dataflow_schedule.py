@@ -156,7 +156,8 @@ class DataflowSchedule:
 
 
 class _Step:
-    """One step in progress: its channels, and what it keeps."""
+    """One step of a rank's stage in progress: its channels to the neighbouring stages, and the outputs and samples
+    that it keeps."""
 
     def __init__(
         self,

@@ -179,7 +179,8 @@ def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:
-    """Return the lanes without the run at this position of the main lane."""
+    """Return the lanes of a schedule from which one run of the main lane is removed. ``run``: its position among the
+    runs."""
 
     def at(other: int) -> int:
         return other - (other > run)

@@ -74,7 +74,8 @@ class Gram:
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
     def _shifts(self, dtype: torch.dtype) -> Shifts | None:
-        """Return how to sum by shifts of a tensor of that type; None if rows are multiplied."""
+        """Return how to sum the rows of a tensor of that type by products of its shifts; None if the rows themselves
+        are multiplied."""
         if isinstance(self.read, Patches) and self.places == "each" and self.share == 1 and not self.diagonal:
             return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
         return None

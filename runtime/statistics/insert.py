@@ -56,9 +56,9 @@ class Sums:
 class Layer:
     """A weight with statistics.
 
-    ``name``: the parameter's name. ``bias``: the name of the bias that is added to its outputs; None if there is
-    none. ``groups``, ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: one entry for
-    each block of rows with separate statistics.
+    ``name``: the weight's name. ``bias``: the name of the bias that is added to its outputs; None if there is none.
+    ``groups``, ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: one entry for each
+    block of rows with separate statistics.
     """
 
     name: str

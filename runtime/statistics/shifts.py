@@ -153,7 +153,8 @@ class Shifts:
         return rows.view(self.read.groups, -1, rows.shape[1]), steps
 
     def _boxed(self, x: Tensor, term: Term, moved: bool) -> Tensor:
-        """Return the positions of a term, or those moved by its shift, as (groups, channels / groups, positions)."""
+        """Return the input at the positions of a term's box, or, if ``moved``, at these positions plus the term's
+        shift, as (groups, channels / groups, positions)."""
         by = term.shift if moved else (0,) * len(term.shift)
         at = tuple(slice(a + s, b + s) for (a, b), s in zip(term.box, by, strict=True))
         rows: Tensor = x[(slice(None), slice(None), *at)].transpose(0, 1).flatten(1)
