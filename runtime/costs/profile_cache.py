@@ -40,8 +40,8 @@ _lock = RLock()
 
 
 def load_costs(file: Path) -> dict[str, CallCost]:
-    """Return the costs in a cache file, by signature of the calls. Empty if there is no such file or it is damaged,
-    since everything can be measured again."""
+    """Return the costs in a cache file, by signature of the calls (`profile.signature`: everything on which a call's
+    cost depends, as text). Empty if there is no such file or it is damaged, since everything can be measured again."""
     with _lock:
         return dict(_known(file).entries)
 
@@ -52,7 +52,8 @@ def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
 
     Args:
         file: the file.
-        costs: the costs by signature of the calls.
+        costs: the costs by signature of the calls (`profile.signature`: everything on which a call's cost depends, as
+            text).
     """
     with _lock:
         known = _known(file)

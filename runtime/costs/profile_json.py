@@ -24,7 +24,8 @@ class Profile:
     """Measured costs of calls, so that a plan for one machine can be made on another.
 
     ``device``: the name of the device on which they were measured. ``calls``: the costs by signature of the calls
-    (`profile.signature`). ``source``: the profile's file, for messages.
+    (`profile.signature`: everything on which a call's cost depends, as text). ``source``: the profile's file, for
+    messages.
     """
 
     device: str

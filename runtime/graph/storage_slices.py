@@ -63,7 +63,8 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def bands_tile(bands: list[Band]) -> bool:
-    """Return whether these bands have the same period and together cover it, each element once; false without bands."""
+    """Return whether these bands have the same period and together cover each period, every element once; false
+    without bands."""
     at = 0
     for one in sorted(bands):
         if one.period != bands[0].period or one.start != at:

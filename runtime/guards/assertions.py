@@ -55,9 +55,9 @@ class SpeculatedAssertions:
         self.asked = 0
 
     def next(self) -> Assertion | None:
-        """Return the assertion for the condition that the forward evaluates now. If its outcome is unknown and is the
-        first unknown one, return an assertion of the outcome that is tried at present (`trial`), without an error.
-        Return None if no outcome is tried or the condition is a later unknown one."""
+        """Return the assertion for the condition that the forward evaluates now. For the first condition whose
+        outcome is not known yet, return an assertion of the outcome that is tried at present (`trial`). Return None
+        if no outcome is tried, and for later conditions whose outcome is not known."""
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]

@@ -21,7 +21,7 @@ def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Table:
-    """Values by place and name, to be compared with the present values in the same places.
+    """Values by place (a namespace) and name, to be compared with the present values in the same places.
 
     ``rows``: for each place, its position in the list of all places, and its values by name.
     """

@@ -42,7 +42,8 @@ default type and device, and which kernels are enabled."""
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     """Return a hashable key of everything in a call that a plan depends on: the arguments (of tensors all but the
-    values: shape, strides, type, device, identity among the arguments), autocast, and `SETTINGS`.
+    values: shape, strides, type, device, identity among the arguments), autocast, and process-wide settings that
+    decide which ops a forward calls (`SETTINGS`).
 
     Args:
         leaves: the leaves of the arguments.

@@ -36,7 +36,7 @@ KEPT_BACK = (*LATE, "recovered input")
 
 @dataclass(frozen=True)
 class Handed:
-    """The target of a call whose result is a tensor from a message. The call costs nothing and allocates nothing.
+    """An op whose result is a tensor from a message. Its call costs nothing and allocates nothing.
 
     ``size``, ``stride``: of the result, a view of the received tensor.
     """
@@ -48,7 +48,7 @@ class Handed:
 
     @classmethod
     def like(cls, fake: torch.Tensor) -> Handed:
-        """Return the target of a call whose result has the shape and strides of ``fake``."""
+        """Return the op whose result has the shape and strides of ``fake``."""
         return cls(tuple(fake.shape), tuple(fake.stride()))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,9 +139,10 @@ def with_dataflow_boundary(
     """Return the planning problem of a `dataflow_step`, in which outputs are freed before the next stage returns
     them.
 
-    New buffers, and outputs that are sent, leave at `SEND` in the forward half; the last stage's outputs leave when
-    the loss has been computed from them; recovered inputs and their gradients leave at `RETURN`. Ops that read a
-    buffer which gets new content run once.
+    New buffers, and outputs that are sent to the next stage, leave at the op `SEND` in the forward half; the last
+    stage's outputs leave when the loss has been computed from them; recovered inputs and their gradients leave at the
+    op `RETURN`, which represents sending them to the previous stage. Ops that read a buffer which gets new content
+    run once.
 
     Args:
         step: the stage's step, made by `dataflow_step`.

@@ -105,10 +105,12 @@ def earlier_gradients(
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
-    """Return the problem with one more input for each entry of ``held``: memory that something other than the
+    """Return a planning problem with one more input for each entry of ``held``: memory that something other than the
     step keeps allocated during the whole step.
 
-    ``held``: bytes, by the name of the new input; entries of 0 bytes are ignored.
+    Args:
+        graph: the planning problem of the step.
+        held: bytes, by the name of the new input; entries of 0 bytes are ignored.
     """
     held = {name: size for name, size in held.items() if size}
     return replace(

@@ -104,13 +104,13 @@ def most_copied(
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
     """Return, for each call and each storage, the most bytes that a backward needs in addition to the captured
-    one, over all `LAYOUTS` of its tangents.
+    backward, over all `LAYOUTS` of the gradients that it gets for the outputs.
 
     Args:
         step: the captured step.
-        own: the workspace of each of its calls as captured, in bytes, by call name.
-        measured: a function of a step and names of its calls that measures their workspaces, in bytes. If it is
-            None, each call is assumed to copy every argument whose strides differ.
+        own: the workspace of each of the step's calls as captured, in bytes, by call name.
+        measured: a function of a step and names of its calls that measures the workspaces of these calls, in bytes.
+            If it is None, each call is assumed to copy every argument whose strides differ.
     """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)

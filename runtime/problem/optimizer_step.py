@@ -10,15 +10,15 @@ from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 
 
 def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int) -> TrainingGraph:
-    """Return the problem with one more op at its end, the optimizer's step, which the caller runs when all
+    """Return a planning problem with one more op at its end, the optimizer's step, which the caller runs when all
     outputs exist.
 
     Args:
-        step: the captured step. The problem charges its tangents as inputs, but they are freed before the
-            optimizer runs, so their bytes are available to it.
+        step: the captured step. The problem charges the gradients of its outputs as inputs, but they are freed before
+            the optimizer runs, so their bytes are available to the optimizer.
         graph: the planning problem of the step.
-        transient: bytes that the optimizer's step allocates temporarily, in addition to parameters, gradients
-            and state. If 0, the problem is returned unchanged.
+        transient: bytes that the optimizer's step allocates temporarily, in addition to parameters, gradients and
+            state. If 0, the problem is returned unchanged.
     """
     if not transient:
         return graph

@@ -106,7 +106,8 @@ class BatchSymbols:
 class SizeGuard:
     """A compiled condition on the sizes and strides of a batch.
 
-    ``code``: the condition in Python, with the tensors in a dictionary ``L``.
+    ``code``: the condition as a Python expression of ``L``, a dictionary of the batch's tensors under the names
+    ``t0``, ``t1`` and so on.
     """
 
     def __init__(self, code: str) -> None:
