@@ -24,7 +24,8 @@ def cache_folder() -> Path:
 
 
 def read_cached(file: Path) -> object:
-    """Return the JSON data of a file in the cache; None if there is no file or it is damaged, which is logged."""
+    """Return the JSON data of a file in the cache folder; None if there is no such file, or it is damaged, which is
+    logged."""
     if not file.exists():
         return None
     try:
@@ -35,7 +36,8 @@ def read_cached(file: Path) -> object:
 
 
 def write_cached(file: Path, content: str) -> bool:
-    """Write a file of the cache completely or not at all; return whether that succeeded. A failure is logged."""
+    """Write a file in the cache folder completely or not at all, and return whether that succeeded. A failure is
+    logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
@@ -47,11 +49,12 @@ def write_cached(file: Path, content: str) -> bool:
 
 
 def report_damage(file: Path, reason: str) -> None:
-    """Log that a file of the cache is damaged and counts as empty, once per process. ``reason``: what is wrong."""
+    """Log, once per process, that a file in the cache folder is damaged and counts as empty. ``reason``: what is
+    wrong with it."""
     log_once(f"{file} is damaged and counts as empty: {reason}")
 
 
 @cache
 def log_once(text: str) -> None:
-    """Log a line, unless this process has logged the same before."""
+    """Log a line, unless this process has logged the same line before."""
     LOG.info(text)

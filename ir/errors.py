@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 
 class RematplanError(Exception):
-    """Base class of every error that the input or the budget causes, as opposed to a bug in rematplan.
+    """Base class of every error that a user's input or budget causes, as opposed to a bug in rematplan.
 
-    The message is one line: what is wrong, where, the figures, what to try.
+    The message is one line: what is wrong, where, the figures, what to try. ``exit_status``: that of the command
+    line.
     """
 
     exit_status = 2
@@ -19,7 +20,8 @@ class RematplanError(Exception):
 
 
 class ProblemError(RematplanError):
-    """A planning problem or plan that violates its format (cycle, double write, negative size, ...)."""
+    """A planning problem, plan or pipeline that is not valid: it violates its format or contradicts itself (cycle,
+    double write, negative size, ...)."""
 
 
 class ModelError(RematplanError):
@@ -31,11 +33,12 @@ class UsageError(RematplanError):
 
 
 class ProcessEnded(RematplanError):
-    """Another process of a distributed run has ended, or cannot be reached."""
+    """Another process of a distributed run has ended, or cannot be reached from this one."""
 
 
 class LatticeTooLarge(RematplanError):
-    """The graph has more lower sets than a strategy may enumerate."""
+    """The forward graph has more lower sets (sets of ops that contain all ancestors of their members) than a
+    strategy may enumerate."""
 
     def __init__(self, strategy: str, seen: int, limit: int) -> None:
         self.seen, self.limit = seen, limit
@@ -46,17 +49,17 @@ class LatticeTooLarge(RematplanError):
 
 
 class UnfitSizes(RematplanError):
-    """Sizes of a range at which no plan is known that fits the budget."""
+    """No plan is known that fits the budget at some sizes of a range."""
 
     exit_status = 3
 
 
 Known = Literal["least", "searched", "proven", "room"]
-"""What is known about a refused budget.
+"""What is known about a budget that is refused as too small.
 
-``least``: the strategy has no plan with a smaller peak than the smallest found. ``searched``: a longer search may find
-one. ``proven``: no schedule at all fits the budget. ``room``: none does in addition to the room that is set aside for a
-loss outside of the model, which may need less.
+``least``: the strategy has no plan with a smaller peak than the smallest found. ``searched``: a longer search may
+find such a plan. ``proven``: no schedule at all fits the budget. ``room``: no schedule fits together with the room
+that is set aside for a loss outside of the model, which may need less.
 """
 
 _REFUSED: dict[Known, str] = {
@@ -77,12 +80,12 @@ class InfeasibleBudget(RematplanError):
     Attributes:
         strategy: the strategy's name.
         budget: the budget that was asked for, in bytes.
-        smallest: the smallest found: the smallest peak of the plans that are known, in bytes.
-        known: how certain ``smallest`` is; see `Known`.
-        floor: the proven least: a peak that no plan can go below, with the reason, as text; empty if unknown.
-        hint: what the user may have meant instead, as text; empty if unknown.
-        plan: the plan whose peak is ``smallest``, if the strategy has it; else None.
-        cheap: bytes for which there is a plan with an overhead of at most `CHEAP`, the fewest found; 0 if unknown.
+        smallest: the smallest peak of the plans that are known, in bytes.
+        known: why the budget is refused; see `Known`.
+        floor: the proven least: a lower bound of any plan's peak, with the reason, as text; empty if unknown.
+        hint: what the user may have meant instead, as text; empty if there is no suggestion.
+        plan: the plan whose peak is ``smallest``, if there is one; else None.
+        cheap: the fewest bytes found for which there is a plan with an overhead of at most `CHEAP`; 0 if unknown.
     """
 
     exit_status = 3
@@ -119,7 +122,7 @@ class InfeasibleBudget(RematplanError):
         return InfeasibleBudget(**(own | fields))
 
     def __reduce__(self) -> Any:
-        """Pickled by its attributes: by default an exception is made anew of its text alone."""
+        """Return what pickle needs: all attributes. By default an exception is restored from its message alone."""
         return type(self), tuple(getattr(self, name) for name in self._FIELDS)
 
 

@@ -32,34 +32,38 @@ MOST_TENSORS_SEARCHED = 4000
 
 @dataclass(frozen=True)
 class Recovery:
-    """How one tensor is recovered.
+    """How one tensor is recovered by an inverse.
 
-    ``inverse``: the op that writes the tensor. ``steps``: all ops to run, in a valid order, starting from live
-    tensors; the last step is ``inverse``.
+    ``tensor``: its name. ``inverse``: the op that writes it. ``steps``: all ops and inverses to run, in a valid
+    order, from tensors that are still live after the last forward op that reads ``tensor``; the last step is
+    ``inverse``.
     """
 
     tensor: str
     inverse: Op
     steps: tuple[Op, ...]
     others: tuple[Op, ...] = ()
-    """Other inverses that could write the tensor as well."""
+    """Other inverses that could write the tensor."""
 
     @cached_property
     def needed(self) -> tuple[str, ...]:
-        """The tensors that must be resident before the recovery: its steps read them, and none of them writes them."""
+        """The names of the tensors that must be resident before the recovery: its steps read them, and no step
+        writes them."""
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
 
     @property
     def used(self) -> tuple[Op, ...]:
-        """All ops that the recovery may use: its steps and the other inverses."""
+        """All ops and inverses that the recovery may run: its steps, and the other inverses that write the tensor."""
         return (*self.steps, *self.others)
 
 
 def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
-    """Return how to recover each tensor that is worth recovering, by tensor name.
+    """Return, for each tensor that is worth recovering by inverses, how to recover it, by tensor name.
 
-    A tensor is worth recovering if the backward half needs it, and if recovering it frees more bytes than it pins.
+    A tensor can be recovered if inverses compute it from what is still live after the last forward op that reads it.
+    That is worth it if the backward half needs the tensor, directly or to recover another tensor, and if the
+    recovery frees more bytes than it keeps live.
     """
     look = _Look(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
@@ -82,7 +86,7 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
-    """Return the recoverable tensors among ``wanted``, and all recoverable tensors that recovering those reads."""
+    """Return the recoverable tensors among ``wanted``, and all recoverable tensors that these recoveries read."""
     pending, serving = list(wanted), set()
     while pending:
         tensor = pending.pop()
@@ -93,13 +97,13 @@ def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
 
 
 def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
-    """For each tensor that the forward half reads, return the position in ``ops`` of its last reader there."""
+    """Return, for each tensor that the forward half reads, the position in ``graph.ops`` of its last reader there."""
     forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
     return {t: i for i, op in forward for t in op.reads}
 
 
 def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
-    """Return the recoveries that free more bytes than they pin.
+    """Return the recoveries that free more bytes than they keep live.
 
     Keeping a norm's output instead of its input, for example, gains nothing, because both have the same size.
     Tensors that are recovered from each other are judged as one group.

@@ -21,7 +21,7 @@ MAX_COST = 1e300  # costs are summed in 64-bit floats, many runs of an op includ
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A storage with its size in bytes. All views of a storage are the same tensor."""
+    """A storage with its name and its size in bytes. All views of one storage are the same tensor."""
 
     name: str
     bytes: int
@@ -29,11 +29,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op, or an inverse: it reads tensors and writes tensors.
+    """An op or an inverse (an op that recovers a tensor from tensors that were computed from it).
 
-    ``cost``: microseconds if profiled or modelled, any unit otherwise. ``workspace``: bytes that are resident only
-    while the op runs. ``phase``: the half of the step it belongs to, or None in a graph without halves. ``gain``
-    and ``noise``: the error model of inversion; see `planner.core.inversion_error`.
+    ``name``: unique among ops and inverses. ``reads``, ``writes``: names of tensors. ``cost``: microseconds if
+    profiled or modelled, any unit otherwise. ``workspace``: bytes that are resident only while the op runs.
+    ``phase``: the half of the step that it belongs to; None for an inverse, or in a graph without halves. ``gain``,
+    ``noise``: the relative error of what it writes, if its reads have the relative error e, is gain · e + noise for
+    an inverse; for a repeated op it is the larger of gain · e and √(gain · e · noise).
     """
 
     name: str
@@ -48,16 +50,17 @@ class Op:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """A planning problem (``rematplan.problem/1``).
+    """A planning problem: a training step as ops that read and write tensors (JSON format ``rematplan.problem/1``).
 
-    ``ops`` are in a valid order, the base order. ``inputs`` are resident from start to end (parameters, buffers,
-    batch). ``outputs`` must be resident at the end (loss, gradients, new buffers). ``inverses`` are additional ops
-    that compute a tensor from tensors that were computed from it. ``ordered`` names the ops whose *first* runs must
-    keep this order, because they draw random numbers. ``never_rerun`` names the ops that may run only once, because
+    ``name``: for messages. ``tensors``: all tensors with their sizes. ``inputs``: names of tensors that are resident
+    from start to end (parameters, buffers, batch). ``outputs``: names of tensors that must be resident at the end
+    (loss, gradients, new buffers). ``ops``: in a valid order, the *base order*. ``inverses``: additional ops, each
+    of which recovers a tensor from tensors that were computed from it. ``ordered``: names of ops that draw random
+    numbers; their *first* runs must keep this order. ``never_rerun``: names of ops that may run only once, because
     they have side effects or the user asked for it.
 
     Raises:
-        ProblemError: the parts contradict each other.
+        ProblemError: the parts contradict each other; see `check`.
     """
 
     name: str
@@ -69,7 +72,7 @@ class TrainingGraph:
     ordered: tuple[str, ...] = ()
     never_rerun: tuple[str, ...] = ()
     fixed_split: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of ``inputs`` by kind (``parameters``, ``buffers``, ``batch``, ...), for reports. May be empty."""
+    """The bytes of ``inputs`` by kind (``parameters``, ``buffers``, ``batch``, ...), for reports. May be empty."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,7 +94,7 @@ class TrainingGraph:
 
     @cached_property
     def base_cost(self) -> float:
-        """The cost of running every op once."""
+        """The cost of running every op once, without inverses, in the unit of `Op.cost`."""
         return math.fsum(o.cost for o in self.ops)
 
     @cached_property
@@ -101,18 +104,20 @@ class TrainingGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that makes a schedule valid: names, reads and writes, in order; not sizes and costs."""
+        """A hash of names, reads, writes, phases and constraints, but not of sizes and costs. Problems with equal
+        fingerprints have the same valid schedules."""
         rows = [[o.name, o.reads, o.writes, o.phase] for o in (*self.ops, *self.inverses)]
         parts = [rows, self.inputs, self.outputs, self.ordered, self.never_rerun]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def structure(self) -> str:
-        """A hash of what makes a schedule valid, by positions: not names, inputs, sizes and costs.
+        """A hash that is equal for problems which differ only in names, inputs, sizes, costs and in which ops may
+        run only once.
 
-        Problems of one structure have the same ops in order, which read and write the same tensors in the order in
-        which ops write them. Inputs are resident during the whole step, so they do not count. Which ops may run only
-        once does not count either.
+        Such problems have the same ops in order, which read and write the same tensors, numbered in the order in
+        which ops write them. A schedule of one, with positions instead of names, is a schedule of the other, except
+        for ops that may run only once there.
         """
         number = {t: i for i, t in enumerate(self.producer)}
         op_number = {o.name: i for i, o in enumerate(self.ops)}
@@ -131,11 +136,12 @@ class TrainingGraph:
 
 
 def check(graph: TrainingGraph) -> None:
-    """Check that the parts of a graph are consistent, and name the first fault.
+    """Check that the parts of a problem are consistent.
 
     Raises:
-        ProblemError: duplicate names, unknown tensors, double writes, missing producers, an order that is not
-            topological (which includes every cycle), sizes or costs that are negative, not finite or too large.
+        ProblemError: the first fault found: duplicate names, unknown tensors or ops, double writes, missing
+            producers, an order that is not topological (which includes every cycle), sizes or costs that are
+            negative, not finite or too large.
     """
     sizes = _unique((t.name for t in graph.tensors), "tensor")
     for tensor in graph.tensors:
@@ -223,7 +229,7 @@ def _unique(names: Iterable[str], kind: str) -> set[str]:
 
 
 LIBRARIES = "library_workspaces"
-"""The name of the input that stands for what libraries such as cuBLAS keep allocated."""
+"""The name of the input that stands for the memory which libraries such as cuBLAS keep allocated."""
 THREADS = 2
-"""How many threads such a library allocates for: the caller's runs the forward half, one of autograd's the backward
-half."""
+"""The number of threads for which such a library allocates memory: the caller's thread runs the forward half, a
+thread of autograd the backward half."""

@@ -14,10 +14,15 @@ NAME = "batch"  # the dimension's name, if the file has none
 def with_batch(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
-    """Return the inputs with a symbolic batch, the sizes to bind, and the batch if its size changes.
+    """Return a file's inputs with a symbolic batch dimension, the sizes of all symbolic dimensions, and the batch if
+    its size changes, else None.
 
     A file whose inputs all have fixed shapes has a batch too: the first dimension of its first input, and of every
-    input with the same first dimension. ``--dim batch=8`` gives it another size.
+    input with the same first dimension. ``dims={"batch": 8}`` gives it another size.
+
+    Args:
+        inputs: the inputs as the file declares them.
+        dims: sizes of symbolic dimensions, by name.
     """
     first = next((d for d in inputs if d.shape), None)
     if first is None or not first.shape:

@@ -133,7 +133,7 @@ SIZE_RULES: dict[str, SizeRule] = {
 
 
 def constant_value(node: Node) -> np.ndarray | None:
-    """Return the value of a ``Constant`` node; None if it is neither dense numbers nor strings."""
+    """Return the value of an ONNX ``Constant`` node; None if the value is neither dense numbers nor strings."""
     forms: dict[str, Callable[[Attribute], np.ndarray]] = {
         "value": np.asarray,
         "value_float": lambda v: np.asarray(v, np.float32),
@@ -147,7 +147,8 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """Return the node's outputs; None if an input is unknown, a result may be large, or the op is not folded.
+    """Return the values of a node's outputs, if they can be computed when the file is loaded; None if an input is
+    unknown, a result may be large, or there is no rule for the op.
 
     ``known``: constant values by name, each of at most ``MAX_ELEMENTS`` elements.
     """

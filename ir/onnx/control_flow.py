@@ -26,7 +26,7 @@ PLAIN = 13  # the opset of the nodes inserted for stacking and indexing
 
 
 def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, ...]:
-    """Return the values of the surrounding graphs that a node's subgraphs read, nested ones included.
+    """Return the names of the values of surrounding graphs that a node's subgraphs read, nested subgraphs included.
 
     ``name``: the node's name. ``bodies``: the subgraphs by node name and attribute.
     """
@@ -41,13 +41,16 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Return the draft with every subgraph inlined or unrolled, and a note that says how many; no note if none.
+    """Return a file's content with every If replaced by its branch and every Loop and Scan unrolled, and a note that
+    says how many; no note if there are none.
 
-    ``draft``: its nodes must be in topological order. ``inputs``: the graph's inputs. ``bound``: sizes of symbolic
-    dimensions, by name.
+    Args:
+        draft: the content; its nodes must be in topological order.
+        inputs: the graph's inputs, with known shapes.
+        bound: sizes of symbolic dimensions, by name.
 
     Raises:
-        ModelError: a condition or length is unknown, or the result would be too large.
+        ModelError: a condition or length depends on data, or the result would be too large.
     """
     if not draft.bodies:
         return draft, ()
@@ -83,8 +86,8 @@ class _Unrolling:
     fresh: int = 0
 
     def learn(self, array: Array) -> None:
-        """Remember the value of a small integer constant, or of a single real number, such as a counter is compared
-        with."""
+        """Record the value of a small integer constant, or of a single real number (counters are compared with
+        those)."""
         if math.prod(array.shape) <= (1 if array.dtype in roles.FLOATS else MAX_ELEMENTS):
             self.known[array.name] = array.load()
 
@@ -103,7 +106,7 @@ class _Unrolling:
             EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
 
     def append(self, node: Node) -> None:
-        """Append one node, and remember its value if it is constant."""
+        """Append one node, and record its result if that is constant."""
         if len(self.nodes) >= MAX_NODES:
             raise ModelError(
                 f"node {node.name!r}: its unrolled loops have more than {MAX_NODES} nodes, the most allowed"
@@ -137,7 +140,8 @@ class _Unrolling:
     def inline(
         self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
     ) -> list[str]:
-        """Append a body's nodes once, with values for its inputs. Returns the names of its outputs.
+        """Append the nodes of a subgraph once, with ``arguments`` for its inputs, and return the names of its
+        outputs.
 
         Its initialisers have the same names in all iterations, so that a weight remains a single weight.
         """

@@ -15,8 +15,8 @@ Dim = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A graph input or output as declared. A dimension is an int, a symbol or None; ``shape`` is None if the rank
-    is unknown."""
+    """A graph input or output as the file declares it. ``dtype``: numpy's name of the type. ``shape``: each
+    dimension is a number, a symbol, or None if unknown; None if the number of dimensions is unknown."""
 
     name: str
     dtype: str
@@ -25,7 +25,8 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor whose data are read when ``load`` is called."""
+    """A tensor of a file. ``dtype``: numpy's name of the type. ``shape``: its sizes. ``load``: reads its data when
+    called."""
 
     name: str
     dtype: str
@@ -35,7 +36,11 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the exporter recorded about an initialiser: torch.export's kind of input, and what it was folded from."""
+    """What the exporter recorded about an initialiser.
+
+    ``kind``: torch.export's kind of input, such as ``PARAMETER``; empty if not recorded. ``folded_from``: the names
+    of the tensors from which the exporter computed it.
+    """
 
     kind: str = ""
     folded_from: tuple[str, ...] = ()
@@ -43,7 +48,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What the exporter recorded about a node: the path of the module that ran it, and the operator it stands for."""
+    """What the exporter recorded about a node. ``module``: the path of the module that ran it. ``operator``: the
+    torch operator that it was made of."""
 
     module: str = ""
     operator: str = ""
@@ -51,8 +57,12 @@ class Scope:
 
 @dataclass(frozen=True)
 class Body:
-    """A subgraph: a branch of an If, or the body of a Loop or Scan. It can also read values of the surrounding
-    graph."""
+    """A subgraph of a node: a branch of an If, or the body of a Loop or Scan. It can also read values of the
+    surrounding graph.
+
+    ``inputs``, ``outputs``: names of values. ``initialisers``: its constant tensors by name. ``nodes``: in the
+    file's order.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -62,11 +72,12 @@ class Body:
 
 @dataclass(frozen=True)
 class Draft:
-    """The file's main graph, with functions inlined, before any analysis.
+    """The content of a file's main graph as plain data, with functions inlined, before any analysis.
 
-    ``origins`` by initialiser and ``scopes`` by node: what the exporter wrote into the file's metadata. ``bodies``:
-    subgraphs by node and attribute; node names are unique across all of them. ``stated``: shapes of inner values,
-    where the file states them.
+    ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: in the
+    file's order, at first. ``producer``: the exporter's name. ``origins``, ``scopes``: what the exporter recorded in
+    the file's metadata, by initialiser and by node. ``bodies``: subgraphs by node and attribute; node names are
+    unique across all of them. ``stated``: shapes of inner values, where the file states them.
     """
 
     name: str
@@ -83,7 +94,11 @@ class Draft:
 
 @dataclass
 class Edit:
-    """A draft under modification."""
+    """The content of a file while it is changed in place.
+
+    ``initialisers``: stored tensors by name. ``origins``, ``scopes``: what the exporter recorded, by initialiser and
+    by node. ``nodes``: in order. ``used``: all names in use.
+    """
 
     initialisers: dict[str, Array]
     origins: dict[str, Origin]
@@ -96,7 +111,7 @@ class Edit:
         self.used.update(i for n in self.nodes for i in n.inputs)
 
     def fresh(self, name: str) -> str:
-        """Return the name, or a similar one that is not in use."""
+        """Return ``name``, or ``name`` with a number appended if it is in use. The result then counts as in use."""
         k, free = 2, name
         while free in self.used:
             free, k = f"{name}_{k}", k + 1
@@ -104,6 +119,6 @@ class Edit:
         return free
 
     def float_weight(self, name: str) -> Array | None:
-        """Return the initialiser of that name if it has a floating-point type; otherwise None."""
+        """Return the initialiser named ``name`` if it has a floating-point type; None if there is none."""
         array = self.initialisers.get(name)
         return array if array is not None and array.dtype in roles.FLOATS else None

@@ -28,10 +28,11 @@ EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an e
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor is computed from a weight.
+    """How a tensor, in which elements repeat, is computed from a smaller weight.
 
-    ``rows``: for each position of the tensor without its axis ``axis``, the row of ``weight`` that is there along
-    that axis. None: ``weight`` is broadcast to ``shape``. ``mask``: what is added afterwards, or None.
+    ``weight``: the weight. ``shape``: the tensor's. ``rows``: for each position of the tensor without its axis
+    ``axis``, the row of ``weight`` that is there along that axis; None: ``weight`` is broadcast to ``shape``.
+    ``mask``: what is added afterwards, or None.
     """
 
     weight: np.ndarray
@@ -42,8 +43,11 @@ class Spread:
 
 
 def gather_spread(edit: Edit, evidence: Evidence) -> int:
-    """Replace each tensor that repeats a weight by the weight and nodes that repeat it. Returns the number of
-    tensors."""
+    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it. Return
+    the number of initialisers replaced.
+
+    ``edit``: changed in place. ``evidence``: decides which initialisers come from weights.
+    """
     made: dict[str, list[Node]] = {}
     for name in tuple(edit.initialisers):
         array = edit.float_weight(name)
@@ -71,7 +75,8 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
 
 
 def _looks_spread(array: Array, evidence: Evidence) -> bool:
-    """Whether the exporter computed the tensor from weights, and it is not just a layer's weight in another layout."""
+    """Return whether the exporter computed the tensor from weights, and it is not just a layer's weight in another
+    layout."""
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
     made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
@@ -79,8 +84,8 @@ def _looks_spread(array: Array, evidence: Evidence) -> bool:
 
 
 def _repeated(edit: Edit, array: Array) -> str:
-    """Return the weight of which the tensor consists of copies only, or ''. (A linear layer of a zero state leaves
-    its bias.)"""
+    """Return the name of the weight of which the tensor consists of copies only, or ''. (A linear layer of a zero
+    state leaves its bias.)"""
     for name in edit.origins.get(array.name, Origin()).folded_from:
         weight = edit.float_weight(name)
         if weight is None or edit.origins.get(name, Origin()).kind != "PARAMETER":
@@ -97,9 +102,10 @@ def _repeated(edit: Edit, array: Array) -> str:
 
 
 def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
-    """Return how a tensor is computed from a smaller weight; None if its values do not show that it is.
+    """Return how a tensor is computed from a smaller weight that it repeats; None if its values do not show that.
 
-    ``values``: the tensor. ``expanded``: whether its first axis is known to repeat the weight.
+    ``values``: the tensor. ``expanded``: whether its first axis is known to repeat the weight; it decides if all
+    values are equal.
     """
     wide = values.astype(np.float64)
     base, mask = _without_mask(values, wide)
@@ -182,14 +188,14 @@ def _store(edit: Edit, name: str, values: np.ndarray) -> str:
 
 
 class _Chain:
-    """Nodes, each of which reads the previous one's result."""
+    """Nodes in a row, each of which reads the result of the previous one."""
 
     def __init__(self, edit: Edit, name: str, version: int, start: str) -> None:
         self.edit, self.name, self.version, self.last = edit, name, version, start
         self.nodes: list[Node] = []
 
     def add(self, op: str, operand: np.ndarray | None = None, **attributes: Attribute) -> None:
-        """Append a node that reads the last result and optionally a constant."""
+        """Append a node that reads the last result and, if ``operand`` is given, this constant."""
         out = self.edit.fresh(f"{self.name}.{op}")
         inputs: tuple[str, ...] = (self.last,)
         if operand is not None:
@@ -200,7 +206,7 @@ class _Chain:
         self.last = out
 
     def named(self, name: str) -> list[Node]:
-        """Return the nodes, with the last result renamed."""
+        """Return the nodes; the result of the last one is named ``name``."""
         end = self.nodes[-1]
         self.nodes[-1] = Node(end.name, end.op, "", end.version, end.inputs, (name,), end.attributes)
         return self.nodes

@@ -16,9 +16,9 @@ Role = Literal["parameter", "buffer", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A graph input or output.
+    """An input or output of a graph.
 
-    ``dtype``: numpy's name of the type. ``shape``: an input has numbers only; None if an output's shape is unknown.
+    ``dtype``: numpy's name of the type. ``shape``: sizes; always known for an input, None if unknown for an output.
     """
 
     name: str
@@ -28,11 +28,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An initialiser or folded constant.
+    """An initialiser of a file, or a constant that was computed when the file was loaded.
 
-    ``role``: ``parameter`` (trained), ``buffer`` (batch norm statistics, which the step updates) or ``constant``.
-    ``load`` reads its array when called; external data stay on disk until then. ``generated``: the file contains no
-    data for it (``ConstantOfShape``), so training starts from random values.
+    ``dtype``: numpy's name of the type. ``shape``: its sizes. ``role``: ``parameter`` (trained), ``buffer`` (batch
+    norm statistics, which the step updates) or ``constant``. ``load``: reads its array when called; external data
+    stay on disk until then. ``generated``: whether the file has no data for it (``ConstantOfShape``), so that
+    training starts from random values.
     """
 
     name: str
@@ -45,7 +46,11 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One ONNX node. ``version``: its domain's opset. An absent optional input or output is ``""``."""
+    """One ONNX node: its unique ``name``, its type ``op`` and its ``attributes`` by name.
+
+    ``domain``: empty for ONNX's own ops. ``version``: the opset of its domain. ``inputs``, ``outputs``: names of
+    values; "" for an optional one that is absent.
+    """
 
     name: str
     op: str
@@ -58,10 +63,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The size to which a graph's batch is bound, if its constants may have been made for another size.
+    """The size to which a graph's batch dimension is bound, if the file's constants may have been made for another
+    size.
 
-    ``places``: the inputs' axes that are the batch, by name. ``traced``: the size the file was made with: its own
-    fixed size, or 1, which exporters use most. ``fixed``: whether the file states that size.
+    ``places``: the batch dimensions as pairs (input, axis). ``size``: the size that is bound. ``traced``: the size
+    that the file was made with: the fixed size in the file, or 1, which exporters use most. ``fixed``: whether the
+    file states that size.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -72,7 +79,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A forward graph. ``nodes`` are in topological order; every name is written once."""
+    """The forward graph of an ONNX file.
+
+    ``name``: of the graph in the file. ``inputs``, ``outputs``: what the forward takes and returns. ``weights``: the
+    values that nodes read and that are neither inputs nor written by a node. ``nodes``: in topological order; every
+    value is written once.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -82,4 +94,4 @@ class Graph:
     notes: tuple[str, ...] = ()
     """What the loader changed or noticed that a user should know («looks like a folded inference export»)."""
     batch: Batch | None = None
-    """The batch, if it is bound to another size than the constants may have been made for."""
+    """The batch, if it is bound to another size than the file's constants may have been made for; else None."""

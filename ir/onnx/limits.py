@@ -15,10 +15,11 @@ MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise gro
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Check that the data of all tensors match their shapes, before anything allocates these shapes.
+    """Check that the data of each tensor in a file match the tensor's shape, before anything allocates memory for
+    that shape.
 
     Raises:
-        ModelError: the data of a tensor do not, or the model has sparse initialisers.
+        ModelError: the data of a tensor do not match, a shape or data type is invalid, or a tensor is sparse.
     """
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
@@ -68,10 +69,10 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Check that every input and output that states a type is a dense tensor.
+    """Check that every graph input and output that states a type is a dense tensor.
 
     Raises:
-        ModelError: one is not.
+        ModelError: one of them is not; the message names it.
     """
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
@@ -82,10 +83,10 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Check that every value is written once and that every value that is read is written.
+    """Check that every value is written once, and that every value that is read is written.
 
     Raises:
-        ModelError: a value is not; or a node has no printable op type.
+        ModelError: a value is written twice, or read but not written; or a node has no printable op type.
     """
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
@@ -117,10 +118,11 @@ def _label(node: onnx.NodeProto) -> str:
 
 
 def check_expansion(proto: onnx.ModelProto) -> None:
-    """Check that local functions do not call themselves, are not nested too deep, and expand to few enough nodes.
+    """Check that a model's local functions do not call themselves, are nested at most 100 deep, and expand to at
+    most `MAX_FUNCTION_NODES` nodes.
 
     Raises:
-        ModelError: otherwise; the message says which of these fails.
+        ModelError: one of these does not hold; the message says which.
     """
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}

@@ -41,12 +41,13 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
     Args:
         path: the file. External data are expected next to it, and read when a weight is loaded.
-        dims: sizes of symbolic dimensions by name; ``INPUT.AXIS`` names any dimension that is not fixed. If
-            none is symbolic, ``batch`` is the first dimension of the inputs, which the file fixes.
-        forms: whether batch norm and dropout are put into training or inference form.
+        dims: sizes of symbolic input dimensions, by name; ``INPUT.AXIS`` names any dimension that is not fixed. If
+            all dimensions are fixed, ``batch`` names the first dimension of the inputs and gives it another size.
+        forms: whether batch norms and dropouts are put into training or inference form.
 
     Raises:
-        ModelError: the file is not a valid ONNX model, or an input dimension is not bound.
+        ModelError: the file is not a valid ONNX model, contains something that cannot be trained, or an input
+            dimension has no size.
         UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
     """
     path = Path(path)
@@ -58,10 +59,15 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
 
 def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int] | None = None) -> Graph:
-    """Load the graph of a model in memory, an ``onnx.ModelProto``.
+    """Load the forward graph of an ONNX model in memory.
+
+    Args:
+        proto: an ``onnx.ModelProto``.
+        name: the model's name in messages.
+        dims: sizes of symbolic input dimensions, as for `load_onnx`.
 
     Raises:
-        ModelError: the model is not valid, or an input dimension is not bound. The message calls the model ``name``.
+        ModelError: the model is not valid, or an input dimension has no size.
         UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
     """
     draft = read_proto(proto, Path(name))
@@ -214,7 +220,8 @@ class _Work:
         return True
 
     def source(self, name: str) -> Array | None:
-        """Return the stored, folded or generated tensor of that name."""
+        """Return the tensor named ``name`` from the file, computed at loading, or filled by the file; None if there
+        is none."""
         return self.initialisers.get(name) or self.constants.get(name) or self.generated.get(name)
 
 
@@ -271,8 +278,8 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
 
 
 def _promoted(weight: Weight, used: roles.Uses) -> Weight:
-    """Return the weight as a parameter if a layer reads it as its weight. For files that keep weights in Constant
-    nodes."""
+    """Return the weight as a parameter if a layer reads it in an input for weights; for files that keep weights in
+    Constant nodes."""
     layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
     return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
 

@@ -35,16 +35,18 @@ logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # we refuse what it warns 
 
 
 def read_onnx(path: Path) -> Draft:
-    """Read an ONNX file.
+    """Read an ONNX file as plain data, with functions inlined.
 
     Raises:
-        ModelError: the file cannot be read, is not ONNX, or violates the format.
+        ModelError: the file cannot be read, is not ONNX, or violates the format; the message names the file.
     """
     return read_proto(_parse(path), path)
 
 
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
-    """Read a model in memory. ``path``: names the model in messages; external data are expected next to it.
+    """Convert an ONNX model in memory to plain data, with functions inlined.
+
+    ``path``: names the model in messages; external data are expected next to it.
 
     Raises:
         ModelError: the model violates the format.

@@ -19,9 +19,11 @@ MAX_BYTES = 1 << 28  # no inference for larger files, because it copies the weig
 
 
 def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim, ...]]:
-    """Return the shapes of the main graph's values by name; a dimension is a number, a symbol or None.
+    """Return the shapes of the values of a file's main graph, by name; a dimension is a number, a symbol or None if
+    unknown.
 
-    The result contains at least the shapes that the file states.
+    Shapes are inferred only if the graph has subgraphs and the file is not too large. The result contains at least
+    the shapes that the file states.
     """
     if not draft.bodies or proto.ByteSize() > MAX_BYTES:
         return dict(draft.stated)

@@ -33,10 +33,11 @@ SAMPLE = 64  # rows and columns compared to recognise a transpose
 
 
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """Return the draft with the weights that the exported module had, and notes for the user.
+    """Return a file's content with the weights that the exported module had, and notes for the user about what was
+    changed.
 
-    Weights that the exporter stored transposed or reshaped have their own shape again, weights that it merged because
-    their values are equal are separate again, and tensors that repeat a weight are computed from it.
+    Weights that the exporter stored transposed or reshaped have their original shape again, weights that it merged
+    because their values are equal are separate again, and tensors that repeat a weight are computed from the weight.
 
     ``draft.nodes`` must be in topological order.
     """
@@ -61,7 +62,7 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 
 
 def _restore_folded(edit: Edit, draft: Draft) -> int:
-    """Replace copies of a weight that layers read by views of the weight. Returns their number."""
+    """Replace copies of a weight that layers read by views of the weight. Return the number of copies replaced."""
     tables = _tables(edit)
     found: dict[str, tuple[str, _View]] = {}
     for node in draft.nodes:
@@ -136,7 +137,7 @@ def _source(
 
 
 def _is_transposed(stated: Array, copy: Array) -> bool:
-    """Whether a sample of one equals the other's transpose (random values are never equal by chance)."""
+    """Return whether a sample of one tensor equals the other's transpose (random values are never equal by chance)."""
     if stated.shape != copy.shape[::-1] or stated.dtype != copy.dtype or 0 in stated.shape:
         return False
     a, b = stated.load(), copy.load()
@@ -185,7 +186,7 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _part_aliases(edit: Edit) -> int:
-    """Give each Identity of a merged weight a weight of its own. Returns their number."""
+    """Give each Identity of a merged weight a separate weight. Return the number of new weights."""
     if any(_trains(node) for node in edit.nodes):
         return 0
     kept, separated = [], 0
@@ -201,16 +202,13 @@ def _part_aliases(edit: Edit) -> int:
 
 
 def _trains(node: Node) -> bool:
-    """Whether the node is a batch norm in training form."""
+    """Return whether the node is a batch norm in training form."""
     return node.op == "BatchNormalization" and roles.trains_statistics(node)
 
 
 def _merged(array: Array, other: str) -> bool:
-    """Whether two equal weights are equal only by coincidence and must be separated: `array`, and one named
-    `other`.
-
-    The caller knows that they are equal.
-    """
+    """Return whether two weights with equal values, ``array`` and one named ``other``, are equal only by
+    coincidence, so that they must be separated."""
     return _is_uniform(array) or (array.name != other and _layer(array.name) == _layer(other))
 
 
@@ -227,7 +225,8 @@ def _is_uniform(array: Array) -> bool:
 
 
 def _part_shared(edit: Edit) -> int:
-    """Give each module that reads another module's merged weight a weight of its own. Returns their number."""
+    """Give each module that reads another module's merged weight a separate weight. Return the number of new
+    weights."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):

@@ -31,12 +31,14 @@ FOLDED_BY_SCRIPT = re.compile(r"onnx::Conv_\d+$")  # the name TorchScript gives 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms into which batch norms and dropouts of a file are put.
+    """The forms into which a file's batch norms and dropouts are put when it is loaded.
 
-    ``bn``: ``as-is``, ``train`` or ``frozen``. ``dropout``: ``as-is``, ``on`` or ``off``.
+    ``bn``: ``as-is``: unchanged; ``train``: every batch norm normalises by the batch and updates its running
+    statistics; ``frozen``: every batch norm uses the running statistics. ``dropout``: ``as-is``: unchanged; ``on``
+    or ``off``.
 
     Raises:
-        UsageError: an unknown form.
+        UsageError: a form is unknown.
     """
 
     bn: str = "as-is"
@@ -49,7 +51,8 @@ class Forms:
 
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
-    """Return the draft in the requested forms, and notes about what was changed."""
+    """Return a file's content with batch norms and dropouts in the forms ``forms``, and notes for the user about
+    what was changed."""
     said: list[str] = []
     for changed, text in (
         _each(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
@@ -151,7 +154,7 @@ BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
 def _put_back(draft: Draft) -> tuple[Draft | None, str]:
-    """Insert a new batch norm behind every convolution into which one was folded; None if there is no such
+    """Insert a new batch norm behind every convolution into which the exporter folded one; None if there is no such
     convolution."""
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
@@ -197,7 +200,7 @@ def _put_back(draft: Draft) -> tuple[Draft | None, str]:
 
 
 def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
-    """Whether the exporter folded a batch norm into the node, according to its metadata or its names."""
+    """Return whether the exporter folded a batch norm into the node, judged by its metadata or its names."""
     if node.op not in ("Conv", "ConvTranspose") or node.domain or len(node.inputs) < 3:
         return False
     if node.inputs[2] not in draft.initialisers:

@@ -33,7 +33,10 @@ SURELY_BUFFER = re.compile(r"(inv_freq|(cos|sin)(_cached)?|running_\w+|\w*relati
 
 
 class Evidence:
-    """What a file says about its float initialisers."""
+    """What a file says about its float initialisers, to decide which of them are trained weights.
+
+    ``draft``: the file's content. ``used``: the readers of its values.
+    """
 
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
@@ -41,7 +44,8 @@ class Evidence:
         self.tells = any(o.kind for o in draft.origins.values())
 
     def is_weight(self, array: Array) -> bool:
-        """Return whether a floating-point initialiser may be a trained weight, judged by its origin, name and use."""
+        """Return whether a floating-point initialiser may be a trained weight, judged by its origin, name, use and
+        values."""
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"
@@ -59,10 +63,10 @@ class Evidence:
         return math.prod(array.shape) > 1 and not _is_mask(array)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
-        """Whether a weight is among the tensors from which the exporter folded this one.
+        """Return whether a weight is among the tensors from which the exporter computed this one.
 
-        Qualified names (``layer.0.weight``) are weights unless they look like a buffer's. Without qualified names,
-        a source recorded as a parameter decides; a source of another recorded kind, or one made by a call such as
+        Qualified names (``layer.0.weight``) are weights unless they look like a buffer's. Without qualified names, a
+        source recorded as a parameter decides; a source of another recorded kind, or one made by a call such as
         ``arange``, means no weight; otherwise any source that no node writes counts as a weight.
         """
         sources = [s for s in origin.folded_from if not GENERATED.match(s)]
@@ -85,7 +89,7 @@ def _is_mask(array: Array) -> bool:
 
 
 def _is_sinusoidal(array: Array) -> bool:
-    """Whether the tensor is a table of sinusoidal positions, sines and cosines interleaved or in halves."""
+    """Return whether the tensor is a table of sinusoidal positions, sines and cosines interleaved or in halves."""
     width = array.shape[-1] if array.shape else 0
     rows = math.prod(array.shape[:-1])
     if width < 4 or width % 2 or rows < 2 or rows * width > MAX_MASK:

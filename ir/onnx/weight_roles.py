@@ -128,12 +128,13 @@ STATISTICS = frozenset({3, 4})  # batch norm's mean and variance
 
 @dataclass(frozen=True)
 class Uses:
-    """The readers of each value, as pairs (node, input position)."""
+    """The readers of each value of a graph: by its name, pairs (node, input position)."""
 
     readers: Mapping[str, tuple[tuple[Node, int], ...]]
 
     def through_views(self, name: str) -> Iterable[tuple[Node, int]]:
-        """Yield the readers of a value, looking through nodes that only rearrange it."""
+        """Yield the readers of a value as pairs (node, input position). In place of a node that only rearranges the
+        value, such as a transpose, the readers of that node's result are yielded."""
         waiting = [name]
         while waiting:
             for node, at in self.readers.get(waiting.pop(), ()):
@@ -144,7 +145,7 @@ class Uses:
 
 
 def uses(nodes: Iterable[Node]) -> Uses:
-    """Collect the readers of every value."""
+    """Return the readers of every value that the nodes read."""
     readers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
     for node in nodes:
         for at, name in enumerate(node.inputs):
@@ -154,20 +155,23 @@ def uses(nodes: Iterable[Node]) -> Uses:
 
 
 def is_statistic(name: str, used: Uses) -> bool:
-    """Whether a batch norm reads the value as its mean or variance."""
+    """Return whether a batch norm reads the value, possibly through views, as its mean or variance."""
     return any(node.op == "BatchNormalization" and at in STATISTICS for node, at in used.through_views(name))
 
 
 def in_weight_input(name: str, used: Uses) -> bool:
-    """Whether a layer reads the value in an input for weights."""
+    """Return whether a layer reads the value, possibly through views, in an input for weights (such as a
+    convolution's kernel)."""
     return any(at in WEIGHT_INPUTS.get(node.op, ()) for node, at in used.through_views(name))
 
 
 def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
-    """Whether a tensor that the file fills with one value stands for a trained weight.
+    """Return whether a tensor that the file does not contain, but fills with the value ``fill``, stands for a
+    trained weight.
 
-    It does if a layer reads it in an input for weights. It also does as an operand of plain arithmetic, unless the
-    value is one that programs compute with (0, ±1, not finite): then it is a mask or an initial state.
+    It does if a layer reads it in an input for weights. It also does as an operand of plain arithmetic, unless
+    ``fill`` is a value that programs compute with (0, ±1, not finite, 10⁴ or more): then it is a mask or an initial
+    state.
     """
     if in_weight_input(name, used) or is_statistic(name, used):
         return True
@@ -177,8 +181,8 @@ def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
 
 
 def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> frozenset[str]:
-    """Return the values from which a differentiable path leads to an output. ``nodes`` must be in topological
-    order."""
+    """Return the names of the values from which a differentiable path leads to an output. ``nodes`` must be in
+    topological order."""
     reached = set(outputs)
     for node in reversed(tuple(nodes)):
         if not any(o in reached for o in node.outputs if o):
@@ -190,7 +194,8 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """A Gradient node's meaning: ``y`` as a function of ``xs`` and ``zs``, differentiated with respect to ``xs``."""
+    """What an ONNX Gradient node differentiates: the value ``y``, as a function of ``xs`` and ``zs``, with respect
+    to ``xs``."""
 
     xs: tuple[str, ...]
     zs: tuple[str, ...]
@@ -198,10 +203,10 @@ class Differentiated:
 
 
 def differentiated(node: Node) -> Differentiated:
-    """Return the values that a Gradient node names.
+    """Return the names of the values that an ONNX Gradient node differentiates.
 
     Raises:
-        ModelError: their number differs from that of its inputs.
+        ModelError: it names another number of values than it has inputs.
     """
     stated: Any = node.attributes
     found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
@@ -214,13 +219,14 @@ def differentiated(node: Node) -> Differentiated:
 
 
 def reads(node: Node) -> tuple[str, ...]:
-    """Return the values that a node needs: its inputs, and what a Gradient differentiates."""
+    """Return the names of the values that a node needs: its inputs and, for a Gradient node, the value that it
+    differentiates."""
     named = (differentiated(node).y,) if node.op == "Gradient" and node.domain else ()
     return (*filter(None, node.inputs), *named)
 
 
 def trains_statistics(node: Node) -> bool:
-    """Whether a batch norm node normalises by the batch and updates its statistics.
+    """Return whether a batch norm node normalises by the batch and updates its running statistics.
 
     ONNX has expressed this in three forms: ``training_mode`` since opset 14, more than one output since opset 7,
     ``is_test`` of zero before.
