@@ -30,20 +30,23 @@ WITHIN = 30.0
 
 
 def gradient_error(error: float) -> float:
-    """Return the largest relative error (L2 norm, of one gradient) to expect if recovered tensors have relative
-    error ``error``.
+    """Return the largest relative error (L2 norm) that one gradient may have if the tensors that inverses recover
+    have the relative error ``error``: 30·√``error``, at most 0.5.
 
-    Where the network is smooth, a gradient is as wrong as the tensors it is computed from. But of a ReLU's or
-    maximum's arguments, a share of about ``error`` is so close to the kink that it changes sides; the gradients
-    there are entirely wrong. This contributes √``error`` of the norm.
+    Where the network is smooth, a gradient is as wrong as the tensors it is computed from. But of the arguments of a
+    ReLU or maximum, a share of about ``error`` is so close to the kink that it changes sides; the gradients there are
+    entirely wrong. This contributes √``error`` of the norm. 30 is a safety factor.
     """
     return min(WITHIN * math.sqrt(error), 0.5)
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
-    """Return the relative error of what an op or inverse (``recipe``) writes, given the largest error among its reads.
+    """Return the predicted relative error of the tensors that an op or inverse writes.
 
-    ``inverse``: whether the recipe is an inverse. ``worst``: the largest relative error among its reads.
+    Args:
+        recipe: the op or inverse, with its error model ``gain`` and ``noise``.
+        inverse: whether ``recipe`` is an inverse, that is, recovers a tensor from tensors computed from it.
+        worst: the largest relative error among the tensors that ``recipe`` reads.
     """
     if inverse:
         return recipe.gain * worst + recipe.noise
@@ -52,7 +55,10 @@ def error_after(recipe: Op, inverse: bool, worst: float) -> float:
 
 
 def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """Return, for each tensor that is ever inexact, the largest relative error that it has during the schedule."""
+    """Return the largest relative error that each tensor has during a schedule, by tensor name.
+
+    Tensors whose predicted error is always 0 are absent. An error arises where an inverse recovers a tensor.
+    """
     inverses = {op.name for op in graph.inverses}
     now: dict[str, float] = {}
     worst: dict[str, float] = {}
@@ -70,34 +76,40 @@ def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, floa
 
 
 def worst_error(graph: TrainingGraph, schedule: Schedule) -> float:
-    """Return the largest predicted relative error among forward tensors; 0 if the schedule runs no inverse that
-    rounds."""
+    """Return the largest predicted relative error among tensors that forward ops write; 0 if the schedule runs no
+    inverse that rounds."""
     forward = {t for op in graph.ops if op.phase != "backward" for t in op.writes}
     return max((e for t, e in predicted_errors(graph, schedule).items() if t in forward), default=0.0)
 
 
 def inverses_run(graph: TrainingGraph, runs: Iterable[str]) -> int:
-    """Count those of the runs (names of ops and inverses, repeats included) that are inverses."""
+    """Return how many of ``runs`` are runs of inverses. ``runs``: names of ops and inverses, repeats included."""
     names = {op.name for op in graph.inverses}
     return sum(run in names for run in runs)
 
 
 def own_limit(inverse: Op) -> float:
-    """Return the default limit of an inverse's relative error: u^(2/3) for a type with unit roundoff u.
+    """Return the default limit of the relative error of a tensor that an inverse recovers: u^(2/3) for a type with
+    unit roundoff u.
 
-    This gives up a third of the type's digits: 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16. The
-    unit roundoff is computed from the inverse's noise.
+    This gives up a third of the type's digits: 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16. The unit
+    roundoff is computed from the ``noise`` and ``gain`` of the inverse.
     """
     return float((inverse.noise / max(inverse.gain, 1.0) / ROUNDING) ** (2 / 3))
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without the inverses that would make the error of a chain of inverses exceed a limit.
+    """Return the problem without those inverses with which a tensor's predicted relative error would exceed a limit.
 
-    Chains are followed backwards from the end of the forward half. Where a tensor's predicted error exceeds ``limit``
-    (relative; by default the largest `own_limit` of the types involved in its recovery), its inverses are removed. A
-    plan must then keep or recompute the tensor, and the error restarts there at 0: the tensor is an anchor. Inverses
-    whose own rounding exceeds the limit are removed as well.
+    Chains of inverses are followed backwards from the end of the forward half. If the error of a recovered tensor
+    exceeds the limit, all inverses that write the tensor are removed. A plan must then keep or recompute the tensor,
+    which has error 0 again: the tensor is an *anchor* of the chain. Inverses whose own rounding exceeds the limit are
+    removed as well.
+
+    Args:
+        graph: the planning problem with its inverses.
+        limit: the largest relative error allowed; None: for each tensor, the largest `own_limit` of the types
+            involved in its recovery.
 
     Raises:
         UsageError: the limit is not positive.

@@ -44,8 +44,12 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """Yield, for q = 0, 1, ..., an array of the bytes held in the states (0, q), (1, q), ..., inputs and workspaces
-    included. A state is defined at the top of this module."""
+    """Yield the bytes that both lanes hold in each state of their progress: for each progress q of the recovery lane,
+    an array indexed by the progress p of the main lane.
+
+    A lane (a CUDA stream, or a thread on the CPU) has progress 2k if it has finished k runs and none is in progress,
+    and 2k + 1 while its run k is in progress. Inputs and the workspaces of runs in progress are included.
+    """
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(
@@ -72,7 +76,7 @@ def _begin(copy: Copy) -> tuple[int, int]:
 
 
 def _end(copy: Copy, lane: int) -> int:
-    """The progress of a lane from which on it does not use the copy any more."""
+    """Return the progress of a lane from which on it does not use the copy any more."""
     last = copy.last[lane]
     if last is None:
         last = copy.made if copy.lane == lane else BEFORE
@@ -80,7 +84,11 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """Yield, for q = 0, 1, ..., the smallest and largest p that the plan's own sequence passes through."""
+    """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p of the main
+    lane if the runs of both follow one another in the plan's sequence.
+
+    Progress is 2k after k finished runs, and 2k + 1 while run k is in progress.
+    """
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
         yield 2 * here, 2 * there
@@ -89,8 +97,13 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
-    """Yield, for q = 0, 1, ..., the smallest and largest p that ``needs`` allow; the smallest is larger if they allow
-    none."""
+    """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p that the main
+    lane can have meanwhile if both lanes wait as ``needs`` says. If no p is possible, the smallest is larger than
+    the largest.
+
+    Progress is 2k after k finished runs, and 2k + 1 while run k is in progress. ``needs``: for each run of a lane,
+    how many runs of the other lane must have finished before it starts.
+    """
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
     for q in range(2 * len(where.recovery) + 1):
@@ -102,9 +115,11 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits (as `Needs`) with which data dependences hold and the bytes held never exceed a budget.
+    """Return the fewest waits of two lanes with which data dependences hold and the lanes never hold more than
+    ``budget`` bytes, at any relative speed.
 
-    None if the plan exceeds the budget even if its runs follow one another in its own sequence.
+    The waits are given as `Needs`: for each run of a lane, how many runs of the other lane must have finished before
+    it starts. None if the plan exceeds the budget even if its runs follow one another in the plan's sequence.
     """
     lows: list[int] = []
     highs: list[int] = []
@@ -127,8 +142,11 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
-    """Convert windows to needs. Window edges are even, because starting a run only adds bytes and ending one only
-    frees them."""
+    """Convert, for each progress q of the recovery lane, the smallest (``lows``) and largest (``highs``) progress of
+    the main lane to `Needs`.
+
+    All these numbers are even, because starting a run only adds bytes and ending one only frees them.
+    """
     main, j = [], 0
     for k in range(len(where.main)):
         while highs[2 * j] < 2 * k + 1:
@@ -138,8 +156,11 @@ def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
 
 
 def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
-    """Return the most bytes held at any speed of the lanes if they wait as ``needs`` says, the steps before the fork
-    included."""
+    """Return the most bytes that a plan on two lanes holds at any relative speed of the lanes. The steps of
+    ``schedule`` before the lanes divide are included.
+
+    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
+    """
     before = resident_bytes(plan.graph, _until(schedule, plan.where.fork))
     after = (
         int(resident[least : most + 1].max())
@@ -150,16 +171,16 @@ def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
 
 
 def _until(schedule: Schedule, fork: int) -> Schedule:
-    """Return the steps before the run at position ``fork``."""
+    """Return the steps before the run at position ``fork``; the whole schedule if it has no such run."""
     at = [k for k, step in enumerate(schedule) if isinstance(step, Run)]
     return schedule[: at[fork]] if fork < len(at) else schedule
 
 
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
-    """Check lanes that were read from a file, and return them with ``peak`` computed for this problem.
+    """Check that lanes read from a file fit a schedule, and return them with ``peak`` computed anew for this problem.
 
     Raises:
-        ProblemError: they do not fit the schedule, or a run does not wait for what it reads.
+        ProblemError: the lanes do not fit the schedule, or a run does not wait for a tensor that it reads.
     """
     runs = tuple(runs_of(schedule))
     plan = Laned(graph, runs, placed(lanes.fork, lanes.recovery, len(runs)))

@@ -26,7 +26,7 @@ from rematplan.ir import ProblemError, TrainingGraph
 
 MAIN, RECOVERY = 0, 1
 BEFORE = -1
-"""The index on the main lane that stands for everything before the fork."""
+"""The index on the main lane that stands for all runs before the plan's first backward op."""
 
 Touches = tuple[Sequence[str], Sequence[str]]
 """The tensors that one run reads, and the tensors that it writes."""
@@ -34,13 +34,17 @@ Touches = tuple[Sequence[str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a plan on two lanes states in addition to its sequence of runs. Positions count runs from 0.
+    """What a plan on two lanes states in addition to its sequence of runs. A lane is a CUDA stream, or a thread on
+    the CPU.
 
-    ``fork``: position of the first run after the fork. ``recovery``: positions of the runs on the recovery lane,
-    ascending. ``waits``: pairs (run, other): the run starts after ``other``, which is on the other lane, has
-    finished. ``peak``: bytes that are not exceeded at any speed of the lanes. ``makespan``: predicted time of the
-    step, in the unit of costs. ``speed``: the speed of each lane while both run, relative to a lane that runs
-    alone, as assumed for the makespan.
+    All runs before the plan's first backward op are on one lane. From there on, the *recovery lane* runs inverses and
+    repeated forward ops, and the *main lane* everything else. Positions count the plan's runs from 0.
+
+    ``fork``: position of the first backward op, at which the lanes divide. ``recovery``: positions of the runs on the
+    recovery lane, ascending. ``waits``: pairs (run, other) of positions: ``run`` starts after ``other``, a run of the
+    other lane, has finished. ``peak``: bytes that are not exceeded at any relative speed of the lanes. ``makespan``:
+    predicted time of the step, in the unit of `Op.cost`. ``speed``: the speed that the makespan assumes for each lane
+    while both run, relative to a lane that runs alone.
     """
 
     fork: int
@@ -53,12 +57,12 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How two lanes share a device.
+    """How two lanes (CUDA streams, or threads on the CPU) share a device, for the prediction of a plan's time.
 
-    ``speed``: the speed of each lane while both run, relative to a lane that runs alone: 1 on two devices, 0.5 if
-    one lane already fills the device. PaReprop's best result, 20 % more steps per time, corresponds to 0.75; the
-    default is halfway between that and no gain. ``handover``: what a wait costs the waiting lane. ``start``: what
-    the second lane costs per step. Both are in the unit of costs.
+    ``speed``: the speed of each lane while both run, relative to a lane that runs alone: 1 on two devices, 0.5 if one
+    lane already fills the device. PaReprop's best result, 20 % more steps per time, corresponds to 0.75; the default
+    is halfway between 0.75 and 0.5. ``handover``: the time that one wait for the other lane costs. ``start``: the
+    time per step that the second lane costs. Both times are in the unit of `Op.cost`.
     """
 
     speed: float = 0.625
@@ -68,10 +72,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan from the fork on, divided into lanes.
+    """The runs of a plan from its first backward op on, divided into the main lane and the recovery lane.
 
-    All numbers are positions in the plan's sequence of runs: ``fork`` of the first run after the fork, ``main`` and
-    ``recovery`` of the runs of each lane, ascending.
+    All numbers are positions in the plan's sequence of runs, from 0. ``fork``: position of the first backward op.
+    ``main``, ``recovery``: positions of the runs of each lane, ascending.
     """
 
     fork: int
@@ -80,17 +84,18 @@ class Placed:
 
     @property
     def lanes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions of both lanes, indexed by `MAIN` and `RECOVERY`."""
+        """The positions of the runs of both lanes, indexed by `MAIN` (0) and `RECOVERY` (1)."""
         return self.main, self.recovery
 
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
-        """For each position in the sequence of runs, the lane and the index within the lane."""
+        """For the position of each run from ``fork`` on, its lane (`MAIN` or `RECOVERY`) and its index within the
+        lane."""
         return {at: (lane, k) for lane, runs in enumerate(self.lanes) for k, at in enumerate(runs)}
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each lane and each of its runs, the number of runs of the other lane that precede it in the plan's
+        """For each lane and each of its runs, how many runs of the other lane precede that run in the plan's
         sequence."""
         return self._others(MAIN), self._others(RECOVERY)
 
@@ -104,8 +109,11 @@ class Placed:
 
 
 def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
-    """Divide a sequence of runs into lanes. The recovery lane is empty if nothing is rematerialised after the first
-    backward op."""
+    """Divide a plan's sequence of runs (names of ops and inverses) into two lanes.
+
+    Lanes begin at the first backward op. From there on the recovery lane gets inverses and forward ops that have run
+    before; it is empty if there are none. The main lane gets all other runs.
+    """
     fork = next((at for at, name in enumerate(runs) if graph.op[name].phase == "backward"), len(runs))
     inverses = {inverse.name for inverse in graph.inverses}
     seen = set(runs[:fork])
@@ -119,12 +127,13 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return the division of ``length`` runs in which ``recovery`` lists the positions of the recovery lane's runs.
+    """Return the division of ``length`` runs into lanes in which the recovery lane has the runs at the positions
+    ``recovery``.
 
     The main lane has all other runs from the position ``fork`` on.
 
     Raises:
-        ProblemError: ``recovery`` is not ascending, or has positions outside of ``fork`` .. ``length`` - 1.
+        ProblemError: ``recovery`` is not ascending, or has a position outside of ``fork`` .. ``length`` - 1.
     """
     chosen = tuple(recovery)
     after = set(range(fork, length))
@@ -135,11 +144,12 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """The result of one run: one tensor that it writes.
+    """One tensor as one run wrote it. A tensor that is written by several runs has several copies.
 
-    ``lane``: the lane of that run. ``made``: the run's index on the lane; `BEFORE` if it ran before the fork.
-    ``first`` and ``last``: per lane, the indices of the runs that read the copy first and last; None if the lane does
-    not read it. The end of the step reads the outputs; it counts as one more run of the main lane.
+    ``tensor``: its name. ``lane``: the lane of the run that wrote it (`MAIN` or `RECOVERY`). ``made``: that run's
+    index within its lane; `BEFORE` if it ran before the plan's first backward op. ``first``, ``last``: for each lane,
+    the indices of the first and last of its runs that read the copy; None if none does. The end of the step reads the
+    outputs; it counts as one more run of the main lane.
     """
 
     tensor: str
@@ -149,24 +159,28 @@ class Copy:
     last: list[int | None]
 
     def read(self, lane: int, index: int) -> None:
-        """Record that the run of this index on a lane reads the copy. Runs before the fork are not recorded."""
+        """Record that run ``index`` of ``lane`` reads the copy. Nothing is recorded if ``index`` is `BEFORE`."""
         if index > BEFORE:
             if self.first[lane] is None:
                 self.first[lane] = index
             self.last[lane] = index
 
     def crosses(self) -> bool:
-        """Whether the lane that did not write the copy reads it."""
+        """Return whether a run of the other lane than the one that wrote the copy reads it."""
         return self.first[1 - self.lane] is not None
 
 
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """Return the copies that a sequence of runs makes, except those from before the fork that nobody reads after it.
+    """Return the copies of tensors (results of single runs) that matter from the plan's first backward op on: those
+    written from there on, and earlier ones that are read there.
 
-    ``touches``: what each run reads and writes. ``where``: the lanes of the runs. ``inputs`` have no copies; the end
-    of the step reads the ``outputs``.
+    Args:
+        touches: for each run of the plan, the tensors it reads and the tensors it writes.
+        where: the division of the runs into lanes.
+        inputs: tensors that are always resident; they have no copies.
+        outputs: tensors that the end of the step reads.
     """
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
@@ -184,14 +198,19 @@ def copies_of(
 
 
 Needs = tuple[list[int], list[int]]
-"""Per lane and run: how many runs of the other lane must have finished before the run starts. Ascending within a
-lane."""
+"""For each lane and each of its runs: how many runs of the other lane must have finished before that run starts.
+Ascending within a lane. The main lane has one more entry, for the end of the step."""
 
 
 def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) -> Needs:
-    """Return the waits that data dependences require. The end of the step counts as one more run of the main lane.
+    """Return the waits between two lanes that data dependences require: a run waits until everything that it reads
+    is written. The end of the step counts as one more run of the main lane.
 
-    ``draws``: maps the position of a random op's later run to that of its first run, whose random state it needs.
+    Args:
+        where: the division of the runs into lanes.
+        copies: the results of single runs, each with the first runs that read it.
+        draws: for the position of each repeated run of a random op, the position of the op's first run, whose random
+            state the repeated run needs.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
@@ -206,15 +225,20 @@ def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) 
 
 
 def ascending(needs: Needs) -> Needs:
-    """Return the needs with every run also waiting for everything that earlier runs of its lane wait for."""
+    """Return ``needs`` with every run also waiting for everything that earlier runs of its lane wait for.
+
+    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
+    """
     return list(accumulate(needs[MAIN], max)), list(accumulate(needs[RECOVERY], max))
 
 
 def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
-    """Check that every run waits for what it reads.
+    """Check that every run waits at least as long as its data dependences require.
+
+    ``needs``: the waits of a plan. ``data``: the waits that `data_needs` returns.
 
     Raises:
-        ProblemError: a run does not; the message names it.
+        ProblemError: a run does not wait for a tensor that it reads; the message names the run by its position.
     """
     for runs, own, least in zip(where.lanes, needs, data, strict=True):
         for at, had, wanted in zip(runs, own, least, strict=False):
@@ -223,8 +247,11 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """Return the fewest waits that enforce ``needs``, as in `Lanes`: pairs (run, run of the other lane that it waits
-    for)."""
+    """Return the fewest pairs (run, awaited run), by position, such that waiting for them enforces ``needs``: for
+    each run of a lane, how many runs of the other lane must have finished before it starts.
+
+    The two runs of a pair are on different lanes. Pairs are sorted. `needs_of` is the converse.
+    """
     found = []
     for lane, runs in enumerate(where.lanes):
         other = where.lanes[1 - lane]
@@ -235,10 +262,14 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Return the needs that waits (as in `Lanes`) enforce. The end of the step waits for both lanes.
+    """Return how many runs of the other lane each run has to wait for, given pairs of runs.
+
+    ``waits``: pairs (run, awaited run) by position, as in `Lanes`. The end of the step waits for all runs of both
+    lanes.
 
     Raises:
-        ProblemError: a wait does not name two runs after the fork, one on each lane, the awaited one first.
+        ProblemError: a pair does not name two runs from ``where.fork`` on, one on each lane, the awaited one first in
+            the plan's sequence.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
@@ -253,9 +284,9 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Map the position of each later run of a random op to the position of that op's first run.
+    """Return, for the position of each repeated run of a random op, the position of the op's first run.
 
-    ``ordered``: the names of the random ops.
+    ``runs``: names of ops, in order. ``ordered``: the names of the random ops.
     """
     first: dict[str, int] = {}
     wanted = set(ordered)
@@ -266,7 +297,8 @@ def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Laned:
-    """A problem, a sequence of runs, and the lanes of these runs."""
+    """A planning problem (``graph``), the names of a plan's runs in order, and the division of these runs into two
+    lanes (``where``)."""
 
     graph: TrainingGraph
     runs: tuple[str, ...]
@@ -274,26 +306,27 @@ class Laned:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """The copies of tensors that are live at the fork or made after it."""
+        """The results of single runs that are live at the plan's first backward op, where lanes divide, or written
+        after it."""
         rows = [self.graph.op[name] for name in self.runs]
         touches = [(op.reads, op.writes) for op in rows]
         return copies_of(touches, self.where, self.graph.inputs, self.graph.outputs)
 
     @cached_property
     def data(self) -> Needs:
-        """The waits that data dependences require, regardless of memory."""
+        """The waits between the lanes that data dependences require, whatever the budget."""
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)
 
 
 def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
-    """Convert lanes to plain JSON data."""
+    """Convert lanes to plain JSON data: an object with the fields of `Lanes`."""
     return asdict(lanes)
 
 
 def lanes_from_json(data: Any) -> Lanes:
-    """Read lanes from plain JSON data, without checking them.
+    """Build `Lanes` from plain JSON data, without checking that they fit a schedule.
 
     Raises:
         KeyError, TypeError, ValueError: a field is missing or has another type.

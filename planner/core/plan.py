@@ -22,13 +22,15 @@ Status = Literal["optimal", "feasible", "refining"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule with its predicted peak and cost.
+    """A schedule with its predicted peak and cost, for one planning problem.
 
-    ``budget``: bytes, or None if planned without one. ``lower_bound``: a proven lower bound of the overhead of
-    *any* schedule of the problem within the budget, or None. ``status``: ``optimal`` if the overhead equals the
-    lower bound; ``refining`` while a better plan is searched for. ``blocks``: for block strategies, the ops of
-    each block V₁..V_k. ``fingerprint``: `TrainingGraph.fingerprint` of the problem, if recorded. ``lanes``: for a
-    plan on two lanes (`planner.overlap`).
+    ``problem``, ``strategy``: the names of the problem and of the strategy that made the plan. ``schedule``: its runs
+    and frees. ``estimate``: its simulated peak and cost. ``budget``: bytes, or None if planned without one.
+    ``lower_bound``: a proven lower bound of the overhead of *any* schedule of the problem within the budget, or None.
+    ``status``: ``optimal`` if the overhead equals the lower bound; ``refining`` while another process searches for a
+    better plan; else ``feasible``. ``blocks``: for strategies that divide the forward into blocks V₁..V_k, the names
+    of each block's ops; else None. ``fingerprint``: `TrainingGraph.fingerprint` of the problem, or empty. ``lanes``:
+    how the runs are divided into two lanes (streams or threads); None for one lane.
     """
 
     problem: str
@@ -44,12 +46,13 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes that the plan never exceeds; that of the lanes if it has two."""
+        """Bytes that the plan never exceeds: with two lanes, at any relative speed of the lanes; else the simulated
+        peak."""
         return self.lanes.peak if self.lanes else self.estimate.peak
 
     @property
     def gap(self) -> float | None:
-        """The overhead minus its proven lower bound, or None without a bound."""
+        """The overhead minus its proven lower bound (a fraction, at least 0), or None without a bound."""
         return None if self.lower_bound is None else max(0.0, self.estimate.overhead - self.lower_bound)
 
     def __str__(self) -> str:
@@ -65,13 +68,21 @@ class Plan:
 
 
 def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
-    """Build the plan of a sequence of runs: insert the frees, simulate."""
+    """Build the plan that runs ``runs`` (names of ops and inverses) in order and frees each tensor as early as
+    possible.
+
+    ``strategy``: the name to record. ``more``: further fields of `Plan`.
+
+    Raises:
+        ProblemError: the runs are not a valid schedule of ``graph``; see `simulate`.
+    """
     schedule = with_frees(graph, runs)
     return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Convert a plan to plain JSON data."""
+    """Convert a plan to plain JSON data in the format ``rematplan.plan/1``. The status ``refining`` becomes
+    ``feasible``."""
     e = plan.estimate
     return {
         "format": PLAN_FORMAT,
@@ -97,11 +108,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Build a plan of ``graph`` from plain JSON data; peak and cost are simulated again.
+    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are simulated anew, not read.
 
     Raises:
         ProblemError: the data violates the format, the plan is of another problem or not a valid schedule of
-            this one, or it exceeds its own budget.
+            ``graph``, or it exceeds its own budget.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
@@ -136,7 +147,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
 
 
 def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
-    """Explain why a plan exceeds its budget. ``stated``: the peak that the file states."""
+    """Return the message for a plan that exceeds its budget. ``stated``: the peak that the plan's file states."""
     over = f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes"
     if stated == plan.peak:
         return over
@@ -148,15 +159,15 @@ def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan file. An error leaves no partial file behind."""
+    """Write a plan as a JSON file, completely or not at all."""
     write_whole(path, json.dumps(plan_to_json(plan)))
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
-    """Read a plan file.
+    """Read the plan file of a problem ``graph``.
 
     Raises:
-        ProblemError: see `plan_from_json`; the message names the file.
+        ProblemError: the file cannot be read, or a reason that `plan_from_json` lists; the message names the file.
     """
     try:
         return plan_from_json(read_json(path), graph)
@@ -165,6 +176,7 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
 
 
 def peak_op(plan: Plan) -> str | None:
-    """Return the op that runs at the plan's peak, or None if the plan runs nothing."""
+    """Return the name of the op or inverse that runs when the plan's simulated peak is reached; None if no run needs
+    more than the inputs alone."""
     step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
     return step.op if isinstance(step, Run) else None

@@ -11,14 +11,15 @@ from rematplan.ir import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run an op or an inverse. A run after an op's first one is recomputation."""
+    """A step of a schedule that runs the op or inverse named ``op``. Every run of an op after its first is
+    recomputation."""
 
     op: str
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a resident tensor that is not an input."""
+    """A step of a schedule that frees the resident tensor named ``tensor``. Inputs cannot be freed."""
 
     tensor: str
 
@@ -28,16 +29,16 @@ Schedule: TypeAlias = tuple[Step, ...]
 
 
 def runs_of(schedule: Iterable[Step]) -> list[str]:
-    """Return the names of the ops that a schedule runs, in order, repeats included."""
+    """Return the names of the ops and inverses that a schedule runs, in order, repeats included."""
     return [step.op for step in schedule if isinstance(step, Run)]
 
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
     """Turn a sequence of runs into a schedule that frees each tensor as early as possible.
 
-    A read uses the result of the latest run that writes the tensor. That result is freed after its last read before
-    the next write. No other choice of frees has a lower peak, so a plan is determined by its runs. One backward
-    scan, linear in the number of reads and writes.
+    A read uses the result of the latest run that writes the tensor. That result is freed right after its last read,
+    or right after its run if nothing reads it; outputs are held to the end. No other choice of frees has a lower
+    peak, so a plan is determined by its runs. One backward scan, linear in the number of reads and writes.
     """
     inputs = set(graph.inputs)
     wanted = set(graph.outputs)  # tensors whose next event, looking forward from here, is a read
@@ -54,10 +55,11 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """Return the runs without those whose results nobody reads before they are overwritten.
+    """Return the runs (names of ops and inverses) without useless ones. A run is useless if all its results are
+    overwritten or left unread.
 
-    One backward scan: a run whose results only useless runs read is dropped as well. ``stays``: per run, whether it
-    must be kept anyway.
+    One backward scan: a run whose results only useless runs read is useless as well. ``stays``: for each run, whether
+    it must be kept even if useless.
     """
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):

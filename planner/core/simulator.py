@@ -13,10 +13,10 @@ from rematplan.planner.core.schedule import Run, Schedule
 class Estimate:
     """What the simulator computes for a schedule.
 
-    ``peak``: bytes, the largest over all runs of the resident tensors (inputs and the run's writes included) plus
-    the op's workspace. ``peak_at``: the step of that run, -1 if the schedule runs nothing. ``cost``: the sum of the
-    costs of all runs. ``overhead``: ``cost`` divided by the cost of running every op once, minus 1. ``reruns``: the
-    number of runs beyond each op's first.
+    ``peak``: bytes, the largest over all runs of the resident tensors (inputs and the run's writes included) plus the
+    op's workspace. ``peak_at``: the index in the schedule of the run with that peak, -1 if the inputs alone are as
+    large. ``cost``: the sum of the costs of all runs, in the unit of `Op.cost`. ``overhead``: ``cost`` divided by the
+    cost of running every op once, minus 1. ``reruns``: the number of runs beyond the first run of each op or inverse.
     """
 
     peak: int
@@ -27,11 +27,11 @@ class Estimate:
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
-    """Replay a schedule and return its peak and cost.
+    """Replay a schedule and return its peak, cost and overhead.
 
     Raises:
-        ProblemError: a step reads or frees a tensor that is not resident, writes or frees an input, repeats an
-            op that may run only once, or an output is not resident at the end.
+        ProblemError: a step runs an unknown op, reads or frees a tensor that is not resident, writes or frees an
+            input, repeats an op that may run only once, or an output is not resident at the end.
     """
     size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)
@@ -81,7 +81,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
 
 
 def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Return the resident bytes at each step of a valid schedule: during a run its workspace is included."""
+    """Return the resident bytes at each step of a valid schedule. At a run, its writes and its workspace are
+    included; at a free, the freed tensor is not."""
     size = graph.size
     resident = set(graph.inputs)
     live = graph.input_bytes

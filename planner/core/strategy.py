@@ -12,14 +12,14 @@ from rematplan.planner.core.plan import Plan
 
 Row = TypeVar("Row")
 Progress: TypeAlias = Callable[[float, str], None]
-"""Callback for long work: it receives the fraction done (0 to 1) and a short text.
+"""A callback for long work: it receives the fraction done (0 to 1) and a short text.
 
-Raising from it interrupts the work. After `Enough`, the best result so far is returned.
+Raising from it interrupts the work. If it raises `Enough`, the work returns the best result so far.
 """
 
 
 class Enough(Exception):
-    """Raised by a progress callback when its time is over."""
+    """Raised by a progress callback to make the work stop and return the best result so far."""
 
 
 def silent(_fraction: float, _text: str) -> None:
@@ -28,20 +28,21 @@ def silent(_fraction: float, _text: str) -> None:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base class of strategies. Its fields are the strategy's options, also on the command line (``--objective
-    time``).
+    """Base class of strategies: algorithms that choose a plan. The fields of a subclass are the strategy's options,
+    also on the command line (``--objective time``).
 
-    ``name`` follows the literature.
+    ``name``: the strategy's name on the command line, as in the literature. ``summary``: one line about it, for
+    lists.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     resumes: ClassVar[bool] = False
-    """Whether the search starts from plans that it is given."""
+    """Whether callers hand stored plans to ``plan`` and ``curve`` as ``starts``, from which the search then goes on."""
 
     @property
     def lasting(self) -> bool:
-        """Whether the plans are worth keeping on disk, to start later processes from."""
+        """Whether this strategy's plans are worth saving on disk, as starts for searches in later processes."""
         return False
 
     def plan(
@@ -50,10 +51,14 @@ class Strategy:
         """Return the plan of least overhead that this strategy finds within ``budget`` bytes of simulated peak.
 
         Args:
-            starts: known plans of the problem, for any budgets. A strategy that does not search ignores them.
+            graph: the planning problem.
+            budget: bytes that the simulated peak must not exceed.
+            progress: called with the fraction done and a short text.
+            starts: known plans of the problem, for any budgets, to start from. A strategy that does not search
+                ignores them.
 
         Raises:
-            InfeasibleBudget: the strategy finds no schedule that fits; the error has the smallest peak found.
+            InfeasibleBudget: the strategy finds no schedule that fits; the error states the smallest peak found.
         """
         raise NotImplementedError
 
@@ -64,10 +69,12 @@ class Strategy:
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return plans along the memory/overhead trade-off, by falling peak and rising overhead, none dominated.
+        """Return plans along the trade-off of memory and overhead, by falling peak and rising overhead. None is
+        dominated: no other is at least as good in peak and overhead.
 
-        A strategy that plans for one budget at a time plans for ``budgets``. A strategy whose plans do not depend
-        on the budget ignores them and returns the Pareto front of all its plans.
+        A strategy that plans for one budget at a time plans for each of ``budgets`` (bytes). A strategy whose plans
+        do not depend on the budget ignores ``budgets`` and returns the Pareto front of all its plans. ``progress``,
+        ``starts``: as in `Strategy.plan`.
         """
         raise NotImplementedError
 
@@ -76,18 +83,22 @@ class Strategy:
 class FamilyStrategy(Strategy):
     """Base class of strategies whose candidate plans do not depend on the budget.
 
-    The plan for a budget is the cheapest candidate that fits. So peak and overhead are monotone in the budget, and
-    the smallest reachable peak is that of the leanest candidate.
+    The plan for a budget is the cheapest candidate that fits. So overhead falls, and peak rises, with the budget,
+    and the smallest peak of all candidates is the smallest budget that can be met.
     """
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield all candidate plans, without a budget."""
+        """Yield all candidate plans. Their field ``budget`` is None."""
         raise NotImplementedError
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """See `Strategy.plan`. ``starts`` is ignored."""
+        """Return the cheapest candidate plan within ``budget`` bytes of simulated peak. ``starts`` is ignored.
+
+        Raises:
+            InfeasibleBudget: no candidate fits; the error states the smallest peak and its plan.
+        """
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
@@ -98,8 +109,11 @@ class FamilyStrategy(Strategy):
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return the cheapest plan within the budget, if there is one, followed by the plan of the smallest peak,
-        if it is another."""
+        """Return the cheapest candidate within ``budget`` bytes, then the candidate with the smallest peak.
+
+        The tuple has one plan if both are the same, or if no candidate fits: then it is the one with the smallest
+        peak.
+        """
         front = self.curve(graph, (), progress)
         fitting = [p for p in front if p.estimate.peak <= budget]
         return tuple({p.estimate.peak: p for p in (*fitting[:1], front[-1])}.values())
@@ -111,20 +125,23 @@ class FamilyStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """See `Strategy.curve`. ``budgets`` and ``starts`` are ignored."""
+        """Return the Pareto front of all candidates, by rising overhead and falling peak. ``budgets``, ``starts``
+        are ignored."""
         del budgets, starts
         return pareto(self.family(graph, progress))
 
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Return the plans that no other plan dominates, by rising overhead and falling peak. Of equal plans the first
-    is kept."""
+    """Return the plans that no other plan beats or equals in both cost and peak, by rising cost and falling peak. Of
+    plans equal in both, the first is returned."""
     return tuple(undominated(plans, lambda p: (p.estimate.cost, p.estimate.peak)))
 
 
 def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:
-    """Return the rows that no other row beats in both cost and peak, by rising cost. Of equal rows the first is
-    kept."""
+    """Return the rows that no other row beats or equals in both cost and peak, by rising cost.
+
+    ``cost_and_peak``: returns the two numbers of a row. Of rows equal in both, the first is returned.
+    """
     front: list[Row] = []
     least = math.inf
     for row in sorted(rows, key=cost_and_peak):

@@ -8,10 +8,16 @@ from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Needs, S
 
 
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
-    """Return the predicted time of a step, in the unit of costs.
+    """Return the predicted time of a step on two lanes (CUDA streams or threads), in the unit of `Op.cost`.
 
-    Runs before the fork are sequential; afterwards each lane starts its next run as soon as its waits allow. For a
-    speed of at least 0.5, the result is at most the sum of all costs, handovers and the start.
+    Runs before the first backward op are sequential; from there on each lane starts its next run as soon as
+    ``needs`` allow. For a speed of at least 0.5, the result is at most the sum of all costs, of ``sharing.handover``
+    for each wait, and of ``sharing.start``.
+
+    Args:
+        plan: the runs and their division into lanes.
+        needs: for each run, how many runs of the other lane it waits for.
+        sharing: how the lanes share the device.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
@@ -41,5 +47,5 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:
-    """For each run, whether it waits for more than the run before it."""
+    """Return, for each run of a lane, whether it waits for more than the run before it."""
     return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

@@ -21,25 +21,28 @@ USUAL = Sharing()
 def fastest_on_two_lanes(
     graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
 ) -> Plan | None:
-    """Put each plan on two lanes and return the fastest; None if none can be put on two lanes within the budget
-    (bytes)."""
+    """Put each plan on two lanes (CUDA streams or threads) that hold at most ``budget`` bytes, and return the plan
+    with the shortest predicted time.
+
+    None if no plan can be put on two lanes within the budget, or none rematerialises anything.
+    """
     laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
     return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
 
 
 def saved(plan: Plan, cost: float) -> float:
     """Return the share of a step's time that a plan's two lanes are predicted to save; 0 if it has one lane.
-
-    ``cost``: the time on one lane.
-    """
+    ``cost``: the time of the same step on one lane."""
     return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
-    """Return the plan on two lanes that hold at most ``budget`` bytes at any speed, with the fewest waits that
-    ensure it.
+    """Return a plan with its runs divided into two lanes (CUDA streams or threads) that hold at most ``budget``
+    bytes at any relative speed. They wait for each other as rarely as that allows.
 
-    None if nothing is rematerialised after the fork, or if the plan itself exceeds the budget.
+    None if the plan rematerialises nothing after its first backward op, or if it exceeds the budget on one lane.
+
+    ``sharing``: how the lanes share the device, for the predicted time.
     """
     runs = tuple(runs_of(plan.schedule))
     laned = Laned(graph, runs, place(graph, runs))

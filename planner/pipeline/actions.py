@@ -13,17 +13,18 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from rematplan.ir import ProblemError
 
 Kind = Literal["F", "B", "I", "W"]
-"""F: forward.
+"""The kind of an action.
 
-B: backward. I: the part of a backward that computes the input's gradient. W: the rest, which computes the gradients
-of the weights.
+F: forward. B: backward. I: the part of a backward that computes the input's gradient. W: the rest of it, which
+computes the gradients of the weights.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One action of a rank: a kind of work of one stage for one micro-batch. Both are counted from 0."""
+    """One action of a rank: work of the given kind, in one stage, for one micro-batch. ``stage``, ``microbatch``:
+    counted from 0."""
 
     kind: Kind
     stage: int
@@ -41,13 +42,13 @@ RankActions: TypeAlias = tuple[Action, ...]
 class PipelineSchedule:
     """The order in which each rank of a pipeline runs its actions.
 
-    ``name``: the schedule's name. ``stages``, ``ranks``, ``microbatches``: how many of each there are. ``actions``:
-    for each rank, its actions in order. ``stage_of_rank``: for each rank, the numbers of its stages, ascending.
+    ``name``: the schedule's name. ``stages``, ``ranks``, ``microbatches``: the number of each. ``actions``: for each
+    rank, its actions in order. ``stage_of_rank``: for each rank, the numbers of its stages, ascending.
 
     Raises:
-        ProblemError: there is not one list of actions for each rank; a stage has no rank or two; a rank works for a
-            stage of another rank; or the actions of a micro-batch in a stage are not F and B, or F, I and W, in this
-            order.
+        ProblemError: there is not one list of actions for each rank; a stage has no rank or two; a rank has an action
+            of a stage of another rank; or the actions of a micro-batch in a stage are not F, F and B, or F, I and W,
+            in this order.
     """
 
     name: str
@@ -87,19 +88,20 @@ class PipelineSchedule:
                 )
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that runs a stage."""
+        """Return the number of the rank that runs a stage."""
         return next(rank for rank, stages in enumerate(self.stage_of_rank) if stage in stages)
 
 
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """Return the schedule whose ranks run the given actions: for each rank, a row of (kind, stage, micro-batch).
+    """Return the schedule in which each rank runs the actions of its row, in order. An action is (kind, stage,
+    micro-batch).
 
     A rank has the stages that occur in its row.
 
     Raises:
-        ProblemError: see `PipelineSchedule`; or a kind is unknown.
+        ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in KINDS:
@@ -118,14 +120,16 @@ class StagePlan:
     A *transient* is the largest number of bytes that an action needs for its micro-batch, in addition to what the
     rank holds for other micro-batches and during the whole step; bytes kept since an earlier action of the
     micro-batch are included. So the first forward of a rank with one stage has the peak ``states`` + ``torch_bytes``
-    + ``transient_forward``.
+    + ``transient_forward``. F, B, I, W: forward, backward, and the parts of a split backward for the input's gradient
+    and for the gradients of the weights.
 
-    ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes`` (D): held between I and W.
-    ``transient_backward``: of an I. A B has the larger of this and ``transient_weight`` + ``whole``, since torch
-    still holds the outputs and the input's gradient during its second part. A stage that is never split has 0 for
-    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``first_backward``, ``first_weight``: the
-    transients of a step's first backward and weight action, which create the gradients that later ones add to. These
-    gradients, ``gradients`` bytes, exist from the end of the first W or B on.
+    ``stage``: its number. ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes`` (D):
+    held between I and W. ``transient_forward``: of an F. ``transient_backward``: of an I. ``transient_weight``: of a
+    W. A B needs the larger of ``transient_backward`` and ``transient_weight`` + ``whole``, since torch still holds
+    the outputs and the input's gradient (``whole`` bytes) during its second part. A stage that is never split has 0
+    for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``first_backward``, ``first_weight``: the
+    transients of a step's first backward and first W, which create the gradients that later ones add to; None: as in
+    later ones. ``gradients``: bytes of these gradients, which exist from the end of the first W or B on.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
     except ``torch_bytes``: buffers in which torch, or a channel, receives messages. ``left``: bytes that remain after
@@ -134,8 +138,8 @@ class StagePlan:
     at a time. ``closing``: bytes that the end of the step needs in addition: the joined outputs.
 
     ``forward``, ``backward``, ``weight``: the times of an F, of an I (or of a whole B if ``weight`` is 0), and of a
-    W. ``extra``: the time of recomputation, included in these. ``plan``: the plan as JSON data; None if there is
-    none.
+    W. ``extra``: the time of recomputation, which these three include. ``plan``: the plan as JSON data; None if there
+    is none.
     """
 
     stage: int
@@ -170,7 +174,7 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Map the number of each plan's stage to the plan.
+    """Return the plans by the number of the stage that they are of.
 
     Raises:
         ProblemError: two plans are of the same stage.

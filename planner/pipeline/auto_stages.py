@@ -1,4 +1,4 @@
-"""Planners of stages that use strategies."""
+"""Planners for the stages of a pipeline that use strategies for whole problems."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
 SHORTEST = 0.1
-"""Seconds for finding the smallest peak after the deadline."""
+"""Seconds that a search for the smallest peak may still take after the deadline."""
 
 
 @dataclass(frozen=True)
 class AutoStages:
-    """A `StagePlanner` that uses `Auto`.
+    """A `StagePlanner` that uses the strategy `Auto`.
 
-    ``time_limit``: seconds for each call. ``deadline``: a time of the monotonic clock; after it, nothing is searched
-    for except the smallest peak, briefly.
+    ``time_limit``: seconds for each call. ``deadline``: a time of the monotonic clock; after it, no plans and bounds
+    are searched for, except the smallest peak, for a tenth of a second.
     """
 
     time_limit: float = 2.0
@@ -37,8 +37,8 @@ class AutoStages:
         return self.deadline - time.monotonic()
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan found within a budget (bytes); after the deadline, the cheapest start that fits, or
-        the plan without recomputation.
+        """Return the cheapest plan found within ``budget`` bytes. After the deadline it is the cheapest of the starts
+        and the plan without recomputation that fits.
 
         Raises:
             InfeasibleBudget: no plan is found that fits.
@@ -54,14 +54,15 @@ class AutoStages:
         )
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak that is found. ``starts``: plans to start from."""
+        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to start
+        from."""
         return cheapest_near_smallest_peak(
             graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts
         )
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead within a budget (bytes), infinite if it is proven that no plan
-        fits.
+        """Return a proven lower bound of the overhead of any plan within ``budget`` bytes; infinite if it is proven
+        that no plan fits.
 
         After the deadline it is the bound that needs no search.
         """
@@ -72,13 +73,13 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class StrategyStages:
-    """A `StagePlanner` that uses any strategy. It proves no lower bounds."""
+    """A `StagePlanner` that uses any one strategy. It proves no lower bounds."""
 
     strategy: Strategy
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the plan of the strategy within a budget (bytes). ``starts``: plans to start from, if the strategy
-        uses them.
+        """Return the strategy's plan within ``budget`` bytes. ``starts``: plans to start from; ignored by strategies
+        that do not search.
 
         Raises:
             InfeasibleBudget: the strategy finds no plan that fits.
@@ -86,12 +87,12 @@ class StrategyStages:
         return self.strategy.plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan of the strategy at the smallest budget that it says it can meet."""
+        """Return the strategy's plan at the smallest budget that the strategy reports to be able to meet."""
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:
             return self.strategy.plan(graph, error.smallest, starts=starts)
 
     def floor(self, _graph: TrainingGraph, _budget: int) -> float:
-        """Return 0, a lower bound of any overhead: recomputation takes no less time than none."""
+        """Return 0: without recomputation the overhead is 0, and no plan has less."""
         return 0.0

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Formula:
-    """The bubble of a schedule as a formula.
+    """The *bubble* of a pipeline schedule as a formula: the share of the ranks' time in which they do not work.
 
-    ``text``: for people. ``bubble``: returns the value for P ranks, M micro-batches and v stages per rank.
-    ``source``: the publication.
+    ``text``: the formula for readers. ``bubble``: returns its value for P ranks, M micro-batches and v stages per
+    rank. ``source``: the publication.
     """
 
     text: str
@@ -51,17 +51,19 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def utilisation_bound(ranks: int, hop: float) -> float:
-    """Return the largest share (0 to 1) of time in which the first rank of 1F1B can work, with P = ``ranks``.
+    """Return an upper bound of the share (0 to 1) of time in which the first of ``ranks`` ranks can work in 1F1B,
+    where it has as many micro-batches in flight as there are ranks.
 
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward. P micro-batches are in flight during
-    one round trip.
+    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward. The first rank's
+    micro-batches in flight all pass during one round trip to the last rank.
     """
     return ranks / (ranks + 2 * (ranks - 1) * hop)
 
 
 def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
-    """Return the largest share (0 to 1) of time in which a rank can work under any order of actions.
+    """Return the largest share (0 to 1) of a step in which a rank can work, whatever the order of actions: the
+    pipeline has to fill and drain once.
 
-    The pipeline fills and drains once. ``hop``: the time of a message ÷ the time of a stage's forward and backward.
+    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward.
     """
     return microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop))

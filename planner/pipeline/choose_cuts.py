@@ -31,9 +31,9 @@ from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
 ROUNDS = 12
-"""The largest number of cuts whose stages are planned."""
+"""The largest number of cuts whose stages the search plans."""
 RECOVERING = ("dataflow",)
-"""Schedules whose stages recover their inputs from their outputs."""
+"""Names of schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
 """The search ends after this many cuts whose stages do not fit."""
 Intervals = tuple[tuple[int, int], ...]
@@ -45,9 +45,9 @@ class Terms:
     """The conditions that a pipeline is planned for.
 
     ``budget``: bytes that each rank may hold. ``link``: latency and bandwidth between ranks. ``overhead``:
-    microseconds that each action takes in addition to its work. ``optimizer``: bytes of optimizer state per byte of
-    trained parameters. ``batch``: the names of inputs that differ between micro-batches; ranks that read them hold
-    those of all micro-batches.
+    microseconds that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per
+    byte of trained parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads
+    such an input holds its contents for all micro-batches.
     """
 
     budget: int
@@ -60,10 +60,11 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and message sizes of each stage of a chain that is cut at the blocks ``cuts``.
+    """Return the times and message sizes of each stage of a chain.
 
-    ``times``: for each stage, the microseconds of its forward, its backward and its weight gradients. ``recovers``:
-    whether stages recover their inputs from their outputs.
+    ``cuts``: the blocks at which the second and each later stage begin. ``times``: for each stage, the microseconds
+    of its forward, of its backward without weight gradients, and of its weight gradients. ``recovers``: whether
+    stages recover their inputs from their outputs; a message in the backward then contains the recovered input, too.
     """
     bounds = (0, *cuts, len(chain))
     return tuple(
@@ -73,16 +74,19 @@ def stage_times(
 
 
 def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
-    """Return the bytes of the message that the stage that begins at block ``place`` sends to the stage before it.
+    """Return the bytes of the message that the stage that begins at block ``place`` sends to the stage before it, for
+    one micro-batch.
 
-    The message contains gradients, and, with ``recovers``, also the recovered input, as big as what was sent.
+    The message contains gradients. With ``recovers`` it also contains the stage's recovered input, which the stage
+    before needs as its output.
     """
     return chain.returns[place] + (chain.sends[place] if recovers else 0)
 
 
 @dataclass(frozen=True)
 class _Probing:
-    """A planner that never searches for the smallest budget, which takes long: other cuts are tried first."""
+    """A `StagePlanner` that never searches for the smallest budget, because that takes long: other cuts are tried
+    first."""
 
     planner: StagePlanner
 
@@ -99,13 +103,15 @@ class _Probing:
 
 @dataclass
 class PipelineSearch:
-    """The search for cuts and plans, for one schedule.
+    """The search for the cuts of a pipeline and the plans of its stages, for one schedule and the least simulated
+    makespan.
 
-    ``chain``: the blocks to divide into stages. ``schedule``: the order of the ranks' actions. ``terms``: budget, link
-    and other conditions. ``planner``: plans single stages. ``progress``: called with the fraction done and a short
-    text. ``seconds``: no further cuts are planned after this time. ``least_kept``: whether the stages of a dataflow
-    keep as little between forward and backward as they can, whatever the budget. ``planned``: the plans found so far,
-    by rank and by the blocks of its stages; the error if none fits.
+    ``chain``: the blocks to divide into stages. ``schedule``: the order of the ranks' actions. ``terms``: budget,
+    link and other conditions. ``planner``: plans single stages. ``progress``: called with the fraction done and a
+    short text. ``seconds``: after so many seconds no further cuts are planned. ``least_kept``: in a dataflow
+    schedule, whose stages recover their inputs from their outputs, whether stages keep as few bytes between forward
+    and backward as they can, even if the budget allows more. ``planned``: what has been planned so far, by rank and
+    by the blocks of its stages: the plans, or the error if none fits.
     """
 
     chain: StageChain
@@ -119,10 +125,13 @@ class PipelineSearch:
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
-        """Return the pipeline with the given cuts, or with the best cuts that are found.
+        """Return the pipeline with the given cuts, or with the best cuts that the search finds if ``cuts`` is None.
+
+        ``cuts``: the blocks at which the second and each later stage begin.
 
         Raises:
-            InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+            InfeasibleBudget: the stages of a rank do not fit the budget. The error states the rank and the smallest
+                budget found for it.
             UsageError: a cut separates two readers of a parameter, or there are too few places to cut at.
         """
         if cuts is not None:
@@ -147,15 +156,15 @@ class PipelineSearch:
 
     @cached_property
     def floor(self) -> float:
-        """The lower bound of the slowest stage's time in microseconds, for any cuts; infinite if none fit."""
+        """A lower bound of the slowest stage's time for one micro-batch, whatever the cuts, in microseconds; infinite
+        if no cuts fit the budget."""
         found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
         return found[0].slowest if found else math.inf
 
     @cached_property
     def least_makespan(self) -> float:
-        """The makespan of the most promising cuts, in microseconds, before any stage is planned; infinite if none
-        fit.
-        """
+        """The least simulated makespan in microseconds, before any stage is planned: with a lower bound as the time
+        of each stage. Infinite if no cuts fit the budget."""
         chosen = self._promising()
         return math.inf if chosen is None else chosen[0]
 
@@ -172,19 +181,19 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least makespan by what is known so far, and its cuts; None if no cuts fit."""
+        """Return the least simulated makespan in microseconds and its cuts, with lower bounds for stages without
+        plan; None if no cuts fit."""
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
         return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
 
     def _balanced(self) -> Cuts:
-        """Return the cuts with the shortest slowest stage, with unlimited memory."""
+        """Return the cuts with the shortest slowest stage if memory were unlimited."""
         return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
 
     def _makespan(self, cuts: Cuts) -> float:
-        """Return the simulated makespan, with the times of plans for planned ranks, and with lower bounds for
-        others.
-        """
+        """Return the simulated makespan of cuts in microseconds, with the times of plans for planned ranks, and with
+        lower bounds for others; infinite if a rank is known not to fit."""
         times = [(0.0, 0.0, 0.0)] * self.schedule.stages
         for rank, stages in enumerate(self.schedule.stage_of_rank):
             own = self._intervals(cuts, rank)
@@ -203,9 +212,8 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Return the microseconds of a stage: of its plan, if its rank has only this stage and is planned; else the
-        lower bound.
-        """
+        """Return the microseconds of a stage for one micro-batch: by its plan, if its rank has only this stage and is
+        planned; else the lower bound."""
         rank = self.schedule.rank_of(stage)
         plan = self.planned.get((rank, ((start, end),)))
         if plan is None:
@@ -216,7 +224,7 @@ class PipelineSearch:
         return found.forward + found.backward + found.weight
 
     def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
-        """Yield the plans of each rank; ranks without plans are planned."""
+        """Yield the plans of each rank, or the error if none fits; ranks without plans are planned."""
         for rank in range(self.schedule.ranks):
             key = rank, self._intervals(cuts, rank)
             if key not in self.planned:
@@ -272,7 +280,7 @@ class PipelineSearch:
 
     @property
     def recovers(self) -> bool:
-        """Whether stages recover their inputs from their outputs."""
+        """Whether the schedule's stages recover their inputs from their outputs."""
         return self.schedule.name in RECOVERING
 
     @cached_property
@@ -286,8 +294,8 @@ class PipelineSearch:
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """Return those figures of a stage that do not depend on its plan: optimizer states, messages, its part of the
-        batch.
+        """Return the memory of a stage that does not depend on its plan: optimizer states, messages, and its part of
+        the batch.
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
@@ -306,11 +314,13 @@ class PipelineSearch:
         )
 
     def _returns(self, place: int) -> int:
-        """Return the bytes of the message back from the stage that begins at a block."""
+        """Return the bytes of the backward's message from the stage that begins at block ``place`` to the stage
+        before it."""
         return returned_bytes(self.chain, place, self.recovers)
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
-        """Return the microseconds of forward, backward and weight gradients, without recomputation."""
+        """Return the microseconds of a stage without recomputation: of its forward, of its backward without weight
+        gradients, and of its weight gradients."""
         if (start, end) not in self._bases:
             piece = StageSlice(self.chain, start, end)
             costs = indexed(self.chain.graph).cost

@@ -19,16 +19,17 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.reversible import Reversible
 
 NAME = "dataflow"
-"""The strategy's name in these plans."""
+"""The name of the strategy that the plans of this module carry."""
 
 
 def starting_plans(
     problems: Sequence[StageProblem], actions: RankActions
 ) -> tuple[list[list[Plan]], list[int]]:
-    """Return for each stage of a rank the `dataflow_plans`, and for each the bytes that they keep for a micro-batch.
+    """Return, for each stage of a rank, the plans that keep the fewest bytes for a micro-batch between forward and
+    backward (`dataflow_plans`); and a list of these bytes, by stage.
 
-    The latter are the most that any plan of the stage may keep. With a single micro-batch in flight there is no such
-    limit (the second list is empty): keeping less would save nothing.
+    The list is a limit for all plans of the stages. It is empty, for no limit, if only one micro-batch is in flight
+    at a time, because keeping less would save nothing.
     """
     starts = [dataflow_plans(one) for one in problems]
     if max(in_flight(actions).values()) == 1:
@@ -37,9 +38,10 @@ def starting_plans(
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """Return the plans that keep the fewest bytes for a micro-batch between its forward and its backward.
+    """Return those candidate plans of a stage that keep the fewest bytes for a micro-batch between its forward and
+    its backward. The stage recovers its input from its output.
 
-    The candidates are the plans of `Reversible`, and the plan that runs the forward again.
+    The candidates are the plans of `Reversible`, and the plan that keeps the input and runs the forward again.
     """
     found = list(_candidates(problem.graph, problem.boundary))
     kept = [problem.measured(plan).kept_bytes for plan in found]
@@ -57,7 +59,8 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan of a sequence of runs, with the answers received first if a later run reads them."""
+    """Return the plan of a sequence of runs without useless ones. If a later run reads the next stage's message back,
+    it is received right after the boundary."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     backward_start = runs.index(boundary) + 1
     first: set[str] = set()

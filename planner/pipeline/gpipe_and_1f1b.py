@@ -19,9 +19,9 @@ def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the 1F1B schedule: stage s of P has P − s micro-batches in flight.
+    """Return the 1F1B schedule: stage s of ``stages`` has ``stages`` − s micro-batches in flight.
 
-    These are the fewest with which stages of equal time work without pause, if links take no time.
+    With fewer, stages of equal time would have to pause between two actions even if messages took no time.
     """
     return one_stage_a_rank("1f1b", [stages - s for s in range(stages)], microbatches)
 
@@ -29,9 +29,9 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
     """Return a 1F1B schedule with more micro-batches in flight, so that each stage works while its messages travel.
 
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward. If it is above 0, each hop to the
-    last stage adds ⌈2·``hop``⌉ micro-batches to those of 1F1B: forwards and backwards alternate, and a fraction of a
-    micro-batch cannot be in flight.
+    ``hop``: the time of a message ÷ the time of a stage's forward and backward. Stage s of P has 1 + (P − 1 − s)·(1 +
+    ⌈2·``hop``⌉) micro-batches in flight, at most ``microbatches``; 1F1B is the case ``hop`` = 0. The ceiling is there
+    because a fraction of a micro-batch cannot be in flight.
     """
     more = math.ceil(2 * hop - 1e-9)
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]
@@ -39,11 +39,11 @@ def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
 
 
 def one_stage_a_rank(name: str, in_flight: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Return a schedule named ``name`` in which each stage runs some forwards, and then alternates backward and
-    forward.
+    """Return a schedule named ``name`` in which each stage runs some forwards, then alternates backward and forward,
+    and ends with the backwards that are left.
 
-    ``in_flight``: for each stage, the number of these forwards, at least 1. There are at most ``microbatches`` of
-    them.
+    ``in_flight``: for each stage, the number of forwards to begin with, at least 1; more than ``microbatches`` count
+    as ``microbatches``.
     """
     rows = []
     for stage, most in enumerate(in_flight):

@@ -39,19 +39,19 @@ CLOSED = 1e-6
 
 @dataclass(frozen=True)
 class RankSearchLimits:
-    """The constants of the search for a rank's plans. κ is the number of bytes that a stage may keep between forward
-    and backward. They were chosen by trial without a record of single measurements."""
+    """The constants of the search for the plans of a rank's stages, chosen by trial without a record of single
+    measurements. κ: the limit of the bytes that a stage keeps for a micro-batch between forward and backward."""
 
     grid: int = 5
     """The number of values of κ to try first."""
     refined: int = 12
-    """The number of intervals between them to halve."""
+    """The number of intervals between these values to halve afterwards."""
     halvings: int = 30
-    """The number of bisection steps that find the largest feasible share."""
+    """The number of bisection steps that find the largest κ at which every stage has enough bytes for some plan."""
     combinations: int = 1000
-    """Up to this many combinations of one candidate per stage, all are tried."""
+    """Combinations of one candidate plan per stage are all tried if they are at most so many."""
     lowered: int = 12
-    """The largest number of budgets to try when searching for a rank's smallest."""
+    """The largest number of budgets to try when searching for a rank's smallest budget."""
     peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
     """In the search for a rank's smallest budget: weights of the smallest peak against the smallest κ."""
 
@@ -60,11 +60,11 @@ LIMITS = RankSearchLimits()
 
 
 class StagePlanner(Protocol):
-    """The interface of a planner for single problems, such as that of a stage. ``starts``: plans of the problem to
-    start from."""
+    """The interface of a planner for problems such as that of a pipeline's stage. ``starts``, in all methods: known
+    plans of the problem to start from."""
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan within a budget in bytes.
+        """Return the cheapest plan found whose peak is within ``budget`` bytes.
 
         Raises:
             InfeasibleBudget: no plan is found that fits.
@@ -74,11 +74,12 @@ class StagePlanner(Protocol):
         """Return the plan with the smallest peak that is found.
 
         Raises:
-            InfeasibleBudget: the planner does not search for it.
+            InfeasibleBudget: the planner does not search for the smallest peak.
         """
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead of any plan within a budget; infinity if there is no plan."""
+        """Return a proven lower bound of the overhead of any plan within ``budget`` bytes; infinity if it is proven
+        that no plan fits."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class RankPlan:
 
     ``stages``: the memory and times of each stage under its plan. ``plans``: for each stage, its plan of the graph of
     its problem. ``peak``: the most bytes that the rank holds. ``extra``: microseconds of recomputation for one
-    micro-batch, in all stages together. ``floor``: a lower bound of ``extra``.
+    micro-batch, in all stages together. ``floor``: a proven lower bound of ``extra``.
     """
 
     stages: tuple[StagePlan, ...]
@@ -104,17 +105,18 @@ class _Candidate:
 
 
 _Chosen: TypeAlias = tuple[_Candidate, ...]
-"""One candidate for each stage."""
+"""For each stage, one of its candidate plans."""
 
 
 class RankSearch:
-    """The search for the plans of one rank.
+    """The search for the plans of one rank, with which the rank stays within its budget.
 
     ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes that
-    the rank may hold, states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after this
-    time, and once a combination fits, the planner is not called again. ``starts``: for each stage, further plans to
-    start from. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch; one of the starts must
-    satisfy it.
+    the rank may hold, states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after so
+    many seconds, and once plans fit, the planner is not called again. ``starts``: for each stage, further plans to
+    start from. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch between forward and
+    backward; at least one of the stage's starts, or its plan without recomputation, must keep no more. Empty: no
+    limit.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class RankSearch:
         """Return the cheapest plans found with which the rank stays within the budget.
 
         Raises:
-            InfeasibleBudget: none are found that fit. The error has the rank's smallest budget that is found.
+            InfeasibleBudget: no plans are found that fit. The error states the smallest budget found for the rank.
         """
         if (best := self._best()) is None or _extra(best) > 0:
             self._search()
@@ -157,8 +159,8 @@ class RankSearch:
         return RankPlan(figures, plans, self._peak(best), extra, floor)
 
     def least(self) -> int:
-        """Return the smallest peak (bytes) of the rank that a search finds. All plans found become candidates for
-        `run`."""
+        """Return the smallest peak of the rank, in bytes, for which a search finds plans. All plans found become
+        candidates for `run`."""
         for at, stage in enumerate(self.stages):
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
@@ -180,9 +182,8 @@ class RankSearch:
         return high
 
     def _at(self, budget: int) -> int | None:
-        """Return the peak of the plans that a search for another budget finds, which starts from all known plans; or
-        None.
-        """
+        """Return the peak, in bytes, of the plans that a search finds for another budget, starting from all known
+        plans; None if none fit."""
         other = copy(self)  # it shares the candidates
         other.budget = budget
         if other._best() is None:
@@ -225,7 +226,8 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _most_share(self) -> float:
-        """Return the largest share at which every stage has enough bytes for some plan; 0 if there is none."""
+        """Return the largest share (see `RankRoom.bounds`) at which every stage has enough bytes for some plan; 0 if
+        there is none."""
         low, high = 0.0, 1.0
         if self._roomy(high):
             return high
@@ -242,7 +244,8 @@ class RankSearch:
         )
 
     def _try(self, share: float) -> None:
-        """Plan each stage with its K limited by a share."""
+        """Plan each stage with a limit on the bytes kept between forward and backward; ``share``: see
+        `RankRoom.bounds`."""
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.room(at, self.budget, bounds)
@@ -263,12 +266,12 @@ class RankSearch:
         return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
 
     def _best(self) -> _Chosen | None:
-        """Return the cheapest combination that fits, or None."""
+        """Return the cheapest combination that fits the budget, or None."""
         chosen = self._choose(lambda c: (max(0, self._peak(c) - self.budget), _extra(c), self._peak(c)))
         return chosen if self._peak(chosen) <= self.budget else None
 
     def _choose(self, key: Callable[[_Chosen], tuple[float, ...]]) -> _Chosen:
-        """Return the combination with the least key.
+        """Return the combination of candidates with the least key.
 
         If there are too many to try all, it is one that no change of a single stage improves.
         """
@@ -287,14 +290,13 @@ class RankSearch:
         return rank_peak(self.actions, [c.figures for c in chosen])
 
     def _floor(self) -> float:
-        """Return the lower bound of the rank's recomputation in microseconds."""
+        """Return a lower bound of the rank's recomputation for one micro-batch, in microseconds."""
         by_stage = zip(*self.intervals.values(), strict=True)
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return a lower bound of each stage's extra time, if its K is in the interval and the others keep as little
-        as possible.
-        """
+        """Return a lower bound of each stage's recomputation in microseconds, if the stage keeps no more than at the
+        share ``high`` and no less than at ``low``, and the other stages keep as little as possible."""
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):

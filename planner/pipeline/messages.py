@@ -22,22 +22,23 @@ from rematplan.planner.pipeline.rank_memory import in_flight
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
 ONE_MESSAGE = ("1f1b",)
-"""Schedules that keep each sent message until the next one is sent."""
+"""Names of schedules that keep each sent message in memory until the next message is sent."""
 CHANNELS = ("dataflow",)
-"""Schedules whose messages use channels with a fixed number of places. A stage's outputs are sent back to it."""
+"""Names of schedules whose messages use channels with a fixed number of places. The next stage sends a stage's
+outputs back to it in the backward."""
 FORWARD, BACKWARD = 1.0, 2.0
 """Time units of a stage's actions, for the choice of credits."""
 SLOWER = 1.02
-"""By how much a pipeline may take longer with few credits than with any number."""
+"""The largest makespan with few credits, relative to the makespan with any number of credits; see `least_credits`."""
 
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """The bytes of a stage's messages for one micro-batch.
+    """The sizes in bytes of a stage's messages for one micro-batch.
 
-    ``received``: those that the stage before it sends, in the forward. ``answered``: those that the next stage sends,
-    in the backward. ``sent``: those to the next stage, in the forward. ``returned``: those to the stage before it, in
-    the backward. ``outputs``: the outputs of the last stage, 0 in other stages.
+    ``received``: the message from the stage before it in the forward. ``answered``: the message from the next stage
+    in the backward. ``sent``: its message to the next stage in the forward. ``returned``: its message to the stage
+    before it in the backward. ``outputs``: the outputs of the last stage; 0 for other stages.
     """
 
     received: int
@@ -48,15 +49,16 @@ class MessageBytes:
 
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
-    """Return the bytes that a stage needs for messages, as a `StagePlan` without any other figures.
+    """Return the bytes that a stage holds for messages, as the fields ``torch_bytes``, ``left``, ``closing`` and
+    ``pending`` of a `StagePlan`. All other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
-        stage: the stage's number.
-        size: the bytes of its messages.
+        stage: the stage's number, from 0.
+        size: the sizes of its messages for one micro-batch.
 
     Raises:
-        ProblemError: the schedule is a dataflow that deadlocks with any number of credits.
+        ProblemError: the schedule uses channels, and deadlocks with any number of credits; see `least_credits`.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
@@ -84,15 +86,17 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
 
 @lru_cache(maxsize=256)
 def least_credits(schedule: PipelineSchedule) -> int:
-    """Return the smallest number of credits (see `replay`) with which the schedule does not deadlock and takes at most
-    2 % longer than without a limit, as replays show; the number of micro-batches if no smaller one suffices.
+    """Return the smallest number of credits with which the schedule does not deadlock and takes at most 2 % longer
+    than without a limit, as simulated by `replay`.
 
-    In the replays all stages take equal time, a backward twice that of a forward. A message and its answer together
-    travel as long as a stage takes for k micro-batches: between some two neighbouring stages, the first has up to k + 1
-    more in flight than the second.
+    With k credits, a stage may have sent up to k messages to a neighbour that has not begun to use them. The result
+    is the number of micro-batches if no smaller number suffices. In the simulations all stages take equal time, and
+    a backward takes twice as long as a forward. A message and its answer together travel as long as a stage takes
+    for n micro-batches, where n + 1 is the largest difference of micro-batches in flight between neighbouring
+    stages.
 
     Raises:
-        ProblemError: it deadlocks even without a limit.
+        ProblemError: the schedule deadlocks even without a limit.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     link = Link((FORWARD + BACKWARD) * max((*_more(schedule), 0)) / 2)
@@ -107,6 +111,7 @@ def least_credits(schedule: PipelineSchedule) -> int:
 
 
 def _more(schedule: PipelineSchedule) -> Iterator[int]:
-    """Yield for each hop how many more micro-batches are in flight than one."""
+    """Yield, for each two neighbouring stages, how many more micro-batches the first has in flight than the second,
+    minus 1."""
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return (most[stage] - most[stage + 1] - 1 for stage in range(schedule.stages - 1))

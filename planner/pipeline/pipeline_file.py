@@ -25,13 +25,14 @@ PIPELINE_FORMAT = "rematplan.pipeline/1"
 class PlannedPipeline:
     """A pipeline with its schedule, its cuts and the plans of its stages.
 
-    ``problem``: the name of the planning problem of the whole step. ``budget``: bytes that each rank may hold.
-    ``cuts``: the blocks at which the second and each later stage begin. ``names``: the modules or ops with which these
-    stages begin. ``stages``: the memory, times and plan of each stage. ``times``: the times and message sizes of each
-    stage. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds that each action takes in addition
-    to its work. ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``floors``: for
-    each rank, a lower bound of its recomputation in microseconds, for these cuts. ``model``: how the model was loaded,
-    so that it can be loaded again.
+    ``problem``: the name of the planning problem of the whole step. ``schedule``: the actions of each rank.
+    ``budget``: bytes that each rank may hold. ``cuts``: the blocks at which the second and each later stage begin.
+    ``stages``: the memory, times and plan of each stage. ``times``: the times and message sizes of each stage.
+    ``link``: latency and bandwidth between ranks. ``overhead``: microseconds that each action takes in addition to
+    the computation. ``floors``: for each rank, a lower bound of its recomputation in microseconds, for these cuts.
+    ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``names``: the modules or ops
+    with which the second and each later stage begin. ``model``: how the model was loaded, so that it can be loaded
+    again.
     """
 
     problem: str
@@ -49,19 +50,22 @@ class PlannedPipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The replay of the schedule; for a dataflow, with `least_credits` as the limit of unread messages."""
+        """The simulated start and end of every action. In a dataflow schedule, whose stages recover their inputs
+        from their outputs, a stage may have sent `least_credits` messages to a neighbour that has not read them, and
+        otherwise waits."""
         credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
         return replay(self.schedule, self.times, self.link, self.overhead, credits)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most bytes that each rank holds."""
+        """For each rank, the most bytes that it holds at any moment of a step."""
         own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
         return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """The largest number of micro-batches in flight in each stage, by stage number."""
+        """For each stage, the largest number of micro-batches whose forward of the stage has begun and whose backward
+        has not ended."""
         return most_in_flight(self.schedule)
 
     @property
@@ -71,8 +75,8 @@ class PlannedPipeline:
 
     @property
     def ideal_bubble(self) -> float:
-        """The share of time in which ranks do not work by the schedule's formula, with stages of equal time and
-        instant links."""
+        """The share (0 to 1) of time in which ranks would not work, by the schedule's known formula, if all stages
+        took equal time and messages none."""
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
 
@@ -80,16 +84,18 @@ class PlannedPipeline:
 def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
     """Return, for each stage, the largest number of micro-batches that are in flight at once.
 
-    A micro-batch is in flight from the start of its F to the end of its B or I.
+    A micro-batch is in flight from the start of its forward (F) to the end of its backward (B), or of the part of its
+    backward that computes the input's gradient (I).
     """
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return tuple(most[stage] for stage in range(schedule.stages))
 
 
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
-    """Return the pipeline as JSON data.
+    """Return the pipeline as JSON data in the format ``rematplan.pipeline/1``.
 
-    It also contains figures that follow from others, for people and other programs.
+    The data also contains results that `pipeline_from_json` computes anew, such as peaks and makespan, for people and
+    other programs.
     """
     order, line = plan.schedule, plan.timeline
     return {
@@ -123,11 +129,11 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
-    """Build the pipeline from JSON data, as `pipeline_to_json` returns it. Its peaks and its timeline are computed
-    again.
+    """Build a pipeline from JSON data as `pipeline_to_json` returns it. Peaks and timeline are computed anew, not
+    read.
 
     Raises:
-        ProblemError: the data does not have the format, its actions cannot be run, or a rank exceeds the budget.
+        ProblemError: the data does not have the format, its actions are not a schedule, or a rank exceeds the budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")
@@ -165,7 +171,7 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
 
 
 def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
-    """Write a pipeline file, completely or not at all."""
+    """Write a pipeline as a JSON file, completely or not at all."""
     write_whole(path, json.dumps(pipeline_to_json(plan)))
 
 
@@ -173,7 +179,8 @@ def load_pipeline(path: str | Path) -> PlannedPipeline:
     """Read a pipeline file.
 
     Raises:
-        ProblemError: see `pipeline_from_json`. The message names the file.
+        ProblemError: the file cannot be read, or a reason that `pipeline_from_json` lists. The message names the
+            file.
     """
     try:
         return pipeline_from_json(read_json(path))

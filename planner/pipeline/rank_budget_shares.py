@@ -17,8 +17,8 @@ Bounds = tuple[int, int]
 class RankRoom:
     """What is needed to divide a rank's budget among its stages.
 
-    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the figures of
-    each stage under its plan without recomputation.
+    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the memory and
+    times of each stage under its plan without recomputation.
     """
 
     stages: tuple[StageProblem, ...]
@@ -26,11 +26,12 @@ class RankRoom:
     all: tuple[StagePlan, ...]
 
     def bounds(self, share: float) -> list[Bounds]:
-        """Return limits of what each stage keeps for a micro-batch (`Bounds`, bytes).
+        """Return limits, in bytes, of what each stage keeps for a micro-batch, as pairs: between forward and
+        backward, and between the two parts of a split backward (I and W).
 
-        Between forward and backward, the limit is the least that the stage can keep, plus ``share`` (0 to 1) of the
-        difference to what it keeps without recomputation. Between I and W, it is ``share`` of what it defers without
-        recomputation, but no less than the first limit.
+        The first limit is the least that the stage can keep, plus ``share`` (0 to 1) of the difference to what it
+        keeps without recomputation. The second is ``share`` of what the stage holds between I and W without
+        recomputation, but no less than the first.
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
@@ -39,8 +40,8 @@ class RankRoom:
         return found
 
     def share(self, kept: Sequence[int]) -> float:
-        """Return the smallest share (0 to 1) at which the limits (`bounds`) of all stages allow the bytes ``kept``; at
-        most 1.
+        """Return the smallest share (0 to 1) at which the limits that `bounds` returns allow the bytes ``kept``; 1 if
+        none does.
 
         ``kept``: for each stage, bytes that it keeps for a micro-batch between forward and backward.
         """
@@ -52,13 +53,19 @@ class RankRoom:
         return min(1.0, max(0.0, *shares, 0.0))
 
     def room(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
-        """Return the budget in bytes for a stage's graph, inputs included, given what the rank holds for other
-        micro-batches.
+        """Return the bytes that are left for the plan of a stage's graph, inputs included, given what the rank holds
+        for other micro-batches and stages.
 
-        By default, every plan within this budget and the stage's limits fits the rank, if the others keep their
-        limits: the first backward is charged the gradients it creates in addition to all that it holds. With
-        ``relaxed``, every plan that fits the rank is within this budget, if the others keep no less than their
-        limits.
+        By default, every plan within these bytes and the stage's limits fits the rank, as long as the other stages
+        keep their limits: it is assumed that the gradients of a step's first backward are created while everything
+        else is held. With ``relaxed``, the result is an upper bound: every plan that fits the rank is within it, as
+        long as the other stages keep no less than their limits.
+
+        Args:
+            at: the index of the stage among the rank's stages.
+            budget: bytes that the rank may hold.
+            bounds: for each stage, the limits of what it keeps for a micro-batch; see `bounds`.
+            relaxed: whether to return the upper bound.
         """
         me = self.all[at].stage
         idle = [
@@ -77,7 +84,8 @@ class RankRoom:
 
 
 def _idle(most: StagePlan, kept: int, deferred: int, gradients: int) -> StagePlan:
-    """Return the figures of a stage that holds this many bytes between actions, and nothing more during an action."""
+    """Return the figures of a stage that holds ``kept`` bytes between forward and backward, ``deferred`` bytes
+    between I and W, and nothing more during an action except ``gradients`` bytes in its first backward."""
     return replace(
         most,
         kept_bytes=kept,

@@ -17,9 +17,10 @@ from rematplan.planner.pipeline.actions import Action, StagePlan, stages_by_numb
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
-    """Yield the largest number of bytes that the rank holds during each action, and at the end of the step.
+    """Yield the largest number of bytes that a rank holds during each of its actions, and last, at the end of the
+    step.
 
-    ``plans``: the figures of the rank's stages.
+    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
 
     Raises:
         ProblemError: two plans are of the same stage.
@@ -44,7 +45,7 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
     """Return the most bytes that a rank holds at any moment of a step.
 
-    ``actions``: the rank's actions in order. ``plans``: the figures of its stages.
+    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
 
     Raises:
         ProblemError: two plans are of the same stage.
@@ -53,9 +54,11 @@ def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
-    """Return, for each stage of a rank, the most micro-batches that are in flight at once.
+    """Return, for each stage that runs a forward among ``actions``, the most micro-batches that are in flight at
+    once.
 
-    A micro-batch is in flight from the start of its F to the end of its B or I.
+    ``actions``: of one rank, in order. A micro-batch is in flight from the start of its forward (F) to the end of its
+    backward (B), or of the part of its backward that computes the input's gradient (I).
     """
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()

@@ -22,15 +22,15 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.blocks.block_chain import block_chain
 
 Groups = Sequence[Sequence[int]]
-"""For each block, its forward ops, as positions in the base order."""
+"""For each block, the positions of its forward ops in ``graph.ops``."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """The path of a tensor that the forward or the backward computes.
+    """The path through a chain of blocks of a tensor that the forward or the backward computes.
 
-    ``made``: the block that computes it. ``up``, ``down``: the last and the first of the blocks that compute or read
-    it.
+    ``tensor``: its position in the graph. ``forward``: whether the forward computes it. ``made``: the block that
+    computes it. ``up``, ``down``: the last and the first of the blocks that compute or read it.
     """
 
     tensor: int
@@ -42,12 +42,13 @@ class Passage:
 
 @dataclass(frozen=True)
 class StageChain:
-    """Blocks 0 … n − 1 of a training step.
+    """A training step as a chain of blocks 0 … ``blocks`` − 1, to be cut into the stages of a pipeline.
 
-    ``block``: the block of each op, by base position. ``passages``: the paths of all tensors that ops compute.
-    ``readers``: for each input, the blocks that read it, ascending. ``gradient_of``: the parameter of each gradient,
-    by tensor names. ``whole``: for a parameter that several blocks read, the first and last of them. ``labels``:
-    names of parameters for messages. ``narrow``: whether stages begin only where no more bytes cross than at the
+    ``graph``: the planning problem. ``block``: the block of each op, by position in ``graph.ops``. ``passages``: the
+    paths of all tensors that ops compute. ``readers``: for the position of each input, the blocks that read it,
+    ascending. ``gradient_of``: for the name of each gradient, the name of its parameter. ``whole``: for a parameter
+    that the forward of several blocks reads, the first and last of these blocks. ``labels``: names of parameters for
+    messages to the user. ``narrow``: whether stages may begin only where no more bytes are sent than at the
     neighbouring blocks.
     """
 
@@ -66,33 +67,33 @@ class StageChain:
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
-        """For each block, the microseconds that the forward of all blocks before it takes; then the total (n + 1
-        numbers)."""
+        """For each block, the microseconds of the forward of all blocks before it; one more entry is the sum over
+        all blocks."""
         return self._times(True)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
-        """For each block, the microseconds that the backward of all blocks before it takes; then the total (n + 1
-        numbers)."""
+        """For each block, the microseconds of the backward of all blocks before it; one more entry is the sum over
+        all blocks."""
         return self._times(False)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """For each block, the bytes that a stage that begins there receives for a micro-batch in the forward (n + 1
-        numbers, 0 at both ends)."""
+        """For each block, the bytes that a stage that begins with the block would receive for a micro-batch in the
+        forward. The first entry, and one more at the end, are 0."""
         return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
-        """For each block, the bytes that a stage that begins there sends back for a micro-batch in the backward (n + 1
-        numbers, 0 at both ends)."""
+        """For each block, the bytes that a stage that begins with the block would send back for a micro-batch in the
+        backward. The first entry, and one more at the end, are 0."""
         return self._crossing(lambda p: (p.down, p.made))
 
     def allowed(self) -> tuple[int, ...]:
         """Return the blocks at which a stage other than the first may begin.
 
-        No cut there separates two readers of a parameter. With ``narrow``, a cut there also sends no more bytes forward
-        than one at either neighbouring block.
+        A cut there separates no two readers of a parameter. With ``narrow``, it also sends no more bytes forward
+        than a cut at either neighbouring block.
         """
         inside = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}
@@ -103,10 +104,10 @@ class StageChain:
         return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Check that no cut separates two readers of a parameter.
+        """Check that all readers of each parameter are in one stage. ``cuts``: the blocks at which stages begin.
 
         Raises:
-            UsageError: one does. The message names the parameter.
+            UsageError: a cut separates two readers of a parameter. The message names the parameter.
         """
         for at in cuts:
             for name, (first, last) in self.whole.items():
@@ -117,11 +118,13 @@ class StageChain:
                     )
 
     def label(self, name: str) -> str:
-        """Return the name of a parameter to use in messages: its label, or ``name`` itself if it has none."""
+        """Return the name to use for the parameter ``name`` in messages: its label, or ``name`` itself if it has
+        none."""
         return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the inputs that blocks ``start`` to ``end`` − 1 read, and those that no op reads."""
+        """Return the positions of the inputs that blocks ``start`` to ``end`` − 1 read, and of the inputs that no op
+        reads."""
         return tuple(t for t, at in self.readers.items() if not at or any(start <= b < end for b in at))
 
     def _times(self, forward: bool) -> tuple[float, ...]:
@@ -149,14 +152,14 @@ def stage_chain(
     gradient_of: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> StageChain:
-    """Return the chain of a training step.
+    """Return a training step as a chain of blocks, to be cut into the stages of a pipeline.
 
     Args:
         graph: the planning problem, with phases.
         blocks: the forward ops of each block, in an order in which they can run; or the largest number of blocks,
-            which are then chosen so that few bytes cross.
-        gradient_of: the parameter of each gradient, by tensor names, if known.
-        labels: see `StageChain`.
+            which are then chosen so that few bytes pass from one to the next.
+        gradient_of: for the name of each gradient, the name of its parameter, if known.
+        labels: names of parameters for messages to the user.
 
     Raises:
         ProblemError: the problem has no backward, or no forward.
@@ -194,7 +197,7 @@ def stage_chain(
 
 
 def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return for each block its forward ops, as positions in the base order.
+    """Return, for each block of a division of the forward, the positions of its forward ops in ``graph.ops``.
 
     ``firsts``: for each block except the first, the position at which it begins, ascending.
     """

@@ -25,9 +25,11 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Saved:
-    """Forward ops from which the backward reads something, sorted by cost per byte, descending.
+    """The results of forward ops that the backward reads, one row per op, sorted by the op's cost per byte of them,
+    descending.
 
-    ``block``: of the op. ``up``: the last block that reads its result. ``bytes``: of the result. ``cost``: of the op.
+    ``block``: the op's block. ``up``: the last block that reads its results. ``bytes``: of these results. ``cost``:
+    the op's, in microseconds.
     """
 
     block: Ints
@@ -39,15 +41,15 @@ class _Saved:
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """Return a function that gives the lower bound of a stage's time for a micro-batch, in microseconds.
+    """Return a function that returns a lower bound of the time of a stage for one micro-batch, in microseconds.
 
-    The function takes the stage's first block, the block after its last one, and its number. It returns infinity if
-    no plan fits.
+    That function takes the stage's first block, the block after its last one, and the stage's number. It returns
+    infinity if it is proven that no plan fits.
 
     Args:
-        chain: the blocks.
-        room: returns, for such a stage, the bytes that it may hold between forward and backward for all micro-batches
-            together, and the largest number of micro-batches in flight.
+        chain: the blocks of the training step.
+        room: for the same three arguments, returns the bytes that the stage may hold between forward and backward for
+            all micro-batches together, and the largest number of micro-batches in flight.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
@@ -69,7 +71,8 @@ def _between(sums: tuple[float, ...], start: int, end: int) -> float:
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
-    """Return the least time for recomputing what is not kept, if ``kept`` bytes are."""
+    """Return the least time for recomputing what is not kept in a stage of blocks ``start`` to ``end`` - 1 that keeps
+    at most ``kept`` bytes; infinity if ``kept`` is negative."""
     if kept < 0:
         return math.inf
     inside = (saved.block >= start) & (saved.up < end)

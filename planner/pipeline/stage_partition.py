@@ -25,13 +25,13 @@ from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link
 
 StageTime = Callable[[int, int, int], float]
-"""Returns the microseconds of a micro-batch in stage s of blocks i to j − 1, from (i, j, s); infinity if it does not
-fit.
-"""
+"""Takes (i, j, s), and returns the microseconds that stage s of blocks i to j − 1 takes for one micro-batch; infinity
+if the stage does not fit the budget."""
 Cuts = tuple[int, ...]
 """The blocks at which the second and each later stage begin."""
 MOST_PAIRS = 32
-"""The largest number of pairs that an entry keeps; further ones differ by little."""
+"""The largest number of pairs (slowest stage, time through all stages) that an entry of the table keeps; further ones
+differ by little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,15 @@ class Partition:
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """Return divisions of a chain into stages, by rising slowest stage; none that another beats in both times.
+    """Return divisions of a chain into ``stages`` stages, by rising time of the slowest stage. No other division
+    beats one of them in both the slowest stage and the time through all stages.
 
     They are at most `MOST_PAIRS`; none if no division fits.
 
     Args:
         chain: the blocks.
         stages: the number of stages.
-        time: returns the microseconds of a stage.
+        time: returns the microseconds that a stage takes for one micro-batch.
         link: latency and bandwidth between stages.
 
     Raises:
@@ -85,7 +86,7 @@ def _ended(
     time: StageTime,
     link: Link,
 ) -> list[Partition]:
-    """Return the divisions whose stage of that number ends before block ``end``."""
+    """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``."""
     found = []
     for begin in begins:
         if begin >= end or not front.get(begin):
@@ -108,8 +109,8 @@ def _undominated(found: list[Partition]) -> list[Partition]:
 
 
 def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """Return all cuts that differ from ``cuts`` in one place, which is moved to the next place allowed before or after
-    it."""
+    """Return all cuts that differ from ``cuts`` in one place, which is moved to the next place where a cut is
+    allowed, before or after it."""
     places = chain.allowed()
     found = []
     for at, cut in enumerate(cuts):

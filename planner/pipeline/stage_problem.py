@@ -25,21 +25,24 @@ from rematplan.planner.pipeline.actions import StagePlan
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The planning problem of one stage.
+    """The planning problem of one stage of a pipeline, for one micro-batch.
 
-    ``graph``: its ops are in three parts, separated by the ops ``boundary`` and ``weights``; in two parts without
-    ``weights``. ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs
-    that each micro-batch holds separately from its forward to the end of its backward (a batch that nobody else
-    keeps, generator states). ``tangents``: inputs that each micro-batch holds only in its backward, the outputs'
-    gradients. Other inputs are counted elsewhere, such as receive buffers of torch. ``between``: bytes that others hold
-    for a micro-batch from its forward to its backward, such as tensors that a loss saves.
+    ``graph``: the stage's ops in two parts, forward and backward, separated by the op named ``boundary``. A split
+    backward has a second boundary, the op named ``weights``, between the ops for the input's gradient and the ops
+    for the gradients of the weights; None if not split. ``states``: inputs that exist during the whole step
+    (parameters, buffers). ``per_microbatch``: inputs that each micro-batch holds separately from its forward to the
+    end of its backward (a batch that nobody else keeps, generator states). ``tangents``: inputs that each
+    micro-batch holds only in its backward (the outputs' gradients). All other inputs, such as receive buffers of
+    torch, are counted in ``template``.
 
-    ``copies``: for an op, the bytes that are kept from forward to backward for each micro-batch if the op runs again
-    after the boundary: an old content of a buffer, or a generator state. ``leaving``: tensors that the graph keeps to
-    its end, but that are freed at the boundary, such as new buffers. ``gradients``: for each marker that an op writes
-    together with a gradient, that gradient, which is added to an earlier one and freed. ``waiting``: returns, for a
-    schedule, the bytes at each step of gradients that the schedule has freed, but that are not added yet.
-    ``template``: the figures of the stage that do not depend on the plan.
+    ``between``: bytes that others hold for a micro-batch from its forward to its backward, such as tensors that a
+    loss saves. ``copies``: for an op, the bytes that each micro-batch keeps from forward to backward if the op runs
+    again after the boundary: an old content of a buffer, or a generator state. ``leaving``: tensors that the graph
+    keeps to its end, but that are freed at the boundary, such as new buffers. ``gradients``: an op that writes a
+    parameter's gradient also writes a 0-byte marker; for the name of each marker, the name of the gradient, which is
+    added to that of earlier micro-batches and freed. ``waiting``: returns, for a schedule, at each step the bytes of
+    gradients that the schedule has freed, but that are not added yet; None: they are added at once. ``template``:
+    the memory and times of the stage that do not depend on its plan.
     """
 
     graph: TrainingGraph
@@ -56,32 +59,36 @@ class StageProblem:
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
 
     def bytes(self, names: Iterable[str]) -> int:
-        """Return the sum of the bytes of the tensors with these names."""
+        """Return the sum of the sizes in bytes of the tensors with these names."""
         return sum(self.graph.size[name] for name in names)
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of all gradients that are added to earlier ones."""
+        """The bytes of all gradients that are summed over micro-batches."""
         return self.bytes(self.gradients.values())
 
     @property
     def least_kept(self) -> int:
-        """The bytes that every plan holds for a micro-batch at the boundary: those that the boundary reads."""
+        """The bytes that every plan holds for a micro-batch between forward and backward: what the boundary op
+        reads, the inputs ``per_microbatch``, and ``between``."""
         reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
         return self.bytes((*reads, *self.per_microbatch)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
-        """Compute what a plan of this stage holds in memory and how long it takes, from its schedule and the ops' sizes
-        and costs. The result contains the plan itself.
+        """Return the memory and times of this stage under a plan, computed from the plan's schedule and the ops'
+        sizes and costs.
+
+        The field ``plan`` of the result is the plan as JSON data.
         """
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return a variant of the problem, all of whose plans within a budget keep two limits for a micro-batch:
-        ``kept`` bytes at the boundary, and ``deferred`` bytes at the second boundary.
+        """Return a variant of the problem that limits what a plan keeps: all its plans within ``budget`` keep at
+        most ``kept`` bytes for a micro-batch between forward and backward, and at most ``deferred`` bytes at the
+        second boundary.
 
-        ``budget``: bytes, the inputs of the graph included. ``deferred``: None for no limit; ignored if the stage is
-        not split.
+        ``budget``: bytes, the inputs of the graph included. ``deferred``: bytes between the two parts of a split
+        backward; None for no limit; ignored if the backward is not split.
         """
         bounds = {
             self.boundary: kept - self.bytes(self.per_microbatch) - self.between + self.bytes(self.leaving)
@@ -102,9 +109,9 @@ class StageProblem:
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
     def with_room(self, workspace: int) -> TrainingGraph:
-        """Return the problem with a workspace of ``workspace`` bytes at the boundary.
+        """Return the problem's graph with a workspace of ``workspace`` bytes at the boundary op.
 
-        The smallest peak of its plans is a compromise between what they keep and what else they need.
+        The larger the workspace, the less a plan of small peak keeps between forward and backward.
         """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
@@ -156,7 +163,7 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 def _split_figures(
     problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
 ) -> dict[str, Any]:
-    """Return the bytes that a split stage holds between I and W, and during W.
+    """Return the fields of `StagePlan` for a split backward: the bytes held between I and W, and during W.
 
     Tensors that the second boundary reads, but nothing after it, are freed with the I.
     """
@@ -176,9 +183,8 @@ def _split_figures(
 
 
 def _made(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """Return, for each step, the bytes of gradients that were freed: in the first backward they are the ones to
-    add to.
-    """
+    """Return, for each step, the bytes of gradients that the schedule has freed. In a step's first backward they
+    stay, for later gradients to be added to."""
     marks, sizes = problem.gradients, problem.graph.size
     owner = {gradient: mark for mark, gradient in marks.items()}
     change = [0] * (len(schedule) + 1)

@@ -13,16 +13,17 @@ from rematplan.planner.pipeline.stage_chain import Passage, StageChain
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
-"""The names of the ops, and of the tensors they write: between a stage's forward and backward, and between its input's
-gradient and the weight gradients."""
+"""The names of two ops, and of the 0-byte tensors they write: the op between a stage's forward and backward, and the
+op between the backward ops for the input's gradient and those for the gradients of the weights."""
 RECEIVE, SEND, ANSWER, RETURN = "(receive)", "(send)", "(answer)", "(return)"
-"""The ops of a stage that recovers its input: it receives the input, sends the output, gets the output back, and
-returns the input with its gradient."""
+"""The names of four ops of a stage that recovers its input: it receives the input, sends the output, gets the output
+again from the next stage, and returns the input with its gradient."""
 
 
 @dataclass(frozen=True)
 class StageSlice:
-    """Blocks ``start`` to ``end`` − 1 of a chain. Tensors and ops are given by position."""
+    """One stage: the blocks ``start`` to ``end`` − 1 of a chain. Its properties list tensors and ops by their
+    position in the chain's graph."""
 
     chain: StageChain
     start: int
@@ -30,31 +31,32 @@ class StageSlice:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """The stage's ops, in base order."""
+        """The positions of the stage's ops, ascending."""
         return tuple(o for o, b in enumerate(self.chain.block) if self.start <= b < self.end)
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """The tensors that the stage before this one sends to it in the forward."""
+        """The tensors that the previous stage sends to this stage in the forward."""
         return self._of(lambda p: p.forward and p.made < self.start <= p.up)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """The tensors that this stage sends to the next one in the forward, including those that only pass through."""
+        """The tensors that this stage sends to the next stage in the forward, including those that it only passes
+        on."""
         return self._of(lambda p: p.forward and p.made < self.end <= p.up)
 
     @cached_property
     def answered(self) -> tuple[int, ...]:
-        """The tensors that the next stage sends to this one in the backward."""
+        """The tensors that the next stage sends to this stage in the backward."""
         return self._of(lambda p: p.down < self.end <= p.made)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """The tensors that this stage sends to the one before it in the backward."""
+        """The tensors that this stage sends to the previous stage in the backward."""
         return self._of(lambda p: p.down < self.start <= p.made)
 
     def bytes(self, tensors: Iterable[int]) -> int:
-        """Return the sum of the bytes of the tensors at these positions."""
+        """Return the sum of the sizes in bytes of the tensors at these positions."""
         sizes = indexed(self.chain.graph).bytes
         return sum(sizes[t] for t in tensors)
 
@@ -63,8 +65,8 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """Return the backward ops on which nothing depends that the stage sends back: those of the weights' gradients, by
-    position."""
+    """Return the positions of the backward ops that a stage can postpone, because no message to the previous stage
+    depends on them: those that compute gradients of weights."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
@@ -83,18 +85,19 @@ def stage_problem(
     split: bool = False,
     recovers: bool = False,
 ) -> StageProblem:
-    """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist.
+    """Return the planning problem of a stage for one micro-batch, while gradients of earlier micro-batches exist.
 
-    Tensors that the neighbours send are inputs that the template counts, since torch receives them in buffers that
-    exist during the whole step. So are the inputs named in ``per_microbatch``, of which each micro-batch has its part.
+    Tensors that neighbouring stages send are inputs of the problem. Their bytes must be counted in ``template``,
+    because torch receives them in buffers that exist during the whole step.
 
     Args:
         piece: the stage's blocks.
-        template: `StageProblem.template`.
-        per_microbatch: the names of inputs that do not exist during the whole step: the batch.
+        template: the memory of the stage that does not depend on its plan, such as receive buffers.
+        per_microbatch: the names of inputs that differ between micro-batches (the batch). Their bytes must be
+            counted in ``template``, too.
         split: whether weight gradients are computed separately from the input's gradient.
         recovers: whether the stage may free what it received and sent until its backward: the next stage's message
-            back contains what was sent, and inverses recover from it what was received.
+            in the backward contains what was sent, and inverses recover from it what was received.
     """
     return _Builder(piece, frozenset(per_microbatch), split, recovers).problem(template)
 
@@ -144,12 +147,13 @@ class _Builder:
         )
 
     def _marks(self) -> dict[str, str]:
-        """Return a marker for each gradient of a parameter."""
+        """Return, for the name of a marker (a 0-byte tensor), the name of the parameter's gradient that is added up
+        when the marker is written."""
         own = (self.ix.tensors[t] for o in self.piece.ops for t in self.ix.writes[o])
         return {f"({t} added)": t for t in own if t in self.piece.chain.gradient_of}
 
     def _leaving(self) -> list[str]:
-        """Return what the forward computes for others: for the next stage, or as a result of the step."""
+        """Return the tensors that the forward computes for others: for the next stage, or as a result of the step."""
         found = (
             t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
         )
@@ -168,7 +172,8 @@ class _Builder:
         return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
 
     def _answer(self) -> tuple[Op, ...]:
-        """Return an op that recovers what was sent, from the next stage's message back."""
+        """Return an op that recovers what was sent, from the next stage's message in the backward; none if nothing
+        was sent."""
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
 
@@ -177,13 +182,14 @@ class _Builder:
         return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
 
     def _return(self) -> tuple[Op, ...]:
-        """Return the op after which what goes to the stage before is no longer needed."""
+        """Return the op after which what goes to the previous stage is no longer needed; none if nothing was
+        received."""
         received = [self.ix.tensors[t] for t in self.piece.received] if self.recovers else []
         reads = (*received, *self._returned(), BOUNDARY)
         return (Op(RETURN, reads, (RETURN,), 0.0, 0, "backward"),) if received else ()
 
     def _returned(self) -> list[str]:
-        """Return the tensors of the message back that this stage computes."""
+        """Return the tensors of the message to the previous stage that this stage computes."""
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
 
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
@@ -222,10 +228,10 @@ class _Builder:
         return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
 
     def _token(self, o: int) -> tuple[str, ...]:
-        """Return the tensor that an op must read so that it runs in its part.
+        """Return the boundary's tensor that a backward op must read so that it runs in its part, or nothing.
 
-        A weight-gradient op reads that of the second boundary. Others read that of the first, unless they wait for
-        one that does.
+        An op for a weight's gradient reads that of the second boundary. Another op reads that of the first boundary,
+        unless it depends on a backward op of the stage anyway.
         """
         if o in self.late:
             return (WEIGHTS,)
@@ -233,9 +239,8 @@ class _Builder:
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the ops that may run only once: those that compute what leaves, and in a split stage all of its
-        first part.
-        """
+        """Return the ops that may run only once: those that compute what leaves, and in a split stage all backward
+        ops for the input's gradient."""
         leaving = set(self._results() if self.recovers else self._leaving())
         makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]

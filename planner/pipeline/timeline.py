@@ -21,8 +21,10 @@ from rematplan.planner.pipeline.actions import Action, PipelineSchedule
 class StageTimes:
     """The times of a stage in microseconds, and the bytes of its messages, for one micro-batch.
 
-    ``forward``: its forward. ``backward``: the part of its backward that computes the input's gradient. ``weight``:
-    the rest of its backward. ``sends``: bytes to the next stage. ``returns``: bytes to the stage before it.
+    ``forward``: of its forward. ``backward``: of its backward without the gradients of weights, if these are computed
+    separately; else of the whole backward. ``weight``: of the gradients of weights; 0 if not computed separately.
+    ``sends``: bytes of the message to the next stage in the forward. ``returns``: bytes of the message to the
+    previous stage in the backward.
     """
 
     forward: float
@@ -33,28 +35,30 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """The microseconds for one micro-batch."""
+        """The microseconds of forward and backward together, for one micro-batch."""
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """Return the microseconds of an action of a kind (F, B, I or W); a B takes those of I and W together."""
+        """Return the microseconds of an action of a kind: F (forward), I (backward for the input's gradient), W
+        (gradients of weights) or B (I and W together)."""
         times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
         return times[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between ranks. ``latency``: in microseconds. ``bandwidth``: in bytes per microsecond."""
+    """A link between two ranks. ``latency``: microseconds. ``bandwidth``: bytes per microsecond."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def occupied(self, size: int) -> float:
-        """Return the microseconds for which a message of ``size`` bytes occupies the link."""
+        """Return the microseconds for which a message of ``size`` bytes occupies the link: size ÷ bandwidth."""
         return size / self.bandwidth
 
     def travel(self, size: int) -> float:
-        """Return the microseconds from the start of a message of ``size`` bytes to its arrival, on an idle link."""
+        """Return the microseconds from the start of a message of ``size`` bytes to its arrival, on an idle link:
+        occupation plus latency."""
         return self.latency + self.occupied(size)
 
 
@@ -64,7 +68,8 @@ FREE_LINK = Link()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time of an action, in microseconds from the start of the first action."""
+    """An action of a pipeline's rank and its time. ``start``, ``end``: microseconds since the start of the first
+    action."""
 
     action: Action
     start: float
@@ -73,24 +78,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A replayed schedule. ``rows``: the spans of each rank, in order."""
+    """A simulated pipeline schedule. ``rows``: for each rank, its actions with their start and end, in order."""
 
     schedule: PipelineSchedule
     rows: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """The microseconds until the last action ends."""
+        """The microseconds from the start of the first action to the end of the last."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The microseconds in which each rank works."""
+        """For each rank, the microseconds in which it works."""
         return tuple(math.fsum(span.end - span.start for span in row) for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not work, until the last action ends."""
+        """The share (0 to 1) of all ranks' time, up to the end of the last action, in which they do not work; 0
+        without actions."""
         return 1 - math.fsum(self.busy) / (self.makespan * len(self.rows)) if self.makespan else 0.0
 
 
@@ -101,15 +107,15 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Return the timeline of a schedule: when each action starts and ends.
+    """Simulate a schedule and return when each action starts and ends.
 
     Args:
         schedule: the actions of each rank.
         times: for each stage, its times and message sizes.
         link: latency and bandwidth between ranks.
         overhead: microseconds that each action takes in addition to its stage's time.
-        credits: the number of messages in one direction between two stages that may be sent and not yet read. With one
-            more, a rank waits until the reader starts to use an earlier one. None: no limit.
+        credits: how many messages in one direction between two stages may be sent and not yet read. Before one more
+            is sent, the sending rank waits until the receiver begins to use the earliest of them. None: no limit.
 
     Raises:
         ProblemError: a deadlock. The message names the first action that waits forever.
@@ -133,7 +139,8 @@ _Message = tuple[str, int, int]
 
 
 class _Replay:
-    """The state of a replay. ``at``: the index of each rank's next action. ``free``: when the rank can start it."""
+    """The state of a simulation. ``at``: the index of each rank's next action. ``free``: when the rank can start that
+    action, in microseconds."""
 
     def __init__(
         self,
