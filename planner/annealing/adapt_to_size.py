@@ -20,19 +20,20 @@ from rematplan.planner.core.schedule import runs_of
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """The constants of these searches.
+    """The constants of `polished`: removal of needless runs (tidying) and short anneals, from plans that were found
+    for other sizes.
 
-    Measured for GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of length and budget, with plans of other lengths: after
-    tidying, 28 plans were within one point of overhead of a fresh search's (the worst 5.1 above it); after four anneals
-    of 0.1 s, 32; after four of 0.4 s, all (the worst 0.35 above it).
+    Measured for GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of length and budget, with plans for other lengths:
+    after tidying, 28 plans were within one point of overhead of a fresh search's (the worst 5.1 above it); after
+    four anneals of 0.1 s, 32; after four of 0.4 s, all (the worst 0.35 above it).
     """
 
     tidied: int = 12
-    """The number of plans that are tidied: the cheapest that fit."""
+    """The largest number of plans that are tidied: the cheapest that fit the budget."""
     heats: tuple[float, ...] = (0.01, 0.1)
-    """First temperatures of the anneals, in percent of the base cost."""
+    """The first temperature of each anneal, in percent of the cost of running each op once."""
     last_heat: float = WITH_PHASES.last_heat
-    """Their last temperature, in percent of the base cost."""
+    """The last temperature of each anneal, in percent of the cost of running each op once."""
     seconds: float = 0.4
     """CPU seconds of each anneal."""
     slices: int = 8
@@ -54,16 +55,21 @@ def polished(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Iterator[Plan]:
-    """Yield better and better plans within a budget (bytes), each cheaper than all before it and all starts that fit.
+    """Yield better and better plans within ``budget`` bytes, from plans that were found for other sizes.
+
+    Runs that the budget does not need are removed from the starts, then a few short anneals follow. Each plan is
+    cheaper than all before it and than all starts that fit; none is yielded if nothing cheaper is found.
 
     Args:
         graph: the problem.
         budget: bytes.
-        starts: plans of the problem, within the budget or over it. Those that cannot be a start are ignored.
-        seconds: CPU time of each of the anneals; with 0 and no ``moves``, the starts are only tidied.
-        moves: if not 0, the moves of each anneal, instead of a time, so that the plans are the same on every machine.
+        starts: plans of the problem, within the budget or over it. Those that the annealer cannot start from are
+            ignored.
+        seconds: CPU time of each anneal; with 0 and no ``moves``, there are no anneals.
+        moves: if not 0, the moves of each anneal, instead of a time, so that the plans are the same on every
+            machine.
         seed: the seed of the random moves.
-        keep_order: whether the first runs of all ops keep the base order.
+        keep_order: whether the first runs of all ops keep the problem's order.
     """
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)

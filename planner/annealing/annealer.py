@@ -47,10 +47,13 @@ ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 
 
 class Annealer:
-    """One sequence of runs that is being cooled.
+    """Simulated annealing of one sequence of runs (ops, inverses and recomputations in order) of a problem.
 
-    ``keep_order``: whether the first runs of all ops keep the base order. Sizes are counted in units of ``unit``
-    bytes, which is 1 unless the sizes of all tensors sum to more than 2^52.
+    Usage: `load` a sequence and a budget, `cool` it in several calls, then take the `best` sequence found. Its
+    energy is its cost plus a price for each byte over the budget, summed over the runs.
+
+    ``seed``: of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's order. Bytes
+    are counted in units of ``unit`` bytes, which is 1 unless the sizes of all tensors sum to more than 2^52.
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
@@ -70,14 +73,13 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Set the budget (bytes), forget the best sequence so far, and start from a sequence of runs, within the
-        budget or over it.
+        """Start from a sequence of runs, within the budget or over it. The best sequence found so far is forgotten.
 
-        Runs of ops that nothing needs are left out of the sequence.
-
-        ``price``: the initial price of a unit over the budget, if an earlier search at about this budget found one
-        (see the property `price`). With 0 it begins low, so that the search may first move away from a start that
-        fits.
+        Args:
+            runs: names of ops and inverses. Runs of ops that nothing needs are left out.
+            budget: bytes.
+            price: the initial price of a unit over the budget, if an earlier search at about this budget found one
+                (`price`). With 0 it begins low, so that the search may first move away from a start that fits.
         """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
@@ -85,8 +87,8 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Whether a sequence can be a start: every op that must run does, reads are resident, and first runs keep a
-        required order."""
+        """Return whether a sequence of runs (names) can be a start: every op that must run does, every read is of a
+        tensor written before, and first runs keep a required order."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
@@ -98,7 +100,7 @@ class Annealer:
         )
 
     def _is_served(self, runs: Sequence[str]) -> bool:
-        """Whether the runs that `load` keeps of a sequence write everything they read, and the outputs."""
+        """Return whether the runs that `load` keeps of a sequence write everything that they read, and the outputs."""
         made = set(self.graph.inputs)
         for name in runs:
             if name in self.number:
@@ -109,33 +111,36 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` moves while the temperature falls from ``hot`` to ``cold`` (percent of the base cost),
-        then spread the runs evenly over the slots. Returns the number of moves made.
+        """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold``
+        (percent of the cost of running each op once), and return the number of moves made.
 
-        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`; or `UNTIL_FEASIBLE`, which makes all moves and ends when the budget is
-        met.
+        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`, which only reorders; or `UNTIL_FEASIBLE`, which makes all kinds of
+        moves and ends when the budget is met. Fewer moves are made then, and when arrays are nearly full.
         """
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Limit the price of a unit over the budget to ``most``, until the next call or the next `load`."""
+        """Limit the price of a unit over the budget to ``most``, until the limit is changed or a sequence is loaded.
+        The price is in percent of the cost of running each op once."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Limit the factor by which the price may grow per move to ``growth``, until the next call or `load`."""
+        """Limit the factor by which the price of a unit over the budget may grow per move to ``growth``, until the
+        limit is changed or a sequence is loaded."""
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set the price of a unit over the budget. It may then fall but not rise, until it is set or limited again."""
+        """Set the price of a unit over the budget, in percent of the cost of running each op once. It may then fall
+        but not rise, until it is set or limited again."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
-        """Return the sequence without the repeated runs that the budget does not need; unchanged if it exceeds the
-        budget.
+        """Return a sequence of runs (names) without the repeated runs that are not needed for ``budget`` bytes;
+        unchanged if the sequence exceeds the budget.
 
-        The current sequence is replaced.
+        The loaded sequence is replaced by the result.
         """
         self.load(runs, budget)
         tidy(self.problem, self.state, self._by_cost)
@@ -143,30 +148,33 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """The current price of a unit over the budget at one run, in percent of the base cost."""
+        """The current price of each unit of bytes over the budget at one run, in percent of the cost of running each
+        op once."""
         return float(self.state.value[PRICE])
 
     @property
     def feasible(self) -> bool:
-        """Whether a sequence within the budget has been found since the budget was set."""
+        """Whether a sequence within the budget has been found since the last `load`."""
         return bool(self.state.number[BEST])
 
     @property
     def best_overhead(self) -> float:
-        """The overhead of the best sequence within the budget; infinite if there is none, 0 if no op costs anything."""
+        """The overhead of the best sequence within the budget since the last `load`; infinite if there is none, 0 if
+        no op costs anything."""
         return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
     def penalty(self) -> float:
-        """The units over the budget, summed over the runs of the current sequence."""
+        """The bytes over the budget of the current sequence, summed over its runs, in units of ``unit`` bytes."""
         return float(self.state.value[PENALTY])
 
     def best(self) -> list[str]:
-        """Return the op names of the best sequence within the budget; empty if none was found."""
+        """Return the names of the runs of the best sequence within the budget since the last `load`; empty if none
+        was found."""
         return self._names(self.state.best[: self.state.number[BEST]])
 
     def current(self) -> list[str]:
-        """Return the op names of the current sequence, whether or not it is within the budget."""
+        """Return the names of the runs of the current sequence, whether or not it is within the budget."""
         return self._names(self._sequence())
 
     def _names(self, sequence: Ints) -> list[str]:
@@ -200,7 +208,7 @@ class Annealer:
 
 
 def compile_annealer() -> None:
-    """Compile the annealer's loops by running a tiny problem."""
+    """Compile the annealer's numba loops, or load them from the cache on disk, by running a tiny problem."""
     tensors = (Tensor("a", 1), Tensor("b", 1))
     ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
     annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))

@@ -1,4 +1,4 @@
-"""The second plan that a refusal names: of those that cost little, the one with the smallest peak found."""
+"""The cheap plan that a refusal names: of those with little overhead, the one with the smallest peak found."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 
 STEPS = 6
-"""The number of budgets that are tried."""
+"""The largest number of budgets that are tried."""
 RESOLUTION = 0.01
-"""The search ends when the budget is known to this share of it."""
+"""The search ends when the smallest such peak is known up to this share of it."""
 
 
 def cheap_plan(
@@ -25,17 +25,18 @@ def cheap_plan(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak found whose overhead is at most `CHEAP`.
+    """Return the plan with the smallest peak found among plans whose overhead is at most `CHEAP`.
 
-    Budgets between the smallest known peak and that of the best such plan are bisected; each is annealed for an equal
-    part of the effort, until a plan costs little enough. Ctrl-C ends the search with the best plan so far.
+    Budgets between the smallest known peak and the smallest peak at such an overhead are bisected. For each budget,
+    the sequence of runs is annealed for an equal part of the effort, until a plan within the budget has at most this
+    overhead. Ctrl-C ends the search with the best plan so far.
 
     Args:
         graph: the problem.
         known: plans of the problem, which keep its order if ``keep_order`` is set.
-        effort: what the search may spend.
+        effort: the time or number of moves that the search may spend.
         seed: the seed of the random choices.
-        keep_order: whether the first runs of all ops keep the base order.
+        keep_order: whether the first runs of all ops keep the problem's order.
     """
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=_peak)

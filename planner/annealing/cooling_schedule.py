@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 
 class Ordering(NamedTuple):
-    """A stage that only reorders, in problems without phases.
+    """A stage of a round of annealing that only reorders runs, in problems without phases.
 
     ``share``: its share of the round. ``heat``: first and last temperature, in tensors of mean size that are over
-    the budget at one run. The price is constant meanwhile: if it rose as long as nothing fits, it would freeze the
-    order.
+    the budget at one run. The price of bytes over the budget is constant meanwhile: if it rose as long as nothing
+    fits, it would freeze the order.
     """
 
     share: float
@@ -39,28 +39,31 @@ class Ordering(NamedTuple):
 
 @dataclass(frozen=True)
 class CoolingSchedule:
-    """The constants of a search by annealing.
+    """The constants of a search by annealing, which is a sequence of rounds: each cools a sequence of runs.
 
-    Temperatures are in percent of the base cost, prices in runs of mean cost for a tensor of mean size that is over
-    the budget at one run, lengths of rounds in shortest rounds. A field that names no measurement was
-    chosen by trial, on the networks of the README and on random layered graphs, without a record.
+    A *hot* round starts from the order without recomputation, a *reheated* one from the best sequence so far.
+    Temperatures are in percent of the cost of running each op once; prices, in runs of mean cost for a tensor of
+    mean size that is over the budget at one run; lengths of rounds, in shortest rounds. A field that names no
+    measurement was chosen by trial, on the networks of the README and on random layered graphs, without a record.
     """
 
     reorders: bool
-    """Whether the search looks for an order: only without phases, where the base order may be a bad one."""
+    """Whether the search looks for an order: only without phases, where the order of ``graph.ops`` may be a bad one."""
     last_heat: float
     """The last temperature of a round."""
     shortest: tuple[float, float]
-    """Moves per op in the shortest round, and the number of ops at which it is twice as many."""
+    """Moves per op in the shortest round of small problems, and the number of ops at which it has twice as many per
+    op."""
     patience: int
-    """Rounds without improvement after which a search ends. They take more than 30 times the shortest round."""
+    """A search ends after so many rounds without improvement. They take more than 30 times the shortest round."""
 
     reheat: float = 0.2
     """The first temperature of a reheated round, as a share of a hot round's."""
     suggested_heat: float = 0.3
-    """The first temperature for a suggested sequence, as a share of a hot round's."""
+    """The first temperature for a sequence that the search for a lower bound suggests, as a share of a hot round's."""
     suggested_share: float = 0.25
-    """The share of a reheated round for the suggestion. With a half, too little was left for the best sequence."""
+    """The share of a reheated round for the suggested sequence. With a half, too little was left for the best
+    sequence."""
 
     gentle_length: int = 4
     """The length of a gentle round, in which the price rises slowly, in lengths of a steep one.
@@ -72,8 +75,8 @@ class CoolingSchedule:
     rising_share: float = 0.3
     """The share of a gentle round in which the price may rise."""
     rising_factor: float = 1e4
-    """By which factor the price rises over all of that share. It starts 50 to some thousand times lower than what
-    makes anything fit."""
+    """The factor by which the price rises over all of ``rising_share``. It starts 50 to some thousand times lower
+    than what makes anything fit."""
 
     growth: float = 1.5
     """Without phases: the factor by which each hot round is longer than the one before."""
@@ -109,7 +112,8 @@ class CoolingSchedule:
     """Without phases: the number of ops from which on a second thread is worth its start."""
 
     def hot(self, ops: int) -> float:
-        """Return the first temperature of a hot round.
+        """Return the first temperature of a hot round, in percent of the cost of running each op once. ``ops``: the
+        number of ops of the problem.
 
         With phases it is about one op's share of the cost in small problems; in large ones it is less, because there
         is no time to cool down.
@@ -122,7 +126,7 @@ class CoolingSchedule:
         """Return the length of a round, in shortest rounds.
 
         Args:
-            k: the number of the round, from 0 on; even ones are hot.
+            k: the number of the round, from 0; even ones are hot.
             fits: whether a plan within the budget is known.
         """
         if not self.reorders:
@@ -130,23 +134,26 @@ class CoolingSchedule:
         return float(self.growth ** (k // 2) * (self.between if k % 2 and fits else 1.0))
 
     def is_gentle(self, k: int, fits: bool) -> bool:
-        """Whether a round belongs to a gentle pair; every other pair does, once something fits."""
+        """Return whether the price of bytes over the budget rises slowly in round ``k`` at first. With phases, every
+        other pair of rounds does so once a plan within the budget is known (``fits``); without phases none does."""
         return not self.reorders and k % 4 >= 2 and fits
 
     def order_budget(self, k: int) -> float:
-        """Return the budget for which a hot round looks for an order, as a multiple of the budget."""
+        """Return the budget for which hot round ``k`` looks for an order, as a multiple of the search's budget."""
         return self.loose if k // 2 % 4 >= 2 else 1.0
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
-        """Whether a hot round looks for an order first.
+        """Return whether a hot round looks for an order first. With phases none does.
 
-        Rounds alternate until one that did has ended in something that fits. Then the variant that has led further
-        is used, except in every fourth round.
+        Without phases, hot rounds with and without this stage alternate until a round with it has ended within the
+        budget. Then the variant that has reached the smaller overhead is used, except in every fourth hot round.
 
         Args:
             k: the number of the round.
-            with_order: the least overhead at the end of a hot round that did; infinite if there is none.
-            without: the same of one that did not.
+            with_order: the least overhead at the end of a hot round that looked for an order; infinite if none ended
+                within the budget.
+            without: the least overhead at the end of a hot round that did not; infinite if none ended within the
+                budget.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):
@@ -161,7 +168,8 @@ WITHOUT_PHASES = CoolingSchedule(reorders=True, last_heat=0.003, shortest=(150.0
 
 
 def luby(k: int) -> int:
-    """Return the k-th term, from 0 on, of 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ..."""
+    """Return term k, from 0, of the sequence of Luby, Sinclair and Zuckerman (1993): 1, 1, 2, 1, 1, 2, 4, 1, 1, 2,
+    1, 1, 2, 4, 8, ..."""
     term = k + 1
     while term & (term + 1):  # until it is 2^i - 1, the end of a repetition, which is followed by 2^(i-1)
         term -= (1 << term.bit_length() - 1) - 1

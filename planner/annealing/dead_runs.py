@@ -10,7 +10,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Whether the first runs of the ordered ops stay in order if this run is removed.
+    """Return whether first runs that must keep an order still keep it if the run ``node`` is removed.
 
     If it is its op's first run, the op's next run becomes the first.
     """
@@ -24,8 +24,8 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Whether a run can be removed: earlier copies can serve its readers, and its op keeps the runs that it must
-    have."""
+    """Return whether the run ``node`` can be removed: its readers can read what earlier runs write, and its op keeps
+    the runs that it must have."""
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
         return bool(S.links.prev[node] >= 0)
@@ -38,10 +38,11 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove the runs among the first ``waiting`` nodes of ``S.queue`` that nothing reads, then those that only they
-    read, and so on.
+    """Remove the runs among the first ``waiting`` entries of ``S.queue`` that nothing reads, then the runs that only
+    these read, and so on.
 
-    A run stays if its op must keep it, if its removal would break the order of first runs, or if the log is full.
+    A run stays if its op must keep it, if first runs would no longer keep their order, or if the log of edits is
+    full.
     """
     while waiting > 0:
         waiting -= 1
@@ -58,9 +59,10 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Append to ``S.queue``, which has ``waiting`` entries, the runs that serve the reads of an op at a slot.
+    """Append to ``S.queue``, which has ``waiting`` entries, the runs that write what ``op`` reads if it runs at
+    ``slot``.
 
-    Returns the new number of entries. Runs for which the queue has no room are left out.
+    Return the new number of entries. Runs for which the queue has no room are left out.
     """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
@@ -71,8 +73,8 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Draw a random run of an op that runs more often than it must. Returns it, or -1 if it cannot be removed or no op
-    runs more often than it must."""
+    """Return a random run of an op that runs more often than it must; -1 if the run drawn cannot be removed, or
+    there is none."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]
@@ -84,7 +86,7 @@ def random_spare(P: Problem, S: State) -> int:
 
 @inner
 def take_out(P: Problem, S: State, node: int) -> None:
-    """Remove a run, and then the runs that only it read."""
+    """Remove a run, then the runs that only it read."""
     op, slot = S.op[node], S.links.slot[node]
     do_remove(P, S, node)
     sweep(P, S, queue_servers(P, S, op, slot, 0))

@@ -18,26 +18,29 @@ LAST_HEAT = WITH_PHASES.last_heat
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """The constants of descents. Temperatures are in percent of the base cost.
+    """The constants of descents: searches that lower the smallest peak step by step. Temperatures are in percent of
+    the cost of running each op once.
 
     They were chosen by trial, on the networks of the README, without a record.
     """
 
     first_step: float = 0.08
-    """The first step: by which share of the peak above the inputs it aims to lower the peak."""
+    """The first step: the share of the peak (without inputs) by which the step aims to lower the peak."""
     last_step: float = 2e-4
-    """A descent ends when its steps, which are halved after failures, are smaller than this."""
+    """A descent ends when its step, which is halved after each failure, is smaller than this."""
     heat: float = 1.0
     """The temperature: recomputation hardly counts."""
     patience: tuple[int, int] = (20, 1000)
-    """Moves per op, and further moves, after which the first step has failed; after each failure twice as many."""
+    """Moves per op, and moves in addition, after which the first step has failed. After each failure both are
+    doubled."""
     cleaning_moves: int = 10
     """Moves per op by which each step is made cheaper. Without them useless runs accumulate."""
     cleaning_heat: float = 0.1
-    """The first temperature of these moves."""
+    """The first temperature of the ``cleaning_moves``."""
     round_of_eight: int = 6
-    """Of every eight rounds, the one that is followed by descents if it found nothing better. Without phases every
-    hot round is. Descents from the base order are rare, because hot rounds find plans more often."""
+    """With phases, the round of every eight that is followed by descents if it found nothing better; without phases
+    every hot round is. Descents from the order without recomputation are rare, because hot rounds find plans more
+    often."""
 
 
 DESCENTS = DescentOptions()
@@ -45,10 +48,11 @@ DESCENTS = DescentOptions()
 
 @dataclass
 class Descent:
-    """A descent of one annealer.
+    """A search that lowers the peak of a plan step by step, with an annealer.
 
-    ``ops``: the number of ops. ``inputs``: the bytes of the problem's inputs, which no schedule frees. ``offer``:
-    simulates a sequence of runs and returns its plan. ``report``: called after each slice.
+    ``annealer``: for the problem. ``budget``: bytes; a peak of at most this ends the search. ``ops``: the number of
+    ops. ``inputs``: the bytes of the problem's inputs, which no schedule frees. ``offer``: simulates a sequence of
+    runs and returns its plan. ``report``: called often, with what is spent. ``options``: the constants.
     """
 
     annealer: Annealer
@@ -61,15 +65,16 @@ class Descent:
 
     def run(self, start: Plan, effort: SearchBudget, until: float) -> None:
         """Lower the peak of a plan step by step, until it is within the budget, steps get too small or ``until`` is
-        spent.
+        spent. Each plan found is passed to ``offer``.
 
         Each step aims at a peak a little below the smallest, cools at one temperature until a sequence has it, and
-        then lowers its cost; otherwise useless runs would accumulate. A step that fails halves the next one.
+        then lowers its cost; otherwise useless runs would accumulate. After a step that fails, steps are half as
+        large.
 
         Args:
-            start: the plan.
-            effort: what the search may spend.
-            until: what the effort may have spent at the end, in its unit.
+            start: the plan to start from.
+            effort: the time or number of moves that the search may spend; what it spends is recorded there.
+            until: how much of ``effort`` may be spent when the search ends: seconds or moves.
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
@@ -103,7 +108,7 @@ class Descent:
     def _cool(
         self, effort: SearchBudget, most: int, until: float, heat: tuple[float, float], mode: int
     ) -> int:
-        """Run one slice. Returns the moves made."""
+        """Run one slice of an anneal, and return the number of moves made."""
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.monotonic()
         made = self.annealer.cool(min(moves, most), *heat, mode)

@@ -32,7 +32,8 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def put(S: State, slot: int, source: int) -> None:
-    """Copy the content of the slot ``source`` to ``slot``, and record the new slot of the node."""
+    """Copy the content of the slot ``source`` (node, live bytes, cap) to the slot ``slot``, and record the new slot
+    of the node."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -43,7 +44,8 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """Return an empty slot just in front of a node, with correct ``mem``; neighbours are moved if necessary."""
+    """Return an empty slot (position) just in front of the run ``node``, with ``mem``, the bytes live there, set;
+    neighbours are moved if necessary."""
     right = S.links.slot[node]
     across = S.mem[right] - P.written[S.op[node]]  # live on both sides of the gap
     if S.at[right - 1] < 0:
@@ -74,7 +76,8 @@ def make_room(P: Problem, S: State, node: int) -> int:
 
 @inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
-    """Put a node into a slot whose ``mem`` is final; from now on the slot counts in the penalty."""
+    """Put the run ``node`` into an empty slot whose live bytes are set already. From then on the slot's bytes over
+    the budget count in the penalty."""
     S.at[slot] = node
     S.links.slot[node] = slot
     S.cap[slot] = S.value[BUDGET] - P.workspace[S.op[node]]
@@ -85,7 +88,7 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
 
 @inner
 def vacate(S: State, slot: int) -> None:
-    """Empty a slot; it no longer counts in the penalty."""
+    """Empty a slot (position). Its bytes over the budget then no longer count in the penalty."""
     over = S.mem[slot] - S.cap[slot]
     if over > 0.0:
         S.value[PENALTY] -= over
@@ -95,7 +98,7 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert a run into its op's list, behind the run ``before`` (-1: at the front)."""
+    """Insert the run ``node`` into the list of the runs of ``op``, behind the run ``before`` (-1: at the front)."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -115,7 +118,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Remove a run from its op's list."""
+    """Remove the run ``node`` from the list of the runs of ``op``."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after
@@ -137,7 +140,7 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
     """Insert a run of an op, as node ``node``, just in front of the node ``right``.
 
-    What the op reads stays resident until then. Later reads of what it writes are served by the new run.
+    What the op reads then stays resident until this run. Later reads of what the op writes are served by this run.
     """
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -165,9 +168,9 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove a run. Its readers are then served by the latest earlier copies.
+    """Remove a run. Later reads of what it writes are then served by the latest earlier run that writes the tensor.
 
-    Of each tensor that it writes and something reads, an earlier copy must exist.
+    Of each tensor that the run writes and something reads, an earlier run that writes it must exist.
     """
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -196,7 +199,7 @@ def remove(P: Problem, S: State, node: int) -> None:
 def shift(P: Problem, S: State, node: int, right: int) -> None:
     """Move a run to just in front of the node ``right``.
 
-    Neither a run that it reads from nor one that reads from it may be in between.
+    Neither a run that it reads from nor a run that reads from it may be passed.
     """
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
@@ -226,7 +229,8 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """Run an op just in front of the node ``right``, as `insert` does, and log it for `undo`. Returns the new node."""
+    """Run an op just in front of the node ``right``, as `insert` does, record this in the log for `undo`, and return
+    the new node."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -236,7 +240,8 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """Remove a run, as `remove` does, and log it for `undo`. The node's number stays in use until `commit`."""
+    """Remove a run, as `remove` does, and record this in the log for `undo`. The node's number stays in use until
+    `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -244,7 +249,7 @@ def do_remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move a run to just in front of the node ``right``, as `shift` does, and log it for `undo`."""
+    """Move a run to just in front of the node ``right``, as `shift` does, and record this in the log for `undo`."""
     was = node_after(S.at, S.links.slot[node])
     shift(P, S, node, right)
     note(S, SHIFTED, node, was)
@@ -252,8 +257,8 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def note(S: State, kind: int, node: int, right: int) -> None:
-    """Append to the log that an edit of this kind moved ``node``. ``right``: the node in front of which `undo` puts
-    it."""
+    """Append an edit to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`. ``right``: the node in front of which
+    `undo` puts ``node``."""
     row = S.log[S.number[LOGGED]]
     row[0], row[1], row[2] = kind, node, right
     S.number[LOGGED] += 1
@@ -261,7 +266,7 @@ def note(S: State, kind: int, node: int, right: int) -> None:
 
 @inner
 def undo(P: Problem, S: State) -> None:
-    """Undo every edit since the last commit."""
+    """Undo every edit (insertion, removal, shift of a run) since the last commit, the latest first."""
     for k in range(S.number[LOGGED] - 1, -1, -1):
         kind, node, right = S.log[k, 0], S.log[k, 1], S.log[k, 2]
         if kind == INSERTED:
@@ -277,7 +282,8 @@ def undo(P: Problem, S: State) -> None:
 
 @inner
 def commit(S: State) -> None:
-    """Make the edits since the last commit final. The numbers of nodes that they removed become free."""
+    """Make the edits since the last commit final: `undo` no longer undoes them. The numbers of removed nodes become
+    free."""
     for k in range(S.number[LOGGED]):
         if S.log[k, 0] == REMOVED:
             S.free[S.number[FREE]] = S.log[k, 1]

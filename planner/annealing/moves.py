@@ -63,7 +63,7 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random repeated run, and the runs that only it read. Returns whether it could be removed."""
+    """Remove a random repeated run, and the runs that only it read. Return whether the run drawn could be removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -73,7 +73,8 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run to another place in its `window`. Returns whether it was moved."""
+    """Move a random run to another place where it leaves unchanged which run serves which read (`window`). Return
+    whether it was moved."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -99,9 +100,10 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots. Strictly between them, a run can move without changing which run serves which read.
+    """Return two slots (positions) strictly between which the run ``node`` can move without changing which run
+    serves which read.
 
-    First runs also keep their required order.
+    If it is its op's first run and first runs must keep an order, it also keeps this order there.
     """
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
@@ -135,13 +137,14 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """Return a random node at or behind a slot."""
+    """Return the first run at or behind a random slot (position) from ``start`` on."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """Return a random slot. With ``over``, return one whose cap is exceeded, if there is any."""
+    """Return a random slot (position in the sequence). With ``over``, return one with more live bytes than may be
+    live there, if there is any."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -151,10 +154,10 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is held over a slot without being used there.
+    """Return a random tensor that is resident across a slot (position) without being used there.
 
-    The result is the node that reads the tensor next, the tensor, and the slot of its last use before (a read, or the
-    run that writes it); (-1, -1, -1) if no draw finds one.
+    The result is the run that reads the tensor next, the tensor, and the slot of its last use before ``slot`` (a
+    read, or the run that writes it); (-1, -1, -1) if no draw finds one.
     """
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
@@ -174,14 +177,14 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Drop a tensor that is idle across a random slot, and recompute it, with all that this needs, before its next
-    read.
+    """Free a tensor that is resident but unused across a random slot, and recompute it before its next read, with
+    everything that this needs. Return False, with nothing changed, if no such tensor was found or the recomputations
+    do not fit.
 
-    The recomputation is just before that read, or earlier while its inputs are resident. Returns False if no tensor
-    was found or the chain of recomputations does not fit; nothing has changed then.
+    The recomputation is just before the next read, or earlier while its inputs are resident.
 
-    ``over``: prefer a slot over the budget. ``allowed``: the largest increase of the energy, that is of cost + price ·
-    penalty; a chain that must exceed it is given up early.
+    ``over``: prefer a slot over the budget. ``allowed``: the largest increase of the energy, which is cost + price ·
+    penalty; a chain of recomputations that must exceed it is given up early.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -216,10 +219,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move. Returns False if it cannot be made; edits may have been logged even so.
+    """Make one random move. Return False if it cannot be made; some edits may have been made even so, for the caller
+    to undo.
 
-    ``allowed``: the largest increase of the energy; moves that must exceed it are given up early. ``orders_only``:
-    only shift runs.
+    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget; moves that must
+    exceed it are given up early. ``orders_only``: only shift runs.
     """
     kind = uniform(S.random)
     if orders_only:
@@ -240,10 +244,11 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """Make one random move in a problem without phases. Returns False if it cannot be made; edits may be logged even
-    so.
+    """Make one random move in a problem without phases. Return False if it cannot be made; some edits may have been
+    made even so, for the caller to undo.
 
-    ``allowed``: the largest increase of the energy. ``kind``: a random number in [0, 1) that selects the kind of move.
+    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. ``kind``: a
+    random number in [0, 1) that selects the kind of move.
     """
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
@@ -260,7 +265,7 @@ def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
 
 @inner
 def keep_best(S: State) -> None:
-    """Record the current sequence and its cost as the best within the budget."""
+    """Record the current sequence of runs and its cost as the best within the budget."""
     length = 0
     for s in range(S.at.size):
         if S.at[s] >= 0:
@@ -272,11 +277,11 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent of the
-    base cost). Returns the number of moves made.
+    """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent
+    of the cost of running each op once). Return the number of moves made.
 
-    It is smaller if slots or node numbers run short; then the runs must be spread anew. ``mode``: 0 for all moves; 1
-    for shifts only; 2 for all moves until a sequence is within the budget.
+    The number is smaller if slots or node numbers run short; the caller must then spread the runs anew. ``mode``: 0
+    for all kinds of moves; 1 for shifts only; 2 for all kinds until a sequence is within the budget.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

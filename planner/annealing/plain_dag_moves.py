@@ -48,8 +48,8 @@ ROOM = 64  # lines of the log that are kept free
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random (next reader, tensor, last use) of a tensor that is resident and idle across a slot; reader
-    -1: none found."""
+    """Return a random tensor that is resident but unused across a slot: (next reader, tensor, slot of its last use
+    before); (-1, -1, -1) if no draw finds one."""
     for _ in range(TRIES):
         t = below(S.random, P.size.size)
         server = copy_before(P.flow, S.links, t, slot)
@@ -63,11 +63,11 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the slots of the last use before ``slot``, and of the first use behind it, of the copy that ``server``
-    wrote.
+    """Return the slots of the last use before ``slot``, and of the first use behind it, of the tensor as the run
+    ``server`` wrote it.
 
-    The first is the slot of ``server`` if nothing reads the copy before. The second is `NO_SLOT` if the copy is used
-    at ``slot`` itself, or never behind it.
+    The first is the slot of ``server`` if nothing reads the tensor in between. The second is `NO_SLOT` if the tensor
+    is used at ``slot`` itself, or never behind it.
     """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
@@ -89,11 +89,11 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
     """Return a lower estimate of the energy saved if an op runs again just before the slot ``stop``, and the earlier
-    run whose copies that allows to drop, or -1.
+    run whose results can then be freed early; -1 for none.
 
-    Both are (0.0, -1) if the last copy before ``stop`` of one of the op's tensors is not from before ``slot``. Only
-    tensors of the op that are idle across ``slot`` and read later count. The op's cost is subtracted, unless the
-    earlier run can then be removed; the cost of its inputs is not.
+    Both are (0.0, -1) if, of one of the op's tensors, the last run before ``stop`` that writes it is not before
+    ``slot``. Only tensors of the op that are unused across ``slot`` and read later count. The op's cost is
+    subtracted, unless the earlier run can then be removed; the cost of having its inputs resident is not.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -113,8 +113,8 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Run further ops again in front of a node: those that share a read with ``op``, where this saves more than it
-    costs."""
+    """Run further ops again in front of a node: those that share a read with ``op``, where this saves more energy
+    than it costs."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -134,9 +134,10 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Hold the tensors that ``op`` reads at a slot longer, where this is now cheaper than to compute them again later.
+    """Keep the tensors that ``op`` reads at a slot resident longer, where this is now cheaper than to compute them
+    again later.
 
-    The later runs of the ops that write these tensors are removed.
+    The later runs that compute them again are removed.
     """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -149,9 +150,10 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """Estimate the increase of the energy if a run is removed and earlier copies serve its readers.
+    """Return an estimate of the increase of the energy (cost + price · bytes over the budget) if a run is removed
+    and earlier runs serve its readers.
 
-    It is exact if the run reads nothing and writes one tensor; -inf if other runs may go with it.
+    It is exact if the run reads nothing and writes one tensor; -inf if other runs may become useless, too.
     """
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
@@ -176,8 +178,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random repeated run, unless the energy would rise by more than ``allowed``. Returns whether one was
-    removed."""
+    """Remove a random repeated run, unless the energy (cost + price · bytes over the budget) would rise by more than
+    ``allowed``. Return whether a run was removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -187,11 +189,8 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Of a few tensors idle across a slot, choose the one that pays most to drop. Returns its op and the node
-    before which it runs again.
-
-    Op -1 if none is worth trying.
-    """
+    """Choose, of a few random tensors that are unused across a slot (position), the one that pays most to free and
+    recompute. Return its op, and the run in front of which the op runs again; the op is -1 if none is worth trying."""
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)
@@ -211,9 +210,10 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Drop a tensor that is idle across a slot, together with other drops that this makes cheaper (`drop_siblings`).
+    """Free a tensor that is unused across a slot and recompute it later, together with other tensors for which this
+    becomes cheaper (`drop_siblings`).
 
-    Returns False if there was nothing to drop. ``allowed``: the largest increase of the energy.
+    Return False if there was nothing to free. ``allowed``: the largest increase of the energy.
     """
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False

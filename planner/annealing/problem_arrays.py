@@ -18,9 +18,9 @@ EXACT = 2**52
 
 @dataclass(frozen=True)
 class Recipes:
-    """The ops and inverses that may run: needed ops, then ops that only inverses need, then inverses.
+    """The ops and inverses that may run: ops that must run, then ops that only inverses need, then inverses.
 
-    ``least``: for each of ``rows``, the number of runs that every sequence must have, 0 or 1.
+    ``least``: for each of ``rows``, how often every sequence must run it at least: 0 or 1.
     """
 
     rows: tuple[Op, ...]
@@ -28,8 +28,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful. With ``keep_order``, no ops beyond those of the base order
-    take part."""
+    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that must
+    run, and the inverses that read only what those ops write."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -47,7 +47,8 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that write something that is read usefully. Their writes exclude what they read."""
+    """Return the inverses that write something that a useful op or inverse reads. Their writes exclude what they
+    read."""
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}
     waiting = [
@@ -68,9 +69,10 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
-    """Convert the ops and inverses of ``known``, and a virtual last op that reads all outputs, to arrays.
+    """Convert the ops and inverses ``known``, followed by a virtual last op that reads all outputs, to arrays for
+    the annealer.
 
-    ``unit``: bytes that count as 1. ``keep_order``: whether the first runs of all ops keep the base order.
+    ``unit``: bytes that count as 1. ``keep_order``: whether the first runs of all ops keep the problem's order.
     """
     inputs = set(graph.inputs)
     ops = known.rows
@@ -107,7 +109,7 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
 
 
 def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
-    """Transpose: for each column, the rows that contain it, ascending."""
+    """Return, for each of ``columns`` columns, the rows that contain it, ascending."""
     turned: list[list[int]] = [[] for _ in range(columns)]
     for i, row in enumerate(rows):
         for x in row:
@@ -122,7 +124,7 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
-    """For each ordered op, the previous one in the given order, or -1."""
+    """Return, for each op in ``ordered``, the one before it in the order ``places``; -1 if there is none."""
     found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
     for i in places:
         if ops[i].name in ordered:

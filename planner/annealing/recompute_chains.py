@@ -33,7 +33,7 @@ LONGEST = 6.0  # logarithm to base 2 of the longest chain that is chosen; most a
 
 @inner
 def a_maker(P: Problem, S: State, tensor: int) -> int:
-    """Return an op or inverse that writes a tensor; if several do, a random one of them."""
+    """Return an op or inverse that writes a tensor; if several do, a random one of these."""
     if P.flow.producer[tensor] >= 0:
         return int(P.flow.producer[tensor])
     start = P.flow.makers_at[tensor]
@@ -42,13 +42,13 @@ def a_maker(P: Problem, S: State, tensor: int) -> int:
 
 @inner
 def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Whether an op may run only once and the sequence has a run of it."""
+    """Return whether an op may run only once and already runs in the sequence."""
     return bool(P.once[op] > 0 and S.runs[op] > 0)
 
 
 @inner
 def has_room(S: State, length: int) -> bool:
-    """Whether there are enough node numbers, slots and log lines for a chain of this length."""
+    """Return whether there are enough node numbers, slots and lines of the log for inserting ``length`` runs."""
     if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
         return False
     return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
@@ -56,20 +56,21 @@ def has_room(S: State, length: int) -> bool:
 
 @inner
 def a_length(S: State) -> int:
-    """Return a random length for a chain, usually a short one."""
+    """Return a random length for a chain of recomputations, usually a short one."""
     longest = LONGEST * uniform(S.random)
     return int(2.0 ** (longest * uniform(S.random)))
 
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect the ops that must run before a slot so that ``op`` can run there, with ``op`` itself, in ``S.chain``,
-    ascending. Returns their number; 0 if they cost more than ``limit`` or one that is needed cannot be added.
+    """Collect in ``S.chain`` the ops that are to run just before a slot so that ``op`` can run there, and ``op``
+    itself, ascending. Return their number; 0 if they cost more than ``limit`` or an op that is needed cannot be
+    added.
 
-    For each read of a collected op: if no run has written the tensor before the slot, its producer is collected. If
-    one has, but the tensor is not held until the slot, either it will be held longer, or its producer is collected, as
-    far as the chain is short enough and the producer may run again. Each call decides either by the price of holding,
-    with a random factor, or by coin.
+    For each read of a collected op: if no run has written the tensor before the slot, an op that writes it is
+    collected. If one has, but the tensor is not resident until the slot, either it will stay resident longer, or an
+    op that writes it is collected, as far as the chain is short enough and the op may run again. Each call of the
+    function decides this either by the price of the memory, with a random factor, or by coin.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN
@@ -117,7 +118,8 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
 
 @inner
 def sort(items: Ints, length: int) -> None:
-    """Sort the first ``length`` items in place, by insertion: there are few, and numpy's sort allocates memory."""
+    """Sort the first ``length`` items in place, ascending, by insertion: there are few, and numpy's sort allocates
+    memory."""
     for k in range(1, length):
         item, at = items[k], k
         while at > 0 and items[at - 1] > item:
@@ -128,11 +130,8 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """Return the node, behind a slot and at most at a reader, before which an op can run again without extending
-    its inputs' lives.
-
-    It is the first node that is the last reader of one of the inputs.
-    """
+    """Return the run in front of which an op can run again without its inputs staying resident longer: the first one
+    behind ``slot`` that is the last reader of one of the inputs, or ``reader`` if there is none before it."""
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -147,8 +146,8 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """Estimate the cost of having an op's inputs resident at a slot: each is held until then or computed again,
-    whichever is cheaper. Inputs that no earlier run writes count as 0."""
+    """Return an estimate of the cost of having an op's inputs resident at a slot: each stays resident until then or
+    is computed again, whichever is cheaper. Inputs that no earlier run writes count as 0."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -164,7 +163,8 @@ def supply(P: Problem, S: State, op: int, slot: int) -> float:
 
 @inner
 def is_collected(P: Problem, S: State, tensor: int) -> bool:
-    """Whether an op in ``S.chain`` writes the tensor."""
+    """Return whether the tensor is written by an op that is in ``S.chain`` and marked there (`arrange` removes the
+    marks)."""
     if P.flow.producer[tensor] >= 0:
         return bool(S.stamp[P.flow.producer[tensor]] == 1)
     for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
@@ -175,10 +175,10 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add an op to ``S.chain`` whose tensor no run has written before the slot, so that the chain cannot do without
-    it.
+    """Add to ``S.chain`` an op whose tensor no run has written before the slot, so that the chain cannot do without
+    the op.
 
-    Returns the chain's new length and its cost; an infinite cost if the chain is full or the op may not run again.
+    Return the chain's new length and its cost; an infinite cost if the chain is full or the op may not run again.
     """
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
@@ -189,9 +189,10 @@ def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int
 
 @inner
 def arrange(P: Problem, S: State, length: int) -> int:
-    """Order ``S.chain`` so that each op is behind those that write its reads.
+    """Order ``S.chain`` so that each op comes after the ops that write its reads. Return its length, or 0 if there
+    is a cycle.
 
-    Only inverses need it; all others are in the base order. Returns the length, or 0 if there is a cycle.
+    Only inverses make this necessary; all other ops are in the problem's order.
     """
     for k in range(length):
         S.stamp[S.chain[k]] = 1
@@ -212,7 +213,7 @@ def arrange(P: Problem, S: State, length: int) -> int:
 
 @inner
 def waits(P: Problem, S: State, op: int) -> bool:
-    """Whether an op reads a tensor that an op of ``S.chain`` writes which is not placed yet."""
+    """Return whether an op reads a tensor that is written by an op of ``S.chain`` that is not placed yet."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
         if is_collected(P, S, P.reads[k]):
             return True
@@ -221,8 +222,8 @@ def waits(P: Problem, S: State, op: int) -> bool:
 
 @inner
 def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Whether nothing reads the node's copies before a slot, so that the node can be removed if its op runs again
-    there."""
+    """Return whether a run can be removed if its op runs again at ``slot``: nothing reads what the run writes before
+    that slot, and the order of first runs is kept."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
@@ -232,13 +233,14 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 
 @inner
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Whether an op's first run may be at a slot, with respect to the op that must come after it."""
+    """Return whether an op's first run may be at a slot (position), if first runs must keep an order."""
     return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
 
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Run the ops of ``S.chain`` just in front of a node, and remove earlier runs that nothing reads any more."""
+    """Run the ops of ``S.chain`` just in front of the node ``reader``, and remove earlier runs that nothing reads
+    any more."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):
@@ -253,8 +255,8 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Fill ``S.queue`` with the runs whose copies the node overwrites. Returns their number; 0 if the node was
-    removed."""
+    """Fill ``S.queue`` with the earlier runs whose results the run ``node`` overwrites. Return their number; 0 if
+    ``node`` was removed."""
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # swept itself
         return 0

@@ -10,10 +10,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def tidy(P: Problem, S: State, order: Ints) -> None:
-    """Remove every repeated run whose removal, with what only it read, leaves the sequence within its budget.
+    """Remove every repeated run whose removal, together with the runs that only it read, leaves the sequence within
+    its budget.
 
-    Ops are tried in the given order, repeatedly, until nothing more can go. Deterministic; the cost never rises. A
-    sequence over its budget is left unchanged.
+    Ops are tried in the order ``order``, repeatedly, until nothing more can be removed. Deterministic; the cost
+    never rises. A sequence over its budget is left unchanged.
     """
     if S.value[PENALTY] >= HALF:
         return

@@ -31,12 +31,14 @@ from rematplan.planner.core.schedule import runs_of
 
 @dataclass
 class Search:
-    """One search for the cheapest plan of a problem within a budget (bytes).
+    """One search by annealing for the cheapest plan of the problem ``graph`` within ``budget`` bytes.
 
-    ``enough(overhead)``: whether a plan of this overhead needs no improvement; for infinity, whether it is known that
-    no plan fits. ``report(fraction, overhead)``: called between slices with the share of the time that is spent and
-    the best overhead so far, None if nothing fits yet. ``smallest``: the plan with the smallest peak so far. ``twin``:
-    the search of the second thread, if there is one.
+    ``seed``: of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's order.
+    ``enough(overhead)``: returns whether a plan with this overhead needs no improvement; for infinity, whether it is
+    known that no plan fits. ``report(fraction, overhead)``: called often with the share of the time that is spent
+    and the best overhead so far, None if nothing fits yet. ``best``: the cheapest plan within the budget so far, or
+    None. ``smallest``: the plan with the smallest peak so far, or None. ``twin``: the search of a second thread with
+    another seed, if there is one.
     """
 
     graph: TrainingGraph
@@ -46,16 +48,17 @@ class Search:
     enough: Callable[[float], bool] = lambda _: False
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     suggest: Callable[[], Sequence[str]] = tuple
-    """Returns a sequence to start from, perhaps over the budget, or an empty one; called before each round."""
+    """Returns a sequence of runs to start from, perhaps over the budget, or an empty one; called before each round
+    that uses it."""
     suggested_to: tuple[int, ...] = (1, 3)
-    """The rounds (k mod 4) that start from the suggestion. Odd rounds, which are reheated, use it for a first part;
-    the others entirely."""
+    """The rounds, as numbers modulo 4, that start from the suggested sequence. Odd rounds, which are reheated, do so
+    for a first part; even ones entirely."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
     reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
-    """The least overhead at the end of a hot round that looked for an order first (True), and of one that did not
-    (False)."""
+    """The least overhead at the end of a hot round that looked for an order first (key True), and of one that did
+    not (False); infinite if none ended within the budget."""
     ended_early: bool = False
     """Whether the search gave up before its time was spent."""
     interrupted: bool = False
@@ -63,16 +66,22 @@ class Search:
 
     @property
     def overhead(self) -> float:
-        """The overhead of the best plan so far; infinite if there is none. May be read from another thread."""
+        """The overhead of the best plan so far, that of the second thread included; infinite if there is none. May
+        be read from another thread."""
         best = self.best
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
-        """Return the best plan within the budget that is found, starts included, or None.
+        """Return the cheapest plan within the budget that is found, starts included; None if none is found.
 
-        A `KeyboardInterrupt` ends the search; the best plan so far is returned, and ``interrupted`` is set. It is
-        passed on if nothing fits yet.
+        A `KeyboardInterrupt` ends the search: the best plan so far is returned, and ``interrupted`` is set. If
+        nothing fits yet, the exception is raised again.
+
+        Args:
+            starts: sequences of runs (names) to start from. Sequences that are invalid or break a required order are
+                ignored.
+            effort: the time or number of moves that the search may spend.
         """
         self.prepare(starts)
         begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
@@ -90,8 +99,8 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Simulate and tidy the base order and the starts, and keep the best. Starts that are invalid or break a
-        required order are left out."""
+        """Simulate the order without recomputation and ``starts`` (sequences of runs), remove runs that the budget
+        does not need, and keep the best plans. Starts that are invalid or break a required order are left out."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -105,18 +114,20 @@ class Search:
 
     @property
     def least(self) -> Plan:
-        """The plan with the smallest peak so far, whether or not it fits the budget. Call `prepare` first."""
+        """The plan with the smallest peak so far, whether or not it fits the budget. There is none before `prepare`
+        is called."""
         assert self.smallest is not None
         return self.smallest
 
     @property
     def schedule(self) -> CoolingSchedule:
-        """The temperature schedule for the problem."""
+        """The constants of the search: `WITH_PHASES` for problems with phases or if ``keep_order`` is set, else
+        `WITHOUT_PHASES`."""
         return WITH_PHASES if self.graph.has_phases or self.keep_order else WITHOUT_PHASES
 
     def _wants_twin(self, effort: SearchBudget) -> bool:
-        """Whether to use a second thread; not if moves are counted, because the result would depend on the number
-        of cores."""
+        """Return whether to use a second thread; not if moves are counted, because the result would depend on the
+        number of cores."""
         schedule = self.schedule
         large = schedule.reorders and len(self.base) >= schedule.two_threads
         return large and not effort.moves and (os.cpu_count() or 1) > 1
@@ -155,8 +166,8 @@ class Search:
         self.ended_early = stale >= schedule.patience
 
     def _round(self, k: int, length: float, effort: SearchBudget) -> None:
-        """Run a round: hot and reheated alternately. Without a feasible plan, hot rounds from the base order and
-        the starts."""
+        """Run a round: hot and reheated alternately. Without a feasible plan, hot rounds from the order without
+        recomputation and the starts."""
         annealer, before, schedule = self.annealer, self.best, self.schedule
         hot = schedule.hot(len(self.base))
         if near := self._suggested(k):
@@ -210,8 +221,8 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _raise_price_slowly(self, hot: float, length: float, effort: SearchBudget) -> float:
-        """Raise the price slowly, at a round's first temperature, until something fits or a share of the round is
-        over. Returns what it took."""
+        """Raise the price of bytes over the budget slowly, at a round's first temperature, until something fits or a
+        share of the round is over. Return the seconds or moves spent."""
         annealer, schedule = self.annealer, self.schedule
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
@@ -227,7 +238,7 @@ class Search:
         return effort.spent() - began
 
     def _descends(self, k: int) -> bool:
-        """Whether descents follow a round that found nothing better."""
+        """Return whether descents follow a round that found nothing better."""
         return k % 2 == 0 if self.schedule.reorders else k % 8 == DESCENTS.round_of_eight
 
     def _suggested(self, k: int) -> Sequence[str]:
@@ -283,9 +294,10 @@ class Search:
         """Lower the smallest peak step by step; see `Descent.run`.
 
         Args:
-            effort: what the search may spend.
-            until: what the effort may have spent at the end, in its unit.
-            from_base: start from the base order, not from the plan with the smallest peak so far.
+            effort: the time or number of moves that the search may spend.
+            until: how much of ``effort`` may be spent when the descent ends: seconds or moves.
+            from_base: whether to start from the plan without recomputation; if not, from the plan with the smallest
+                peak so far.
         """
         start = self._offer(self.base) if from_base else self.least
         inputs = self.graph.input_bytes
@@ -299,7 +311,8 @@ class Search:
             self._offer(annealer.best())
 
     def _offer(self, runs: Sequence[str]) -> Plan:
-        """Simulate a sequence, and keep it if it is the best plan or has the smallest peak. Returns its plan."""
+        """Simulate a sequence of runs, record its plan if it is the cheapest that fits or has the smallest peak, and
+        return the plan."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan

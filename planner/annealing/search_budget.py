@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rematplan.planner.annealing.annealer import compile_annealer
 
 SLICE = 0.2
-"""Seconds between two looks at the clock."""
+"""Seconds of annealing between two looks at the clock."""
 MOVES_IN_SLICE = 4000
-"""Moves between two looks at the clock: at first, and always if moves are counted instead of seconds."""
+"""Moves of annealing between two looks at the clock: at first, and always if moves are counted instead of seconds."""
 FEWEST_MOVES = 200
 """The fewest moves between two looks at the clock, if seconds count."""
 MOVES_A_SECOND = 300_000
@@ -20,10 +20,12 @@ MOVES_A_SECOND = 300_000
 
 @dataclass
 class SearchBudget:
-    """What a search may spend: seconds, or a number of moves if ``moves`` is not 0. All amounts are then in that unit.
+    """What a search by annealing may spend: seconds, or a number of moves if ``moves`` is not 0, and what it has
+    spent.
 
-    With moves, the result is the same on every machine. ``done``: moves made so far. ``began``: monotonic time of the
-    start. ``slice_``: moves until the clock is read again. ``interrupted``: whether Ctrl-C ended the search.
+    With moves, the result of the search is the same on every machine. ``done``: moves made so far. ``began``: when
+    the search began, by the monotonic clock. ``slice_``: moves until the clock is read again. ``interrupted``:
+    whether Ctrl-C ended the search.
     """
 
     seconds: float
@@ -43,33 +45,34 @@ class SearchBudget:
         return float(self.done) if self.moves else time.monotonic() - self.began
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
-        """Return the length of the shortest round, in moves if they are counted, otherwise in seconds.
+        """Return the length of the shortest round of annealing, in moves if they are counted, otherwise in seconds.
 
         ``ops``: the number of ops. ``shortest``: the moves per op in small problems, and the number of ops at which
-        they are twice as many.
+        a round has twice as many per op.
         """
         moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
         return moves if self.moves else moves / MOVES_A_SECOND
 
     def stop(self) -> None:
-        """Mark all seconds as spent, so that the search soon ends. It has no effect if moves are counted. May be
+        """Count all seconds as spent, so that the search soon ends. It has no effect if moves are counted. May be
         called from another thread."""
         self.began = -math.inf
 
     @property
     def rate(self) -> float:
-        """The estimated number of moves per unit of what is spent: per second, or 1 if moves are counted."""
+        """The estimated number of moves per unit of the budget: per second, or 1 if moves are counted."""
         return 1.0 if self.moves else self.slice_ / SLICE
 
     def next_slice(self, left: float) -> int:
         """Return the number of moves to make before the clock is read again, at least 1.
 
-        ``left``: what is left to spend; it limits the slice only if moves are counted.
+        ``left``: what is left to spend, in seconds or moves; it limits the result only if moves are counted.
         """
         return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:
-        """Record moves that were made; if seconds count, adjust the next slice to their speed."""
+        """Record that ``moves`` moves were made in ``seconds``. Unless moves are counted, the next slice is adjusted
+        to that speed."""
         self.done += moves
         if not self.moves:
             self.slice_ = max(FEWEST_MOVES, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))

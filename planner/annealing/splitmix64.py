@@ -15,7 +15,7 @@ S27, S30, S31, S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 @inner
 def uniform(random: Randoms) -> float:
-    """Return the next random number in [0, 1)."""
+    """Return the next random number in [0, 1). ``random``: an array with the generator's state, which is advanced."""
     random[0] += STEP
     z = random[0]
     z = (z ^ (z >> S30)) * MIX_1
@@ -26,5 +26,5 @@ def uniform(random: Randoms) -> float:
 
 @inner
 def below(random: Randoms, n: int) -> int:
-    """Return a random integer in 0..n-1."""
+    """Return a random integer in 0 .. n - 1. ``random``: an array with the generator's state, which is advanced."""
     return int(uniform(random) * n)

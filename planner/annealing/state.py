@@ -41,21 +41,23 @@ INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """Compile a function for calls from other kernels, and allow sums to be reordered, since they are exact in any
-    order.
+    """Compile a function with numba for calls from other compiled functions, and allow sums to be reordered, since
+    they are exact in any order.
 
-    No kernel of the annealer may call itself: reloading such a kernel from the disk cache crashes.
+    The function must not call itself: reloading it from the disk cache would crash.
     """
     return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def free_kernel(function: F) -> F:
-    """Compile a function that Python calls. Other Python threads can run during a call."""
+    """Compile a function with numba for calls from Python. Other Python threads can run during a call."""
     return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
-    """Which ops read and write each tensor, by tensor: see `Problem` for the format.
+    """Which ops and inverses read and write each tensor, in compressed sparse rows:
+    ``readers[readers_at[t]:readers_at[t + 1]]`` read tensor t, and ``makers[makers_at[t]:makers_at[t + 1]]`` write
+    it.
 
     ``producer``: the only op or inverse that writes the tensor, or -1 if there are several.
     """
@@ -68,13 +70,16 @@ class Flow(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The problem as arrays. Inputs are left out; op ``n - 1`` is the virtual end.
+    """The problem as arrays for the annealer. Inputs are left out. Ops are numbered: ops, inverses, and last a
+    virtual end that reads all outputs.
 
-    ``x_at[i]:x_at[i + 1]`` is the range of row i in ``x``. ``cost``: percent of the base cost. ``plain``: whether
-    there is no backward half; chains of recomputation would grow without limit there. ``several``: whether any
-    tensor has several makers. ``least``: the number of runs that an op must keep: 1, or 0 if others can write what
-    it writes. ``once``: 1 for ops that may run only once. ``before`` and ``after``: an op's neighbours among the
-    ops whose first runs keep their order, or -1.
+    Op i reads the tensors ``reads[reads_at[i]:reads_at[i + 1]]`` and writes ``writes[writes_at[i]:writes_at[i +
+    1]]``. ``flow``: readers and writers by tensor. ``least``: how often an op must run at least: 1, or 0 if others
+    can write what it writes. ``once``: 1 for ops that may run only once. ``several``: whether any tensor has several
+    writers. ``plain``: whether there is no backward half; chains of recomputation would grow without limit there.
+    ``size``: of each tensor, in units of bytes. ``cost``: percent of the cost of running each op once.
+    ``workspace``: of each op, in units of bytes. ``written``: the sum of the sizes that each op writes. ``before``,
+    ``after``: an op's neighbours among the ops whose first runs keep their order, or -1.
     """
 
     reads_at: Ints
@@ -95,11 +100,11 @@ class Problem(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The positions of each op's runs.
+    """Where each op's runs are in the sequence of runs.
 
-    By node: its ``slot``, -1 if it is not in the sequence, and the ``prev`` and ``next`` run of the same op. By op:
-    its ``first`` and ``last`` run. It is separate from the rest of the state because calls with fewer arrays are
-    faster.
+    Each run is a node. By node: its ``slot`` (position), -1 if the node is not in the sequence, and the ``prev`` and
+    ``next`` run of the same op. By op: its ``first`` and ``last`` run. A separate tuple from `State`, because calls
+    with fewer arrays are faster.
     """
 
     slot: Ints
@@ -110,13 +115,15 @@ class Links(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sequence of runs and what is counted of it; entries that do not exist are -1.
+    """The annealer's sequence of runs and what is counted of it; -1 stands for no entry.
 
-    By node: its ``op``. By op: its number of ``runs``; its ``place`` in ``multi``, the list of ops that run more often
-    than they must; a ``stamp``, 1 while the op is in ``chain``. By slot: the node ``at`` it, ``mem`` and ``cap``.
-    ``free``: unused node numbers. ``log``: edits since the last commit. ``chain`` and ``queue``: scratch space.
-    ``best``: the ops of the best sequence within the budget. ``number`` and ``value``: single numbers. ``random``: the
-    state of the generator.
+    A run is a node, and a node is in a slot (position); about half of the slots are empty. By node: its ``op``. By
+    op: its number of ``runs``; its ``place`` in ``multi``, the list of ops that run more often than they must; a
+    ``stamp``, 1 while the op is in ``chain``. By slot: the node ``at`` it; ``mem``, the bytes live there; ``cap``,
+    the bytes that may be live there (`NO_CAP` if empty). ``links``: where each op's runs are. ``free``: unused node
+    numbers. ``log``: edits since the last commit. ``chain``, ``queue``: scratch space. ``best``: the ops of the best
+    sequence within the budget. ``number``, ``value``: single numbers (columns above). ``random``: the state of the
+    random generator.
     """
 
     links: Links
@@ -140,7 +147,8 @@ class State(NamedTuple):
 
 @vector_kernel
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add bytes, perhaps a negative number, to ``mem`` in the slots low..high. Returns the change of the penalty."""
+    """Add ``bytes_``, perhaps a negative number, to ``mem`` in the slots ``low`` .. ``high``, and return the change
+    of the penalty: of the bytes over ``cap``, summed over slots."""
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     live, most = mem[low : high + 1], cap[low : high + 1]
@@ -154,7 +162,8 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 
 @vector_kernel
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Return the change of the penalty if bytes were added in the slots low..high. Nothing is changed."""
+    """Return the change of the penalty (the bytes over ``cap``, summed over slots) if ``bytes_`` were added in the
+    slots ``low`` .. ``high``. Nothing is changed."""
     change = 0.0
     live, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(live.size):
@@ -166,7 +175,8 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
 
 @vector_kernel
 def first_over(mem: Floats, cap: Floats, start: int) -> int:
-    """Return the first slot, from ``start`` on, whose cap is exceeded, or -1."""
+    """Return the first slot (position), from ``start`` on, where more bytes are live (``mem``) than may be
+    (``cap``); -1 if there is none."""
     for low in range(start, mem.size, BLOCK):
         live, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
         found = 0
@@ -182,7 +192,7 @@ def first_over(mem: Floats, cap: Floats, start: int) -> int:
 
 @inner
 def run_before(L: Links, op: int, slot: int) -> int:
-    """Return the node of the latest run of an op before a slot, or -1 if there is none."""
+    """Return the latest run (node) of an op before a slot (position), or -1 if there is none."""
     node = L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
@@ -191,7 +201,8 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
-    """Return the run that serves a read of the tensor at a slot: the latest earlier run that writes it, or -1."""
+    """Return the run (node) that serves a read of the tensor at a slot (position): the latest earlier run that
+    writes the tensor; -1 if there is none."""
     latest, place = -1, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = L.last[F.makers[k]]
@@ -204,7 +215,8 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
 
 @inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
-    """Return the slot of the next run after ``node`` that writes the tensor; beyond all slots if there is none."""
+    """Return the slot (position) of the next run after ``node`` that writes the tensor; `NO_SLOT`, beyond all slots,
+    if there is none."""
     if F.producer[tensor] >= 0:
         later = L.next[node]
         return int(L.slot[later]) if later >= 0 else NO_SLOT
@@ -219,8 +231,8 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """Return the slot of the last read of a tensor in (start, stop), ignoring the node ``skip``; ``start`` if there
-    is none."""
+    """Return the slot (position) of the last read of a tensor between the slots ``start`` and ``stop`` (both
+    excluded), ignoring the run ``skip``; ``start`` if there is none."""
     latest = start
     for k in range(F.readers_at[tensor], F.readers_at[tensor + 1]):
         node = L.last[F.readers[k]]
@@ -237,14 +249,14 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """Return the slot of the last read of the copy that ``node`` writes, ignoring the node ``skip``; its own slot
-    if there is none."""
+    """Return the slot (position) of the last read of what the run ``node`` writes of a tensor, before the tensor is
+    written again, ignoring the run ``skip``; the slot of ``node`` if there is none."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 
 @inner
 def is_unread(P: Problem, S: State, node: int) -> bool:
-    """Whether nothing reads any copy that the node writes."""
+    """Return whether nothing reads what the run ``node`` writes before it is overwritten."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if end_of(P.flow, S.links, P.writes[k], node, -1) > S.links.slot[node]:
@@ -254,7 +266,8 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def node_after(at: Ints, slot: int) -> int:
-    """Return the first node in a slot after ``slot``; there must be one."""
+    """Return the first run (node) in a slot (position) after ``slot``; there must be one. ``at``: the node in each
+    slot, or -1."""
     s = slot + 1
     while at[s] < 0:
         s += 1
